@@ -1,0 +1,55 @@
+// What the engine asks of a way to reach the kernel. A backend is one file ending in one `Backend` row, listed in
+// registry.cpp; nothing else changes when one is added.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "base/io.h"
+
+namespace nvme_ops {
+
+// A bounded queue of requests in the kernel. Used by one thread at a time.
+class Queue {
+ public:
+  Queue() = default;
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+  virtual ~Queue() = default;
+
+  // Takes requests in order and returns how many it took; the rest are offered again after the next reap().
+  // What was taken is on its way at the latest when reap() is called. Never more than `depth` are in flight.
+  virtual std::size_t submit(const Request* requests, std::size_t count) = 0;
+
+  // Collects completions, waiting until `least` are there, `timeout` has passed or a signal has arrived.
+  virtual std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
+                           std::chrono::milliseconds timeout) = 0;
+
+  // Registers memory as buffer `index`, sparing the kernel its per-request page lookup. False: do without.
+  virtual bool register_buffer(int /*index*/, std::byte* /*memory*/, std::size_t /*bytes*/) { return false; }
+  virtual void unregister_buffer(int /*index*/) {}
+
+  // Lets go of what a forked child inherited, without touching what the parent still uses.
+  virtual void abandon() noexcept {}
+};
+
+struct QueueOptions {
+  unsigned depth;
+  unsigned buffers;    // how many buffers may be registered
+  bool single_submit;  // one system call per request
+};
+
+struct Probe {
+  bool usable;
+  std::string reason;  // why not, with the fix
+};
+
+struct Backend {
+  const char* name;
+  Probe (*probe)();
+  std::unique_ptr<Queue> (*open)(const QueueOptions&);  // throws IoError
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,246 @@
+// io_uring through the kernel's own header: nothing to install. Requests gather in the submission ring and enter the
+// kernel together with the wait for completions, so a full queue costs one system call per batch.
+#include <errno.h>
+#include <linux/io_uring.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "backends/registry.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
+
+namespace nvme_ops {
+namespace {
+
+// Newer than the kernel headers of some distributions we build on.
+constexpr unsigned kCoopTaskrun = 1U << 8;  // IORING_SETUP_COOP_TASKRUN, Linux 5.19
+struct BufferTable {                        // io_uring_rsrc_register
+  std::uint32_t slots;
+  std::uint32_t flags;
+  std::uint64_t reserved, data, tags;
+};
+constexpr unsigned kSparse = 1;  // IORING_RSRC_REGISTER_SPARSE, Linux 5.19
+
+int setup(unsigned entries, io_uring_params* params) {
+  return static_cast<int>(::syscall(__NR_io_uring_setup, entries, params));
+}
+
+int register_with(int ring, unsigned opcode, void* argument, unsigned count) {
+  return static_cast<int>(::syscall(__NR_io_uring_register, ring, opcode, argument, count));
+}
+
+// A shared view of ring memory.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int ring, std::size_t bytes, off_t what)
+      : bytes_(bytes), base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what)) {
+    if (base_ == MAP_FAILED) {
+      base_ = nullptr;
+      raise(system_failure(errno, "mapping an io_uring"));
+    }
+  }
+  Mapping(Mapping&& other) noexcept { *this = std::move(other); }
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(bytes_, other.bytes_);
+    std::swap(base_, other.base_);
+    return *this;
+  }
+  ~Mapping() {
+    if (base_ != nullptr) ::munmap(base_, bytes_);
+  }
+  template <class T>
+  T* at(unsigned offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(base_) + offset);
+  }
+
+ private:
+  std::size_t bytes_ = 0;
+  void* base_ = nullptr;
+};
+
+unsigned load_acquire(const unsigned* value) {
+  return __atomic_load_n(value, __ATOMIC_ACQUIRE);
+}
+
+void store_release(unsigned* value, unsigned what) {
+  __atomic_store_n(value, what, __ATOMIC_RELEASE);
+}
+
+class IoUringQueue final : public Queue {
+ public:
+  explicit IoUringQueue(const QueueOptions& options) : single_submit_(options.single_submit) {
+    io_uring_params params{};
+    params.flags = IORING_SETUP_CLAMP | kCoopTaskrun;
+    int fd = setup(options.depth, &params);
+    if (fd < 0 && errno == EINVAL) {
+      params = {};
+      params.flags = IORING_SETUP_CLAMP;
+      fd = setup(options.depth, &params);
+    }
+    if (fd < 0) raise(system_failure(errno, "io_uring_setup"));
+    ring_ = UniqueFd(fd);
+    timed_waits_ = (params.features & IORING_FEAT_EXT_ARG) != 0;
+
+    const std::size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
+    const std::size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+    sq_ = Mapping(fd, sq_bytes, IORING_OFF_SQ_RING);
+    cq_ = Mapping(fd, cq_bytes, IORING_OFF_CQ_RING);
+    sqe_memory_ = Mapping(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES);
+    sqes_ = sqe_memory_.at<io_uring_sqe>(0);
+    sq_tail_ = sq_.at<unsigned>(params.sq_off.tail);
+    sq_head_ = sq_.at<unsigned>(params.sq_off.head);
+    sq_mask_ = *sq_.at<unsigned>(params.sq_off.ring_mask);
+    sq_entries_ = params.sq_entries;
+    cq_head_ = cq_.at<unsigned>(params.cq_off.head);
+    cq_tail_ = cq_.at<unsigned>(params.cq_off.tail);
+    cq_mask_ = *cq_.at<unsigned>(params.cq_off.ring_mask);
+    cqes_ = cq_.at<io_uring_cqe>(params.cq_off.cqes);
+    unsigned* array = sq_.at<unsigned>(params.sq_off.array);
+    for (unsigned i = 0; i < sq_entries_; ++i) array[i] = i;
+    make_buffer_table(options.buffers);
+  }
+
+  std::size_t submit(const Request* requests, std::size_t count) override {
+    std::size_t taken = 0;
+    unsigned tail = *sq_tail_;
+    while (taken < count && tail - load_acquire(sq_head_) < sq_entries_) {
+      prepare(sqes_[tail & sq_mask_], requests[taken++]);
+      store_release(sq_tail_, ++tail);
+      ++unsubmitted_;
+      if (single_submit_) enter(0, nullptr);
+    }
+    return taken;
+  }
+
+  std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
+                   std::chrono::milliseconds timeout) override {
+    const unsigned ready = load_acquire(cq_tail_) - *cq_head_;
+    if (unsubmitted_ > 0 || ready < least || ready == 0) {
+      __kernel_timespec wait{timeout.count() / 1000, (timeout.count() % 1000) * 1'000'000};
+      enter(ready < least ? static_cast<unsigned>(least) : 0, &wait);
+    }
+    std::size_t count = 0;
+    unsigned head = *cq_head_;
+    for (const unsigned tail = load_acquire(cq_tail_); head != tail && count < most; ++head) {
+      const io_uring_cqe& cqe = cqes_[head & cq_mask_];
+      completions[count++] = {cqe.user_data, cqe.res};
+    }
+    store_release(cq_head_, head);
+    return count;
+  }
+
+  bool register_buffer(int index, std::byte* memory, std::size_t bytes) override {
+    return buffer_table_ && update_buffer(index, memory, bytes);
+  }
+
+  void unregister_buffer(int index) override { update_buffer(index, nullptr, 0); }
+
+  void abandon() noexcept override { const UniqueFd closed = std::move(ring_); }
+
+ private:
+  static void prepare(io_uring_sqe& sqe, const Request& request) {
+    std::memset(&sqe, 0, sizeof sqe);
+    const bool read = request.op == Op::Read;
+    if (request.buffer >= 0) {
+      sqe.opcode = read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+      sqe.buf_index = static_cast<std::uint16_t>(request.buffer);
+    } else {
+      sqe.opcode = read ? IORING_OP_READ : IORING_OP_WRITE;
+    }
+    sqe.fd = request.fd;
+    sqe.addr = reinterpret_cast<std::uint64_t>(request.data);
+    sqe.len = static_cast<std::uint32_t>(request.bytes);
+    sqe.off = request.offset;
+    sqe.user_data = request.token;
+  }
+
+  // Submits what is prepared and waits for `least` completions. A signal or the timeout end the wait; a kernel short of
+  // memory keeps the rest for the next call.
+  void enter(unsigned least, __kernel_timespec* timeout) {
+    io_uring_getevents_arg argument{};
+    argument.ts = reinterpret_cast<std::uint64_t>(timeout);
+    const bool timed = least > 0 && timed_waits_;
+    const unsigned flags = IORING_ENTER_GETEVENTS | (timed ? IORING_ENTER_EXT_ARG : 0);
+    const long taken = ::syscall(__NR_io_uring_enter, ring_.get(), unsubmitted_, least, flags,
+                                 timed ? static_cast<void*>(&argument) : nullptr, timed ? sizeof argument : 0);
+    if (taken >= 0) {
+      unsubmitted_ -= static_cast<unsigned>(taken);
+    } else if (errno == ETIME || errno == EINTR || errno == EAGAIN || errno == EBUSY) {
+      unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
+    } else {
+      raise(system_failure(errno, "io_uring_enter"));
+    }
+  }
+
+  // An empty table that buffers enter one by one; older kernels do without.
+  void make_buffer_table(unsigned slots) {
+    if (slots == 0) return;
+    BufferTable table{slots, kSparse, 0, 0, 0};
+    buffer_table_ = register_with(ring_.get(), IORING_REGISTER_BUFFERS2, &table, sizeof table) == 0;
+  }
+
+  bool update_buffer(int index, std::byte* memory, std::size_t bytes) {
+    iovec vector{memory, bytes};
+    io_uring_rsrc_update2 update{};
+    update.offset = static_cast<unsigned>(index);
+    update.data = reinterpret_cast<std::uint64_t>(&vector);
+    update.nr = 1;
+    return register_with(ring_.get(), IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) == 1;
+  }
+
+  const bool single_submit_;
+  bool timed_waits_ = false;
+  bool buffer_table_ = false;
+  UniqueFd ring_;
+  Mapping sq_, cq_, sqe_memory_;
+  io_uring_sqe* sqes_ = nullptr;
+  io_uring_cqe* cqes_ = nullptr;
+  unsigned *sq_tail_ = nullptr, *sq_head_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
+  unsigned sq_mask_ = 0, cq_mask_ = 0, sq_entries_ = 0;
+  unsigned unsubmitted_ = 0;
+};
+
+// Sets a ring up for real, and asks whether it reads and writes (Linux 5.6).
+Probe probe_io_uring() {
+  io_uring_params params{};
+  const UniqueFd ring(setup(1, &params));
+  if (!ring) {
+    switch (errno) {
+      case ENOSYS:
+        return {false, "the kernel has no io_uring (Linux 5.1), or a seccomp filter hides it"};
+      case EPERM:
+        return {false,
+                "io_uring_setup is forbidden: by kernel.io_uring_disabled (sysctl -w kernel.io_uring_disabled=0) or by "
+                "the container's seccomp profile (docker run --security-opt seccomp=unconfined)"};
+      case ENOMEM:
+        return {false, "no locked memory left for a ring (ulimit -l unlimited)"};
+      default:
+        return {false, system_failure(errno, "io_uring_setup").message};
+    }
+  }
+  std::vector<std::byte> memory(sizeof(io_uring_probe) + 256 * sizeof(io_uring_probe_op));
+  auto* answer = reinterpret_cast<io_uring_probe*>(memory.data());
+  if (register_with(ring.get(), IORING_REGISTER_PROBE, answer, 256) < 0 || answer->last_op < IORING_OP_WRITE) {
+    return {false, "the kernel's io_uring cannot read and write plainly (Linux 5.6 can)"};
+  }
+  return {true, {}};
+}
+
+std::unique_ptr<Queue> open_io_uring(const QueueOptions& options) {
+  return std::make_unique<IoUringQueue>(options);
+}
+
+}  // namespace
+
+const Backend kIoUring{"io_uring", probe_io_uring, open_io_uring};
+
+}  // namespace nvme_ops

@@ -1,0 +1,49 @@
+// Failures as data: what a caller needs to know, kept until the thread that asked can raise it.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/io.h"
+
+namespace nvme_ops {
+
+struct Failure {
+  enum class Kind : std::uint8_t { System, EndOfFile, Argument, Interrupted, Mismatch, Internal };
+  Kind kind;
+  int error;  // errno, where there is one
+  std::string message;
+  std::string path;
+};
+
+class IoError : public std::exception {
+ public:
+  explicit IoError(Failure failure) : failure_(std::move(failure)) {}
+  const Failure& failure() const noexcept { return failure_; }
+  const char* what() const noexcept override { return failure_.message.c_str(); }
+
+ private:
+  Failure failure_;
+};
+
+// What the kernel refused: "read of 4096 bytes at offset 512: Input/output error".
+Failure system_failure(int error, const std::string& operation, const std::string& path = {});
+Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t offset, const std::string& path);
+Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t size, const std::string& path);
+Failure bad_argument(std::string message);
+
+[[noreturn]] inline void raise(Failure failure) {
+  throw IoError(std::move(failure));
+}
+
+[[noreturn]] void broken_invariant(const char* condition, const char* file, int line);
+
+}  // namespace nvme_ops
+
+// Our own bugs, never the caller's mistakes. Survives NDEBUG.
+#define NVME_INVARIANT(condition) \
+  ((condition) ? static_cast<void>(0) : ::nvme_ops::broken_invariant(#condition, __FILE__, __LINE__))

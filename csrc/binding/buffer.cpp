@@ -1,0 +1,111 @@
+#include "binding/buffer.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#include <structmember.h>
+
+#include <cstddef>
+
+#include "base/error.h"
+#include "binding/python.h"
+#include "engine/buffer_pool.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
+struct BufferObject {
+  PyObject_HEAD
+  std::byte* data;
+  Py_ssize_t bytes;
+  bool locked;
+  PyObject* weak_references;
+};
+
+BufferObject* buffer_of(PyObject* self) {
+  return reinterpret_cast<BufferObject*>(self);
+}
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(arguments, "n", &bytes)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    if (bytes < 0) raise(bad_argument("bytes must not be negative: " + std::to_string(bytes)));
+    std::byte* memory;
+    {
+      const WithoutGil released;
+      memory = BufferPool::instance().allocate(static_cast<std::size_t>(bytes));
+    }
+    PyObject* const self = type->tp_alloc(type, 0);
+    if (self == nullptr) {
+      BufferPool::instance().release(memory);
+      throw PythonError();
+    }
+    buffer_of(self)->data = memory;
+    buffer_of(self)->bytes = bytes;
+    return self;
+  });
+}
+
+void deallocate(PyObject* self) {
+  BufferObject* const buffer = buffer_of(self);
+  if (buffer->weak_references != nullptr) PyObject_ClearWeakRefs(self);
+  if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
+  BufferPool::instance().release(buffer->data);
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  return PyBuffer_FillInfo(view, self, buffer_of(self)->data, buffer_of(self)->bytes, 0, flags);
+}
+
+// Touches every page, so that no transfer waits for the kernel to clear one, and locks them where the system allows.
+PyObject* lock(PyObject* self, PyObject*) {
+  BufferObject* const buffer = buffer_of(self);
+  const auto bytes = static_cast<std::size_t>(buffer->bytes);
+  {
+    const WithoutGil released;
+    buffer->locked = ::mlock(buffer->data, bytes) == 0;
+    if (!buffer->locked) ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite);
+  }
+  return PyBool_FromLong(buffer->locked);
+}
+
+PyObject* unlock(PyObject* self, PyObject*) {
+  BufferObject* const buffer = buffer_of(self);
+  if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
+  buffer->locked = false;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"lock", lock, METH_NOARGS, "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
+    {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+                       {Py_tp_methods, methods},
+                       {Py_tp_members, members},
+                       {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                       {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory, back in the pool with the object.")},
+                       {0, nullptr}};
+
+PyType_Spec spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+bool add_buffer_type(PyObject* module) {
+  const Ref type(PyType_FromSpec(&spec));
+  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+}
+
+}  // namespace nvme_ops

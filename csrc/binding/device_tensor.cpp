@@ -1,0 +1,188 @@
+#include "binding/device_tensor.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+#include "base/limits.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr std::uint64_t kChunk = 8 << 20;
+constexpr std::size_t kChunks = 8;
+
+// One page-locked block on its way: first filled (from storage or the device), then emptied to the other side.
+struct Slot {
+  at::Tensor memory;
+  std::uint64_t position = 0, bytes = 0;
+  std::shared_ptr<Job> job;        // its storage transfer
+  std::optional<c10::Event> copy;  // its device copy
+
+  // Whatever ends the transfer, nothing may still use the memory.
+  ~Slot() {
+    while (job && !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+    }
+    try {
+      if (copy) copy->synchronize();
+    } catch (const c10::Error&) {  // the device has failed: it copies nothing more
+    }
+  }
+};
+
+at::Tensor page_locked(const at::Tensor& like, std::uint64_t bytes) {
+  const auto options = like.options().device(c10::kCPU).pinned_memory(true);
+  try {
+    return like.new_empty({static_cast<std::int64_t>(bytes)}, options);
+  } catch (const c10::Error&) {  // a device without page-locked memory copies from any
+    return like.new_empty({static_cast<std::int64_t>(bytes)}, options.pinned_memory(false));
+  }
+}
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+// torch's errors become ours.
+template <class Body>
+void translated(Body&& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    raise({Failure::Kind::Internal, 0, std::string("copying to or from the device: ") + error.what_without_backtrace(), {}});
+  }
+}
+
+class StagedDeviceTensor final : public DeviceTensor {
+ public:
+  explicit StagedDeviceTensor(const at::Tensor& tensor);
+  void transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
+                const Interrupted& interrupted) override;
+  void compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
+               const Interrupted& interrupted) override;
+
+ private:
+  at::Tensor flat_;  // all of the tensor's memory, as bytes
+  std::optional<c10::Event> before_;
+};
+
+StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
+  translated([&] {
+    const c10::NoGradGuard no_grad;
+    flat_ = tensor.detach().view({-1}).view(c10::kByte);
+    const c10::impl::VirtualGuardImpl device(flat_.device().type());
+    before_.emplace(flat_.device().type());
+    before_->record(device.getStream(flat_.device()));
+  });
+}
+
+void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
+                            const Interrupted& interrupted) {
+  translated([&] {
+    const c10::NoGradGuard no_grad;
+    const c10::impl::VirtualGuardImpl device(flat_.device().type());
+    // The side stream becomes current for this scope only; the caller's device and stream come back with it.
+    const c10::StreamGuard side(device.getStreamFromGlobalPool(flat_.device()));
+    before_->block(side.current_stream());
+
+    const auto total = static_cast<std::uint64_t>(flat_.numel());
+    const std::size_t count = std::min<std::uint64_t>(kChunks, (total + kChunk - 1) / kChunk);
+    std::array<Slot, kChunks> slots;
+    std::optional<Failure> failure;
+
+    const auto on_device = [&](const Slot& slot) {
+      return flat_.narrow(0, static_cast<std::int64_t>(slot.position), static_cast<std::int64_t>(slot.bytes));
+    };
+    const auto on_host = [&](const Slot& slot) {
+      return slot.memory.narrow(0, 0, static_cast<std::int64_t>(slot.bytes));
+    };
+    const auto start_storage = [&](Slot& slot) {
+      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory), slot.bytes,
+                                                               offset + slot.position, true}});
+      engine.submit(slot.job);
+    };
+    const auto end_storage = [&](Slot& slot) {
+      if (!slot.job) return;
+      wait(*slot.job, interrupted);
+      if (const auto& failed = slot.job->outcome()->failure(); failed && !failure) failure = failed;
+      slot.job.reset();
+    };
+    const auto start_copy = [&](Slot& slot) {
+      op == Op::Read ? on_device(slot).copy_(on_host(slot), true) : on_host(slot).copy_(on_device(slot), true);
+      slot.copy.emplace(flat_.device().type());
+      slot.copy->record(side.current_stream());
+    };
+    const auto end_copy = [&](Slot& slot) {
+      if (slot.copy) slot.copy->synchronize();
+      slot.copy.reset();
+    };
+    const auto begin = [&](Slot& slot, std::uint64_t position) {
+      if (!slot.memory.defined()) slot.memory = page_locked(flat_, std::min(total, kChunk));
+      slot.position = position;
+      slot.bytes = std::min(kChunk, total - position);
+      op == Op::Read ? start_storage(slot) : start_copy(slot);
+    };
+    // The second half follows as soon as the first has ended.
+    const auto turn = [&](Slot& slot) {
+      op == Op::Read ? end_storage(slot) : end_copy(slot);
+      if (!failure) op == Op::Read ? start_copy(slot) : start_storage(slot);
+    };
+    const auto finish = [&](Slot& slot) {
+      end_storage(slot);
+      end_copy(slot);
+    };
+
+    const std::uint64_t chunks = (total + kChunk - 1) / kChunk;
+    const std::uint64_t lead = std::max<std::size_t>(1, count / 2);  // first halves under way ahead of the second ones
+    for (std::uint64_t i = 0; i < chunks + lead; ++i) {
+      if (i < chunks && !failure) {
+        Slot& slot = slots[i % count];
+        finish(slot);
+        if (!failure) begin(slot, i * kChunk);
+      }
+      if (i >= lead && !failure) turn(slots[(i - lead) % count]);
+    }
+    for (std::size_t i = 0; i < count; ++i) finish(slots[i]);
+    side.current_stream().synchronize();
+    if (failure) raise(*failure);
+  });
+}
+
+void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
+                           const Interrupted& interrupted) {
+  translated([&] {
+    const c10::NoGradGuard no_grad;
+    const auto total = static_cast<std::uint64_t>(flat_.numel());
+    const at::Tensor stored = page_locked(flat_, std::min(total, kChunk));
+    for (std::uint64_t position = 0; position < total; position += kChunk) {
+      const std::uint64_t bytes = std::min(kChunk, total - position);
+      const auto job = std::make_shared<Job>(
+          Op::Read, std::vector<Extent>{{file, bytes_of(stored), bytes, offset + position, true}});
+      engine.run(job, interrupted);
+      if (job->outcome()->failure()) raise(*job->outcome()->failure());
+      const at::Tensor here =
+          flat_.narrow(0, static_cast<std::int64_t>(position), static_cast<std::int64_t>(bytes)).to(c10::kCPU);
+      if (std::memcmp(here.const_data_ptr(), stored.const_data_ptr(), bytes) != 0) {
+        raise({Failure::Kind::Mismatch, EIO,
+               "validation: file and tensor differ after offset " + std::to_string(offset + position), file->path()});
+      }
+    }
+  });
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  return std::make_shared<StagedDeviceTensor>(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(tensor)));
+}
+
+}  // namespace nvme_ops

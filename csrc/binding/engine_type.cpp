@@ -1,0 +1,359 @@
+#include "binding/engine_type.h"
+
+#include <algorithm>
+#include <list>
+#include <set>
+#include <string>
+#include <unordered_map>
+
+#include "backends/registry.h"
+#include "base/limits.h"
+#include "binding/memory.h"
+#include "binding/operation.h"
+#include "binding/python.h"
+#include "engine/fork.h"
+#include "engine/worker.h"
+
+namespace nvme_ops {
+namespace {
+
+// Everything here is touched with the GIL held only, so a fork finds it whole.
+class BoundEngine {
+ public:
+  BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) { all().insert(this); }
+  ~BoundEngine() {
+    finish();
+    all().erase(this);
+  }
+
+  static std::set<BoundEngine*>& all() {
+    static auto* const engines = new std::set<BoundEngine*>;
+    return *engines;
+  }
+
+  const EngineOptions& options() const { return options_; }
+  Cache cache() const { return cache_; }
+  const char* backend() const { return options_.backends.front()->name; }
+
+  std::uint64_t run(const Transfer& transfer) {
+    const std::shared_ptr<Engine> engine = running().engine;
+    const WithoutGil released;
+    return transfer.execute(*engine, false, signal_raised);
+  }
+
+  std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories) {
+    Running& current = running();
+    sweep();
+    std::shared_ptr<Operation> operation;
+    if (transfer.plain()) {
+      operation = std::make_shared<Operation>(transfer.job->outcome(), std::move(memories));
+      live_.push_back(operation);
+      current.engine->submit(transfer.job);
+    } else {
+      auto outcome = std::make_shared<Outcome>();
+      operation = std::make_shared<Operation>(outcome, std::move(memories));
+      live_.push_back(operation);
+      current.service->post([engine = current.engine, outcome, transfer = std::move(transfer)] {
+        try {
+          outcome->succeed(transfer.execute(*engine, true, [] { return false; }));
+        } catch (const IoError& error) {
+          outcome->fail(error.failure());
+        } catch (const std::exception& error) {
+          outcome->fail({Failure::Kind::Internal, 0, error.what(), {}});
+        }
+      });
+    }
+    return operation;
+  }
+
+  // What has ended lets go of its memory, also where nobody holds its future.
+  void sweep() {
+    live_.remove_if([](const std::shared_ptr<Operation>& operation) { return operation->outcome->done(); });
+  }
+
+  std::size_t staging_bytes() { return running().engine->staging_bytes(); }
+
+  void finish() {
+    const std::list<std::shared_ptr<Operation>> ending = std::exchange(live_, {});
+    if (running_.engine && running_.generation != fork_generation()) return leave_to_parent();
+    const Running stopping = std::exchange(running_, {});
+    const WithoutGil released;
+    if (stopping.service) stopping.service->stop();
+    for (const auto& operation : ending) {
+      while (!operation->outcome->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+      }
+    }
+  }
+
+ private:
+  struct Running {
+    std::shared_ptr<Engine> engine;
+    std::unique_ptr<Worker> service;  // for what takes several steps: validation, accelerators
+    unsigned long generation = 0;
+  };
+
+  // In a forked child the parent's engine is left alone, and a new one made at first use.
+  Running& running() {
+    if (running_.engine && running_.generation == fork_generation()) return running_;
+    if (running_.engine) leave_to_parent();
+    running_ = {std::make_shared<Engine>(options_), std::make_unique<Worker>(), fork_generation()};
+    return running_;
+  }
+
+  void leave_to_parent() {
+    live_.clear();
+    running_.engine->abandon();
+    new std::shared_ptr<Engine>(std::move(running_.engine));  // never destroyed: its threads are the parent's
+    static_cast<void>(running_.service.release());
+    running_ = {};
+  }
+
+  const EngineOptions options_;
+  const Cache cache_;
+  Running running_;
+  std::list<std::shared_ptr<Operation>> live_;
+};
+
+struct EngineObject {
+  PyObject_HEAD
+  BoundEngine* engine;
+};
+
+BoundEngine& engine_of(PyObject* self) {
+  return *reinterpret_cast<EngineObject*>(self)->engine;
+}
+
+std::uint64_t positive(long long value, const char* name) {
+  if (value < 1) raise(bad_argument(std::string(name) + " must be at least 1, not " + std::to_string(value)));
+  return static_cast<std::uint64_t>(value);
+}
+
+Cache cache_named(const std::string& name) {
+  if (name == "auto") return Cache::Auto;
+  if (name == "direct") return Cache::Direct;
+  if (name == "buffered") return Cache::Buffered;
+  raise(bad_argument("cache must be 'auto', 'direct' or 'buffered', not '" + name + "'"));
+}
+
+std::uint64_t offset_of(PyObject* object) {
+  if (object == Py_None) return 0;
+  const Ref index = checked(PyNumber_Index(object));
+  const long long offset = PyLong_AsLongLong(index.get());
+  if (offset == -1 && PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_OverflowError)) throw PythonError();
+    PyErr_Clear();
+    raise(bad_argument("file_offset must lie between 0 and 2**63 - 1"));
+  }
+  if (offset < 0) raise(bad_argument("file_offset must not be negative: " + std::to_string(offset)));
+  return static_cast<std::uint64_t>(offset);
+}
+
+// A path (str, bytes or os.PathLike) or a file descriptor.
+std::shared_ptr<File> file_of(PyObject* object, Op op, Cache cache) {
+  if (PyLong_Check(object) && !PyBool_Check(object)) {
+    const long fd = PyLong_AsLong(object);
+    if (fd == -1 && PyErr_Occurred()) throw PythonError();
+    if (fd < 0 || fd > INT32_MAX) raise(bad_argument("a file descriptor must not be negative: " + std::to_string(fd)));
+    const WithoutGil released;
+    return File::adopt(static_cast<int>(fd), op, cache);
+  }
+  PyObject* encoded = nullptr;
+  if (PyBool_Check(object) || PyUnicode_FSConverter(object, &encoded) == 0) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError();
+    PyErr_Clear();
+    raise_type_error(std::string("a file must be a path or a file descriptor, not ") + Py_TYPE(object)->tp_name);
+  }
+  const Ref owned(encoded);
+  const std::string path(PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded)));
+  const WithoutGil released;
+  return File::open(path, op, cache);
+}
+
+// Gathers what one call moves.
+class TransferBuilder {
+ public:
+  TransferBuilder(Op op, bool validate, bool whole) : transfer_{op, nullptr, {}, validate}, whole_(whole) {}
+
+  void add(const Memory& memory, const std::shared_ptr<File>& file, std::uint64_t offset) {
+    file->prepare(transfer_.op, offset, memory.bytes, whole_);
+    if (memory.device) {
+      transfer_.device.push_back({memory.device, file, offset, memory.bytes});
+    } else if (memory.bytes > 0) {
+      extents_.push_back({file, memory.data, memory.bytes, offset, memory.fast});
+    }
+  }
+
+  Transfer take() {
+    transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_));
+    return std::move(transfer_);
+  }
+
+ private:
+  Transfer transfer_;
+  const bool whole_;
+  std::vector<Extent> extents_;
+};
+
+struct SingleCall {
+  int write, validate;
+  PyObject *memory, *file, *offset;
+
+  explicit SingleCall(PyObject* arguments) {
+    if (!PyArg_ParseTuple(arguments, "pOOOp", &write, &memory, &file, &offset, &validate)) throw PythonError();
+  }
+  Op op() const { return write ? Op::Write : Op::Read; }
+
+  Transfer transfer(BoundEngine& engine, const Memory& lent) const {
+    // Without an offset the tensor is the whole file, which then ends with it. A descriptor's file is never cut.
+    const bool whole = write && offset == Py_None && !PyLong_Check(file);
+    const std::uint64_t at = offset_of(offset);
+    const std::shared_ptr<File> opened = file_of(file, op(), engine.cache());
+    TransferBuilder builder(op(), validate != 0, whole);
+    const WithoutGil released;
+    builder.add(lent, opened, at);
+    return builder.take();
+  }
+};
+
+PyObject* run(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    const SingleCall call(arguments);
+    const Memory memory = memory_of(call.memory, call.op(), "buffer");
+    BoundEngine& engine = engine_of(self);
+    return PyLong_FromUnsignedLongLong(engine.run(call.transfer(engine, memory)));
+  });
+}
+
+PyObject* submit(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    const SingleCall call(arguments);
+    Memory memory = memory_of(call.memory, call.op(), "buffer");
+    BoundEngine& engine = engine_of(self);
+    Transfer transfer = call.transfer(engine, memory);
+    std::vector<Memory> memories;
+    memories.push_back(std::move(memory));
+    return wrap_operation(engine.submit(std::move(transfer), std::move(memories)));
+  });
+}
+
+bool one_file(PyObject* files) {
+  return PyLong_Check(files) || PyUnicode_Check(files) || PyBytes_Check(files) ||
+         PyObject_HasAttrString(files, "__fspath__") == 1;
+}
+
+PyObject* submit_many(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    int write;
+    PyObject *objects, *files, *offsets;
+    if (!PyArg_ParseTuple(arguments, "pOOO", &write, &objects, &files, &offsets)) throw PythonError();
+    const Op op = write ? Op::Write : Op::Read;
+    BoundEngine& engine = engine_of(self);
+    std::vector<Memory> memories = memories_of(objects, op, "tensors");
+    const auto count = static_cast<Py_ssize_t>(memories.size());
+
+    const bool single = one_file(files);
+    const Ref names = single ? Ref::borrowed(files) : checked(PySequence_Fast(files, "files must be a path, a file descriptor, or a sequence of them"));
+    const bool whole = offsets == Py_None;
+    const Ref places = whole ? Ref() : checked(PySequence_Fast(offsets, "file_offsets must be a sequence of integers"));
+    const auto expect = [count](Py_ssize_t length, const char* name) {
+      if (length != count) {
+        raise(bad_argument(std::string(name) + " has " + std::to_string(length) + " entries for " +
+                           std::to_string(count) + " tensors"));
+      }
+    };
+    if (!single) expect(PySequence_Fast_GET_SIZE(names.get()), "files");
+    if (!whole) expect(PySequence_Fast_GET_SIZE(places.get()), "file_offsets");
+    if (whole && single) raise(bad_argument("file_offsets is needed when all tensors share one file"));
+
+    TransferBuilder builder(op, false, whole && op == Op::Write);
+    std::unordered_map<PyObject*, std::shared_ptr<File>> opened;  // by identity: a repeated name is opened once
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* const name = single ? files : PySequence_Fast_GET_ITEM(names.get(), i);
+      std::shared_ptr<File>& file = opened[name];
+      if (!file) file = file_of(name, op, engine.cache());
+      builder.add(memories[static_cast<std::size_t>(i)], file,
+                  whole ? 0 : offset_of(PySequence_Fast_GET_ITEM(places.get(), i)));
+    }
+    return wrap_operation(engine.submit(builder.take(), std::move(memories)));
+  });
+}
+
+PyObject* staging_bytes(PyObject* self, PyObject*) {
+  return guarded([&] { return PyLong_FromSize_t(engine_of(self).staging_bytes()); });
+}
+
+PyObject* backend(PyObject* self, PyObject*) {
+  return PyUnicode_FromString(engine_of(self).backend());
+}
+
+PyObject* sweep(PyObject* self, PyObject*) {
+  engine_of(self).sweep();
+  Py_RETURN_NONE;
+}
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    long long block_size, queue_depth, lanes;
+    int single_submit, overlap_events;
+    const char *backend_name, *cache;
+    if (!PyArg_ParseTuple(arguments, "LLppLss", &block_size, &queue_depth, &single_submit, &overlap_events, &lanes,
+                          &backend_name, &cache)) {
+      throw PythonError();
+    }
+    EngineOptions options{{},
+                          positive(block_size, "block_size"),
+                          positive(queue_depth, "queue_depth"),
+                          single_submit != 0,
+                          overlap_events != 0,
+                          positive(lanes, "intra_op_parallelism")};
+    if (options.lanes > kMaxLanes) {
+      raise(bad_argument("intra_op_parallelism must be at most " + std::to_string(kMaxLanes) + ", not " +
+                         std::to_string(lanes)));
+    }
+    const Cache mode = cache_named(cache);
+    options.backends = choose_backends(backend_name);
+    auto engine = std::make_unique<BoundEngine>(std::move(options), mode);
+    PyObject* const self = type->tp_alloc(type, 0);
+    if (self == nullptr) throw PythonError();
+    reinterpret_cast<EngineObject*>(self)->engine = engine.release();
+    return self;
+  });
+}
+
+void deallocate(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<EngineObject*>(self)->engine;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, "run(write, memory, file, offset, validate) -> int. Blocks, on one lane; bytes moved."},
+    {"submit", submit, METH_VARARGS, "submit(write, memory, file, offset, validate) -> Operation. On all lanes."},
+    {"submit_many", submit_many, METH_VARARGS, "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
+    {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},
+    {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
+    {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
+    {0, nullptr}};
+
+PyType_Spec spec{"async_io.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+bool add_engine_type(PyObject* module) {
+  const Ref type(PyType_FromSpec(&spec));
+  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+}
+
+void shut_down_engines() {
+  for (BoundEngine* engine : BoundEngine::all()) engine->finish();
+}
+
+}  // namespace nvme_ops

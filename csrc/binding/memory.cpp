@@ -1,0 +1,147 @@
+#include "binding/memory.h"
+
+#include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+
+#include <string>
+
+#include "base/error.h"
+#include "base/limits.h"
+#include "binding/device_tensor.h"
+#include "binding/python.h"
+#include "engine/buffer_pool.h"
+
+namespace nvme_ops {
+namespace {
+
+using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
+
+PyObject* tensor_class() {
+  static PyObject* const torch_tensor = checked(PyObject_GetAttrString(
+      checked(PyImport_ImportModule("torch")).get(), "Tensor")).release();
+  return torch_tensor;
+}
+
+bool is_tensor(PyObject* object) {
+  const int answer = PyObject_IsInstance(object, tensor_class());
+  if (answer < 0) throw PythonError();
+  return answer == 1;
+}
+
+// Through torch's `_cdata`, the address of the TensorImpl: the headers that unwrap a tensor take 15 s to compile.
+TensorPointer implementation(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("_cdata");
+  const Ref address = checked(PyObject_GetAttr(tensor, name));
+  auto* const pointer = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
+  if (pointer == nullptr) throw PythonError();
+  return TensorPointer::unsafe_reclaim_from_nonowning(pointer);
+}
+
+Ref call(PyObject* object, const char* method) {
+  return checked(PyObject_CallMethod(object, method, nullptr));
+}
+
+bool pinned_by_torch(PyObject* tensor) {
+  return PyObject_IsTrue(call(tensor, "is_pinned").get()) == 1;
+}
+
+void require_memory(const c10::TensorImpl& tensor, const std::string& argument) {
+  if (tensor.layout() != c10::kStrided || tensor.is_meta() || !tensor.has_storage()) {
+    raise(bad_argument(argument + " must be a dense, strided tensor with memory of its own"));
+  }
+}
+
+std::byte* data_of(const c10::TensorImpl& tensor, const TensorPointer& pointer, Op op) {
+  // Reading changes the tensor, which must split a copy-on-write storage; writing from it must not.
+  const void* data = op == Op::Read ? pointer->mutable_data() : tensor.data();
+  return static_cast<std::byte*>(const_cast<void*>(data));
+}
+
+Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
+  const TensorPointer tensor = implementation(object);
+  require_memory(*tensor, argument);
+  const bool lazy = tensor->key_set().has(c10::DispatchKey::Conjugate) || tensor->key_set().has(c10::DispatchKey::Negative);
+  if (lazy || !tensor->is_contiguous()) {
+    if (op == Op::Read) {
+      raise(bad_argument(argument + " must be contiguous to be read into: read into a contiguous tensor and copy it"));
+    }
+    return memory_of_tensor(call(call(call(object, "resolve_conj").get(), "resolve_neg").get(), "contiguous").get(), op,
+                            argument);
+  }
+  Memory memory;
+  memory.bytes = static_cast<std::uint64_t>(tensor->numel()) * tensor->itemsize();
+  if (op == Op::Read && !tensor->is_inference()) tensor->bump_version();  // autograd must see the change
+  if (memory.bytes > 0 && !tensor->is_cpu()) {
+    memory.device = device_tensor(tensor.get());
+  } else if (memory.bytes > 0) {
+    memory.data = data_of(*tensor, tensor, op);
+    if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
+    memory.fast = memory.bytes > kInPlaceBytes &&
+                  (BufferPool::instance().contains(memory.data, memory.bytes) || pinned_by_torch(object));
+  }
+  memory.keep = std::make_shared<c10::Storage>(tensor->storage());
+  return memory;
+}
+
+Memory memory_of_buffer(PyObject* object, Op op, const std::string& argument) {
+  auto view = std::make_unique<Py_buffer>();
+  if (PyObject_GetBuffer(object, view.get(), op == Op::Read ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+    PyErr_Clear();
+    raise_type_error(argument + " must be a torch.Tensor or a contiguous" + (op == Op::Read ? ", writable" : "") +
+                     " buffer, not " + Py_TYPE(object)->tp_name);
+  }
+  Memory memory;
+  memory.data = static_cast<std::byte*>(view->buf);
+  memory.bytes = static_cast<std::uint64_t>(view->len);
+  memory.fast = memory.bytes > kInPlaceBytes && BufferPool::instance().contains(memory.data, memory.bytes);
+  memory.keep = std::shared_ptr<void>(view.release(), [](void* held) {
+    PyBuffer_Release(static_cast<Py_buffer*>(held));
+    delete static_cast<Py_buffer*>(held);
+  });
+  return memory;
+}
+
+// Rows of contiguous memory, without making a tensor of each.
+std::vector<Memory> rows_of(PyObject* object, Op op, const std::string& argument) {
+  const TensorPointer tensor = implementation(object);
+  if (tensor->dim() == 0) raise(bad_argument(argument + " must have at least one dimension: one tensor for each request"));
+  const Memory whole = memory_of_tensor(object, op, argument);
+  if (whole.device) raise(bad_argument(argument + " on an accelerator must be a list of tensors"));
+  const auto count = static_cast<std::uint64_t>(tensor->size(0));
+  std::vector<Memory> rows(count, whole);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    rows[i].bytes = whole.bytes / count;
+    rows[i].data = whole.data + i * rows[i].bytes;
+  }
+  return rows;
+}
+
+}  // namespace
+
+Memory memory_of(PyObject* object, Op op, const char* argument) {
+  return (is_tensor(object) ? memory_of_tensor : memory_of_buffer)(object, op, argument);
+}
+
+std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) {
+  if (is_tensor(objects)) return rows_of(objects, op, argument);
+  const std::string message = std::string(argument) + " must be a sequence of tensors";
+  const Ref list = checked(PySequence_Fast(objects, message.c_str()));
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.get());
+  std::vector<Memory> memories;
+  memories.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    memories.push_back(memory_of(PySequence_Fast_GET_ITEM(list.get(), i), op, argument));
+  }
+  return memories;
+}
+
+bool in_pool(PyObject* object) {
+  if (!is_tensor(object)) raise_type_error(std::string("buffer must be a torch.Tensor, not ") + Py_TYPE(object)->tp_name);
+  const TensorPointer tensor = implementation(object);
+  if (!tensor->is_cpu() || tensor->layout() != c10::kStrided || !tensor->has_storage()) return false;
+  // A view lies inside its storage, whatever its strides.
+  const c10::Storage& storage = tensor->storage();
+  return BufferPool::instance().contains(static_cast<const std::byte*>(storage.data()), storage.nbytes());
+}
+
+}  // namespace nvme_ops

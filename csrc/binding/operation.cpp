@@ -1,0 +1,192 @@
+#include "binding/operation.h"
+
+#include "base/limits.h"
+#include "binding/device_tensor.h"
+#include "binding/python.h"
+#include "engine/fork.h"
+#include "engine/validate.h"
+#include "engine/worker.h"
+
+namespace nvme_ops {
+
+std::uint64_t Transfer::execute(Engine& engine, bool all_lanes, const Interrupted& interrupted) const {
+  if (all_lanes) {
+    engine.submit(job);
+    wait(*job, interrupted);
+  } else {
+    engine.run(job, interrupted);
+  }
+  if (const auto& failure = job->outcome()->failure()) raise(*failure);
+  std::uint64_t moved = job->outcome()->bytes();
+  for (const DeviceExtent& extent : device) {
+    extent.tensor->transfer(engine, op, extent.file, extent.offset, interrupted);
+    moved += extent.bytes;
+  }
+  if (!validate) return moved;
+  nvme_ops::validate(engine, *job, interrupted);
+  for (const DeviceExtent& extent : device) {
+    const auto cache = op == Op::Write ? Cache::Direct : Cache::Buffered;
+    extent.tensor->compare(engine, extent.file->reader(cache), extent.offset, interrupted);
+  }
+  return moved;
+}
+
+Operation::Operation(std::shared_ptr<Outcome> result, std::vector<Memory> lent)
+    : outcome(std::move(result)), memories(std::move(lent)), generation(fork_generation()) {}
+
+Operation::~Operation() {
+  if (retrieved || generation != fork_generation() || !outcome->done() || !outcome->failure()) return;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  set_error(*outcome->failure());
+  PyErr_WriteUnraisable(nullptr);
+  PyErr_Restore(type, value, traceback);
+}
+
+namespace {
+
+// The thread that runs Python callbacks, so that a slow one delays no transfer. A forked child makes its own.
+Worker& callbacks() {
+  static Worker* worker = nullptr;
+  static unsigned long generation = 0;
+  if (worker == nullptr || generation != fork_generation()) {
+    worker = new Worker;  // never destroyed: its thread is stopped at exit
+    generation = fork_generation();
+  }
+  return *worker;
+}
+
+struct OperationObject {
+  PyObject_HEAD
+  std::shared_ptr<Operation> operation;
+};
+
+Operation& operation_of(PyObject* self) {
+  return *reinterpret_cast<OperationObject*>(self)->operation;
+}
+
+void require_own_process(const Operation& operation) {
+  if (operation.outcome->done() || operation.generation == fork_generation()) return;
+  raise({Failure::Kind::Internal, 0, "submitted before this process was forked: only the parent can wait for it", {}});
+}
+
+// The memory goes back as soon as the result is known to have arrived.
+bool settled(Operation& operation) {
+  if (!operation.outcome->done()) return false;
+  operation.memories.clear();
+  return true;
+}
+
+PyObject* done(PyObject* self, PyObject*) {
+  return PyBool_FromLong(settled(operation_of(self)));
+}
+
+PyObject* wait_for(PyObject* self, PyObject* argument) {
+  return guarded([&]() -> PyObject* {
+    using Clock = std::chrono::steady_clock;
+    Operation& operation = operation_of(self);
+    require_own_process(operation);
+    const bool for_ever = argument == Py_None;
+    const double seconds = for_ever ? 0 : PyFloat_AsDouble(argument);
+    if (PyErr_Occurred()) throw PythonError();
+    const auto start = Clock::now();
+    const auto keep = reinterpret_cast<OperationObject*>(self)->operation;
+    for (;;) {
+      std::chrono::milliseconds slice(kInterruptMilliseconds);
+      if (!for_ever) {
+        const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
+        slice = std::min(slice, std::chrono::milliseconds(static_cast<long>(std::min(1.0, std::max(0.0, left)) * 1000)));
+      }
+      bool arrived = operation.outcome->done();
+      if (!arrived) {
+        const WithoutGil released;
+        arrived = operation.outcome->wait_for(slice);
+      }
+      if (arrived) break;
+      if (PyErr_CheckSignals() != 0) throw PythonError();
+      if (!for_ever && std::chrono::duration<double>(Clock::now() - start).count() >= seconds) Py_RETURN_FALSE;
+    }
+    settled(operation);
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* failure(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Operation& operation = operation_of(self);
+    NVME_INVARIANT(settled(operation));
+    operation.retrieved = true;
+    if (!operation.outcome->failure()) Py_RETURN_NONE;
+    return exception_of(*operation.outcome->failure()).release();
+  });
+}
+
+PyObject* bytes(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Operation& operation = operation_of(self);
+    NVME_INVARIANT(settled(operation));
+    return PyLong_FromUnsignedLongLong(operation.outcome->bytes());
+  });
+}
+
+PyObject* add_callback(PyObject* self, PyObject* callable) {
+  return guarded([&]() -> PyObject* {
+    Worker& worker = callbacks();
+    Py_INCREF(callable);
+    operation_of(self).outcome->then([&worker, callable] {
+      worker.post([callable] {
+        const WithGil gil;
+        const Ref owned(callable);
+        const Ref result(PyObject_CallNoArgs(callable));
+        if (!result) PyErr_WriteUnraisable(callable);
+      });
+    });
+    Py_RETURN_NONE;
+  });
+}
+
+void deallocate(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  reinterpret_cast<OperationObject*>(self)->operation.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
+    {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False when time ran out."},
+    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what went wrong."},
+    {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
+    {"add_callback", add_callback, METH_O, "add_callback(callable). Calls it without arguments, on a thread of its own."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+                       {Py_tp_methods, methods},
+                       {Py_tp_doc, const_cast<char*>("A transfer under way.")},
+                       {0, nullptr}};
+
+PyType_Spec spec{"async_io.Operation", sizeof(OperationObject), 0,
+                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+
+PyTypeObject* operation_type = nullptr;
+
+}  // namespace
+
+PyObject* wrap_operation(std::shared_ptr<Operation> operation) {
+  PyObject* const object = operation_type->tp_alloc(operation_type, 0);
+  if (object == nullptr) throw PythonError();
+  new (&reinterpret_cast<OperationObject*>(object)->operation) std::shared_ptr<Operation>(std::move(operation));
+  return object;
+}
+
+bool add_operation_type(PyObject* module) {
+  operation_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return operation_type != nullptr && PyModule_AddType(module, operation_type) == 0;
+}
+
+void stop_callbacks() {
+  const WithoutGil released;
+  callbacks().stop();
+}
+
+}  // namespace nvme_ops

@@ -1,0 +1,51 @@
+// One submitted call: what it moves, what it keeps alive, and the Python object through which it is waited for.
+#pragma once
+
+#include <Python.h>
+
+#include <memory>
+#include <vector>
+
+#include "binding/memory.h"
+#include "engine/engine.h"
+
+namespace nvme_ops {
+
+// A tensor on an accelerator and where in which file it goes.
+struct DeviceExtent {
+  std::shared_ptr<DeviceTensor> tensor;
+  std::shared_ptr<File> file;
+  std::uint64_t offset;
+  std::uint64_t bytes;
+};
+
+struct Transfer {
+  Op op;
+  std::shared_ptr<Job> job;  // all of it that lies in CPU memory
+  std::vector<DeviceExtent> device;
+  bool validate;
+
+  bool plain() const { return device.empty() && !validate; }
+
+  // Everything, on this thread except for the lanes. Returns the bytes moved; throws IoError.
+  std::uint64_t execute(Engine& engine, bool all_lanes, const Interrupted& interrupted) const;
+};
+
+// Created and destroyed with the GIL held. A failure nobody asked for is reported when the last reference goes.
+struct Operation {
+  Operation(std::shared_ptr<Outcome> outcome, std::vector<Memory> memories);
+  ~Operation();
+
+  std::shared_ptr<Outcome> outcome;
+  std::vector<Memory> memories;
+  unsigned long generation;
+  bool retrieved = false;
+};
+
+PyObject* wrap_operation(std::shared_ptr<Operation> operation);
+bool add_operation_type(PyObject* module);
+
+// Runs every callback that is due and ends their thread.
+void stop_callbacks();
+
+}  // namespace nvme_ops

@@ -1,0 +1,100 @@
+// The little of Python's C interface that the binding needs, made safe for exceptions. pybind11 would double the build.
+#pragma once
+
+#include <Python.h>
+
+#include <exception>
+#include <new>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+
+namespace nvme_ops {
+
+// An owned reference. Use only with the GIL held.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* stolen) : object_(stolen) {}
+  static Ref borrowed(PyObject* object) {
+    Py_XINCREF(object);
+    return Ref(object);
+  }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// A Python exception is set and on its way to the caller.
+class PythonError : public std::exception {};
+
+inline Ref checked(PyObject* stolen) {
+  if (stolen == nullptr) throw PythonError();
+  return Ref(stolen);
+}
+
+[[noreturn]] inline void raise_type_error(const std::string& message) {
+  PyErr_SetString(PyExc_TypeError, message.c_str());
+  throw PythonError();
+}
+
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil(const WithGil&) = delete;
+  WithGil& operator=(const WithGil&) = delete;
+  ~WithGil() { PyGILState_Release(state_); }
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// For engine waits: true when a signal's handler, Ctrl-C's say, has raised. The exception stays set on this thread.
+bool signal_raised();
+
+// The exception a failure becomes: OSError with errno and filename, EOFError, ValueError, RuntimeError.
+Ref exception_of(const Failure& failure);
+void set_error(const Failure& failure);
+
+// Runs `body` for a function that Python calls; what it throws becomes the Python exception.
+template <class Body>
+auto guarded(Body&& body, decltype(body()) failed = {}) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (const PythonError&) {
+  } catch (const IoError& error) {
+    set_error(error.failure());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::system_error& error) {
+    set_error(system_failure(error.code().value(), "starting a thread"));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return failed;
+}
+
+}  // namespace nvme_ops

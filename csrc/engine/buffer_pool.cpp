@@ -1,0 +1,138 @@
+#include "engine/buffer_pool.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "base/error.h"
+#include "base/limits.h"
+
+namespace nvme_ops {
+namespace {
+
+// Small tensors share a power of two, large ones are whole huge pages, so that freed memory fits the next request.
+std::size_t size_class(std::size_t bytes) {
+  if (bytes > SIZE_MAX / 2) raise(system_failure(ENOMEM, "allocating " + std::to_string(bytes) + " bytes"));
+  if (bytes >= kHugePage) return (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  std::size_t size = kPageSize;
+  while (size < bytes) size *= 2;
+  return size;
+}
+
+// MAP_HUGE_2MB: the default size may be 1 GiB.
+constexpr int kHugeTlbPages = 21 << 26;
+
+void* map(void* hint, std::size_t bytes, int flags) {
+  return ::mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+}
+
+std::byte* map_pages(std::size_t bytes) {
+  if (bytes < kHugePage) {
+    void* memory = map(nullptr, bytes, 0);
+    return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+  }
+  // Reserved huge pages first: they succeed only when they are there in full.
+  void* reserved = map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages);
+  if (reserved != MAP_FAILED) return static_cast<std::byte*>(reserved);
+
+  void* room = map(nullptr, bytes + kHugePage, MAP_NORESERVE);
+  if (room == MAP_FAILED) return nullptr;
+  auto* start = static_cast<std::byte*>(room);
+  const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(start) % kHugePage) % kHugePage;
+  if (head > 0) ::munmap(start, head);
+  if (kHugePage - head > 0) ::munmap(start + head + bytes, kHugePage - head);
+  ::madvise(start + head, bytes, MADV_HUGEPAGE);  // refused only where there are none: normal pages then
+  return start + head;
+}
+
+std::size_t bound_from_environment() {
+  const char* text = std::getenv("NVME_OPS_POOL_BYTES");
+  return text != nullptr && *text != '\0' ? std::strtoull(text, nullptr, 10) : kPoolBytes;
+}
+
+}  // namespace
+
+BufferPool::BufferPool() : bound_(bound_from_environment()) {
+  // A forked child must find the lock free.
+  pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                 [] { instance().mutex_.unlock(); });
+}
+
+BufferPool& BufferPool::instance() {
+  static BufferPool* const pool = new BufferPool;  // outlives every tensor, also those freed at exit
+  return *pool;
+}
+
+std::byte* BufferPool::allocate(std::size_t bytes) {
+  const std::size_t size = size_class(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::byte* memory = nullptr;
+  // A cached block up to an eighth larger serves too.
+  const auto found = cached_.lower_bound(size);
+  if (found != cached_.end() && found->first - size <= size / 8) {
+    memory = found->second;
+    cached_bytes_ -= found->first;
+    live_bytes_ += found->first;
+    live_.emplace(memory, found->first);
+    cached_.erase(found);
+    return memory;
+  }
+  memory = map_pages(size);
+  if (memory == nullptr) {
+    free_cached(0);
+    memory = map_pages(size);
+  }
+  if (memory == nullptr) raise(system_failure(ENOMEM, "allocating " + std::to_string(bytes) + " bytes"));
+  live_.emplace(memory, size);
+  live_bytes_ += size;
+  return memory;
+}
+
+void BufferPool::release(std::byte* memory, bool keep) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = live_.find(memory);
+  if (found == live_.end()) return;
+  const std::size_t size = found->second;
+  live_.erase(found);
+  live_bytes_ -= size;
+  if (!keep || size > bound_) {
+    ::munmap(memory, size);
+    return;
+  }
+  free_cached(bound_ - size);
+  cached_.emplace(size, memory);
+  cached_bytes_ += size;
+}
+
+bool BufferPool::contains(const std::byte* memory, std::size_t bytes) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto after = live_.upper_bound(memory);
+  if (after == live_.begin()) return false;
+  const auto& [start, size] = *std::prev(after);
+  return memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
+}
+
+void BufferPool::trim() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  free_cached(0);
+}
+
+BufferPool::Statistics BufferPool::statistics() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {live_bytes_, cached_bytes_};
+}
+
+// Largest first: they are the least likely to be asked for again in the same size.
+void BufferPool::free_cached(std::size_t bound) noexcept {
+  while (cached_bytes_ > bound) {
+    const auto largest = std::prev(cached_.end());
+    ::munmap(largest->second, largest->first);
+    cached_bytes_ -= largest->first;
+    cached_.erase(largest);
+  }
+}
+
+}  // namespace nvme_ops

@@ -1,0 +1,63 @@
+// The lanes of one handle: one for calls that block, served by the caller's own thread, and one thread for each lane of
+// intra_op_parallelism, started when the first asynchronous or parallel call needs it.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/job.h"
+#include "engine/lane.h"
+
+namespace nvme_ops {
+
+struct EngineOptions {
+  std::vector<const Backend*> backends;
+  std::uint64_t block_size;
+  std::uint64_t queue_depth;
+  bool single_submit;
+  bool overlap_events;
+  std::uint64_t lanes;
+};
+
+// Asked now and then while a thread waits; true stops the operation.
+using Interrupted = std::function<bool()>;
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();  // finishes what was submitted
+
+  // On this thread, with one lane; returns when the job has ended. A second thread's job goes to the lane threads.
+  void run(const std::shared_ptr<Job>& job, const Interrupted& interrupted);
+
+  // On the lane threads; returns at once.
+  void submit(const std::shared_ptr<Job>& job);
+
+  std::size_t staging_bytes() const;
+
+  // In the child of a fork: closes inherited rings. The lanes' threads do not exist here: never destroy the engine.
+  void abandon() noexcept;
+
+ private:
+  class LaneThread;
+
+  const EngineOptions options_;
+  mutable std::mutex inline_mutex_;
+  Lane inline_lane_;
+  std::vector<std::unique_ptr<LaneThread>> threads_;
+  std::mutex submit_mutex_;
+  std::size_t next_ = 0;  // where the next job's first share goes
+};
+
+// Waits for `outcome`; when `interrupted` says so, stops `job` and waits for what is in flight.
+void wait(Job& job, const Interrupted& interrupted);
+
+Failure interrupted_failure();
+
+}  // namespace nvme_ops

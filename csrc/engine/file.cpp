@@ -1,0 +1,223 @@
+#include "engine/file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdio>
+
+#include "base/error.h"
+#include "base/limits.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr unsigned kStatxDirectAlignment = 0x2000;  // STATX_DIOALIGN, Linux 6.1
+
+// struct statx with the fields newer than some distributions' headers.
+struct Status {
+  struct statx base;
+  std::uint32_t direct_memory_alignment() const { return word(152); }
+  std::uint32_t direct_offset_alignment() const { return word(156); }
+
+ private:
+  std::uint32_t word(std::size_t at) const {
+    return *reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const char*>(&base) + at);
+  }
+};
+static_assert(sizeof(struct statx) == 256);
+
+int access_mode(Op op) {
+  return op == Op::Read ? O_RDONLY : O_WRONLY;
+}
+
+int open_retrying(const char* path, int flags) {
+  int fd;
+  do {
+    fd = ::open(path, flags | O_CLOEXEC, 0666);
+  } while (fd < 0 && errno == EINTR);
+  return fd;
+}
+
+// Without STATX_DIOALIGN direct I/O needs at most the logical block size of the device.
+std::uint64_t logical_block_size(const struct statx& status) {
+  char path[96];
+  for (const char* queue : {"queue", "../queue"}) {  // a disk has its own, a partition its disk's
+    std::snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%s/logical_block_size", status.stx_dev_major,
+                  status.stx_dev_minor, queue);
+    if (FILE* file = std::fopen(path, "re")) {
+      unsigned long bytes = 0;
+      const int fields = std::fscanf(file, "%lu", &bytes);
+      std::fclose(file);
+      if (fields == 1 && bytes >= 512) return bytes;
+    }
+  }
+  return kPageSize;
+}
+
+bool power_of_two(std::uint64_t value) {
+  return value != 0 && (value & (value - 1)) == 0;
+}
+
+}  // namespace
+
+std::shared_ptr<File> File::open(const std::string& path, Op op, Cache cache) {
+  return open_as(path, path, op, cache);
+}
+
+std::shared_ptr<File> File::reader(Cache cache) const {
+  const int fd = direct_ ? direct_.get() : buffered_.get();
+  return open_as("/proc/self/fd/" + std::to_string(fd), path_, Op::Read, cache);
+}
+
+std::shared_ptr<File> File::open_as(const std::string& name, std::string path, Op op, Cache cache) {
+  std::shared_ptr<File> file(new File(std::move(path), op, cache));
+  const int flags = access_mode(op) | (op == Op::Write ? O_CREAT : 0);
+  const std::string operation = std::string("opening the file to ") + name_of(op);
+  if (cache != Cache::Buffered) {
+    file->direct_ = UniqueFd(open_retrying(name.c_str(), flags | O_DIRECT));
+    if (!file->direct_ && errno != EINVAL) raise(system_failure(errno, operation, file->path_));
+  }
+  if (!file->direct_) {
+    file->buffered_ = UniqueFd(open_retrying(name.c_str(), flags));
+    if (!file->buffered_) raise(system_failure(errno, operation, file->path_));
+  }
+  file->inspect();
+  return file;
+}
+
+std::shared_ptr<File> File::adopt(int fd, Op op, Cache cache) {
+  const std::string name = "/proc/self/fd/" + std::to_string(fd);
+  char target[PATH_MAX];
+  const ssize_t length = ::readlink(name.c_str(), target, sizeof target);
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0) raise(system_failure(errno, "using file descriptor " + std::to_string(fd)));
+  std::shared_ptr<File> file(new File(length > 0 ? std::string(target, static_cast<std::size_t>(length)) : name, op, cache));
+  const int mode = flags & O_ACCMODE;
+  if (mode != O_RDWR && mode != access_mode(op)) {
+    raise(system_failure(EBADF, "file descriptor " + std::to_string(fd) + " is not open to " + name_of(op), file->path_));
+  }
+  // Reopening gives flags of our own: O_DIRECT or not, and never O_APPEND, which would ignore our offsets.
+  if (cache != Cache::Buffered) file->direct_ = UniqueFd(open_retrying(name.c_str(), access_mode(op) | O_DIRECT));
+  if (!file->direct_) file->buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op)));
+  if (!file->direct_ && !file->buffered_) {
+    if ((flags & O_APPEND) != 0 && op == Op::Write) {
+      raise(bad_argument("file descriptor " + std::to_string(fd) +
+                         " is in append mode and cannot be reopened: pass its path, or open it without O_APPEND"));
+    }
+    UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!copy) raise(system_failure(errno, "duplicating file descriptor " + std::to_string(fd), file->path_));
+    ((flags & O_DIRECT) != 0 ? file->direct_ : file->buffered_) = std::move(copy);
+  }
+  file->inspect();
+  return file;
+}
+
+void File::inspect() {
+  Status status{};
+  const int fd = direct_ ? direct_.get() : buffered_.get();
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | kStatxDirectAlignment, &status.base) < 0) {
+    raise(system_failure(errno, "reading the file's status", path_));
+  }
+  if (S_ISDIR(status.base.stx_mode)) raise(system_failure(EISDIR, "opening the file", path_));
+  regular_ = S_ISREG(status.base.stx_mode);
+  size_ = status.base.stx_size;
+  if (S_ISBLK(status.base.stx_mode)) {
+    if (::ioctl(fd, BLKGETSIZE64, &size_) < 0) raise(system_failure(errno, "asking for the device's size", path_));
+  } else if (!regular_) {
+    raise(system_failure(ESPIPE, "opening what is neither a regular file nor a block device", path_));
+  }
+  if (!direct_) return;
+  if ((status.base.stx_mask & kStatxDirectAlignment) == 0) {
+    memory_alignment_ = offset_alignment_ = logical_block_size(status.base);
+    direct_possible_ = true;
+  } else {
+    memory_alignment_ = status.direct_memory_alignment();
+    offset_alignment_ = status.direct_offset_alignment();
+    direct_possible_ = power_of_two(memory_alignment_) && power_of_two(offset_alignment_) &&
+                       memory_alignment_ <= kPageSize && offset_alignment_ <= kMaxEdge;
+  }
+  const std::uint64_t block = status.base.stx_blksize;
+  edge_ = std::max({kPageSize, offset_alignment_, power_of_two(block) && block <= kMaxEdge ? block : 0});
+}
+
+void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
+  if (offset > INT64_MAX || bytes > INT64_MAX - offset) {
+    raise(bad_argument("file_offset=" + std::to_string(offset) + " with " + std::to_string(bytes) +
+                       " bytes passes the largest file offset, " + std::to_string(INT64_MAX)));
+  }
+  const std::uint64_t end = offset + bytes;
+  if (op == Op::Read || !regular_) {
+    if (end <= size_) return;
+    if (op == Op::Read) raise(end_of_file(bytes, offset, size_, path_));
+    raise(transfer_failure(ENOSPC, op, bytes, offset, path_));
+  }
+  const std::uint64_t start = std::max(offset, size_);  // a hole before the write stays a hole
+  if (end > start && end - start >= kPreallocateBytes) grow(start, end);
+  if (whole && size_ > end) {
+    const int fd = direct_ ? direct_.get() : buffered_.get();
+    if (::ftruncate(fd, static_cast<off_t>(end)) < 0) {
+      raise(system_failure(errno, "cutting the file to " + std::to_string(end) + " bytes", path_));
+    }
+    size_ = end;
+  }
+}
+
+void File::grow(std::uint64_t start, std::uint64_t end) {
+  const int fd = direct_ ? direct_.get() : buffered_.get();
+  int result;
+  do {
+    result = ::fallocate(fd, 0, static_cast<off_t>(start), static_cast<off_t>(end - start));
+  } while (result < 0 && errno == EINTR);
+  if (result == 0) {
+    size_ = end;
+  } else if (errno != EOPNOTSUPP && errno != ENOSYS) {
+    const int error = errno;
+    // A disk that fills up midway has grown the file already.
+    struct stat now;
+    if (::fstat(fd, &now) == 0 && static_cast<std::uint64_t>(now.st_size) > size_) {
+      if (::ftruncate(fd, static_cast<off_t>(size_)) < 0) { /* the first error is the one to report */
+      }
+    }
+    raise(system_failure(error, "making room for " + std::to_string(end - start) + " bytes at offset " +
+                                    std::to_string(start), path_));
+  }
+}
+
+int File::buffered() {
+  const std::lock_guard<std::mutex> lock(opening_);
+  if (buffered_) return buffered_.get();
+  // Not by path: it may name another file by now.
+  const std::string name = "/proc/self/fd/" + std::to_string(direct_.get());
+  buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op_)));
+  if (!buffered_) raise(system_failure(errno, "opening the file a second time, without O_DIRECT", path_));
+  return buffered_.get();
+}
+
+bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes) {
+  constexpr long kCachestat = 451;
+  struct {
+    std::uint64_t offset, bytes;
+  } range{offset, bytes};
+  struct {
+    std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } statistics{};
+  if (::syscall(kCachestat, fd, &range, &statistics, 0) == 0) {
+    const std::uint64_t pages = (offset + bytes - 1) / kPageSize - offset / kPageSize + 1;
+    return statistics.cached >= pages;
+  }
+  // Older kernels: a read that may not wait. It can start a readahead where it finds nothing, so one page is all we ask.
+  std::byte page[kPageSize];
+  iovec vector{page, static_cast<std::size_t>(std::min<std::uint64_t>(bytes, kPageSize))};
+  return ::preadv2(fd, &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
+}
+
+}  // namespace nvme_ops

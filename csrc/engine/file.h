@@ -1,0 +1,72 @@
+// One open file as the engine sees it: a descriptor for direct and one for cached I/O, and what direct I/O asks.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/io.h"
+#include "base/unique_fd.h"
+
+namespace nvme_ops {
+
+// auto: what is in the page cache is read from it, everything else goes direct. direct: never read from the cache.
+// buffered: everything through the cache.
+enum class Cache : std::uint8_t { Auto, Direct, Buffered };
+
+class File {
+ public:
+  // Throw IoError. A path is opened (created for Op::Write); a descriptor stays the caller's: it is reopened, or
+  // duplicated where /proc does not allow that.
+  static std::shared_ptr<File> open(const std::string& path, Op op, Cache cache);
+  static std::shared_ptr<File> adopt(int fd, Op op, Cache cache);
+
+  // The same file, opened again to read it back.
+  std::shared_ptr<File> reader(Cache cache) const;
+
+  // Checks that `bytes` at `offset` can be transferred: reads must lie inside the file. `whole`: a write that makes the
+  // file exactly that long. Growth is preallocated, so that writes need not take turns extending the file.
+  void prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
+
+  const std::string& path() const { return path_; }
+  std::uint64_t size() const { return size_; }
+  Cache cache() const { return cache_; }
+  bool direct_possible() const { return direct_possible_.load(std::memory_order_relaxed); }
+  int direct() const { return direct_.get(); }
+  int buffered();  // opened at first use; throws IoError
+  std::uint64_t memory_alignment() const { return memory_alignment_; }
+  std::uint64_t offset_alignment() const { return offset_alignment_; }
+
+  // Cached and direct writes never share an aligned range of this many bytes: the cache works in whole pages.
+  std::uint64_t edge() const { return edge_; }
+
+  // The file system took O_DIRECT at open and refuses the transfer: everything goes through the cache from now on.
+  void refuse_direct() { direct_possible_.store(false, std::memory_order_relaxed); }
+
+ private:
+  File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
+  static std::shared_ptr<File> open_as(const std::string& name, std::string path, Op op, Cache cache);
+  void inspect();
+  void grow(std::uint64_t start, std::uint64_t end);
+
+  const std::string path_;
+  const Op op_;
+  const Cache cache_;
+  UniqueFd direct_, buffered_;
+  std::mutex opening_;
+  std::atomic<bool> direct_possible_{false};
+  bool regular_ = true;
+  std::uint64_t size_ = 0;
+  std::uint64_t memory_alignment_ = 512;
+  std::uint64_t offset_alignment_ = 512;
+  std::uint64_t edge_ = 4096;
+};
+
+// Whether all of the range is in the page cache. Never starts I/O on a kernel that can tell (cachestat, Linux 6.5).
+bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes);
+
+}  // namespace nvme_ops

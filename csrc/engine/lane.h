@@ -1,0 +1,101 @@
+// One queue kept full: takes shares, plans pieces, submits them, judges every completion. Used by one thread at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backends/backend.h"
+#include "engine/split.h"
+#include "engine/staging.h"
+
+namespace nvme_ops {
+
+struct LaneOptions {
+  std::vector<const Backend*> backends;  // to try, best first
+  std::uint64_t block_size;
+  std::uint64_t queue_depth;
+  bool single_submit;   // one system call per request, against one per batch
+  bool overlap_events;  // refill the queue after every completion, against after an eighth of it
+  std::size_t staging_bytes;
+};
+
+class Lane {
+ public:
+  explicit Lane(LaneOptions options);
+  ~Lane();
+
+  void add(Share share);
+  bool busy() const { return !active_.empty(); }
+
+  // Plans and submits what fits, then collects completions, waiting at most `timeout` when there is nothing else to do.
+  // Returns false when the wait brought nothing: a good moment to look for signals.
+  bool step(std::chrono::milliseconds timeout);
+
+  // Nothing is in flight: keep one huge page, give the rest back.
+  void rest();
+
+  // The child of a fork shares these rings with its parent and must leave them alone.
+  void abandon() noexcept;
+
+  std::size_t staging_bytes() const { return staging_.held_bytes(); }
+
+ private:
+  struct ActiveShare {
+    Share share;
+    std::size_t extent;      // where planning stands
+    std::uint64_t position;  // in that extent
+    std::uint64_t moved = 0;
+    unsigned in_flight = 0;
+    bool planned = false;  // to its end
+  };
+  // Part of an extent that a short or refused transfer left behind.
+  struct Rest {
+    ActiveShare* share;
+    std::size_t extent;
+    std::uint64_t position, bytes;
+  };
+  struct Flight {
+    ActiveShare* share;
+    std::size_t extent;
+    std::uint64_t position;  // of the wanted bytes in the extent
+    Piece piece;
+    StagingBlock block;
+    Request request;
+    unsigned retries;
+  };
+  enum class Planned { Piece, Copied, Stalled, Nothing };
+
+  void open_queue();
+  bool plan();  // true: there is more that could be planned at once
+  Planned plan_next();
+  Planned plan_piece(ActiveShare& share, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
+                     std::uint64_t* advanced);
+  std::uint64_t read_from_cache(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes);
+  void submit();
+  void complete(const Completion& completion);
+  void judge(Flight& flight, std::int64_t result);
+  void fail_everything(const Failure& failure);
+  void drop_unsubmitted(const Failure& failure);
+  void finish_shares();
+  void release(Flight& flight);
+
+  const LaneOptions options_;
+  const unsigned depth_;
+  std::unique_ptr<Queue> queue_;
+  StagingArea staging_;
+  std::vector<bool> registered_;  // by staging chunk
+  std::list<ActiveShare> active_;
+  std::deque<Rest> rests_;
+  std::vector<Flight> flights_;
+  std::vector<unsigned> free_flights_;
+  std::vector<unsigned> ready_;  // planned, not yet taken by the queue
+  unsigned in_kernel_ = 0;
+  std::uint64_t copied_ = 0;  // since the queue was last fed
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,71 @@
+// A result that arrives once: bytes moved or a failure. Anyone may wait for it or be told.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+
+namespace nvme_ops {
+
+class Outcome {
+ public:
+  void succeed(std::uint64_t bytes) { settle(bytes, std::nullopt); }
+  void fail(Failure failure) { settle(0, std::move(failure)); }
+
+  bool done() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+  }
+
+  // False when `timeout` passed first.
+  bool wait_for(std::chrono::milliseconds timeout) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return settled_.wait_for(lock, timeout, [this] { return done_; });
+  }
+
+  // Runs `listener` on the thread that settles the outcome, at once if it is settled.
+  void then(std::function<void()> listener) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!done_) {
+        listeners_.push_back(std::move(listener));
+        return;
+      }
+    }
+    listener();
+  }
+
+  // Once done.
+  std::uint64_t bytes() const { return bytes_; }
+  const std::optional<Failure>& failure() const { return failure_; }
+
+ private:
+  void settle(std::uint64_t bytes, std::optional<Failure> failure) {
+    std::vector<std::function<void()>> listeners;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      bytes_ = bytes;
+      failure_ = std::move(failure);
+      done_ = true;
+      listeners.swap(listeners_);
+      settled_.notify_all();
+    }
+    for (const auto& listener : listeners) listener();
+  }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable settled_;
+  bool done_ = false;
+  std::uint64_t bytes_ = 0;
+  std::optional<Failure> failure_;
+  std::vector<std::function<void()>> listeners_;
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,53 @@
+// How a job is cut: into one share for each lane, and each extent into pieces that one request can move. Pure functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/io.h"
+#include "engine/job.h"
+
+namespace nvme_ops {
+
+// A run of a job's bytes: from `skip` bytes into extent `first` up to `stop` bytes into extent `last`.
+struct Share {
+  std::shared_ptr<Job> job;
+  std::size_t first, last;
+  std::uint64_t skip, stop;
+};
+
+// At most `lanes` shares of nearly equal size that together cover the job once. No two share an edge() of a file.
+std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes);
+
+enum class Route : std::uint8_t {
+  InPlace,   // direct, from or to the caller's memory
+  Staged,    // direct, through a staging block
+  Buffered,  // through the page cache
+};
+
+// The next request of a range: `bytes` wanted at `offset`. A staged read starts `lead` bytes earlier and is `length`
+// bytes long, because direct I/O starts and ends where the device allows.
+struct Piece {
+  Route route;
+  std::uint64_t offset;
+  std::uint64_t bytes;
+  std::uint64_t lead;
+  std::uint64_t length;
+};
+
+// What of a file and a memory decides the route.
+struct Layout {
+  bool direct;
+  std::uint64_t memory_alignment;
+  std::uint64_t offset_alignment;
+  std::uint64_t edge;
+  bool in_place;  // worth it where alignment allows
+};
+
+// `block`: wanted request size; `staging_block`: most bytes through staging, a multiple of every alignment.
+Piece next_piece(Op op, const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
+                 std::uint64_t block, std::uint64_t staging_block);
+
+}  // namespace nvme_ops

@@ -1,0 +1,52 @@
+#include "engine/validate.h"
+
+#include <errno.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "base/limits.h"
+#include "engine/buffer_pool.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr std::uint64_t kChunk = 4 * kHugePage;
+
+class Scratch {
+ public:
+  explicit Scratch(std::size_t bytes) : data_(BufferPool::instance().allocate(bytes)) {}
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { BufferPool::instance().release(data_, false); }
+  std::byte* data() const { return data_; }
+
+ private:
+  std::byte* const data_;
+};
+
+}  // namespace
+
+void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
+  const Scratch scratch(kChunk);
+  for (const Extent& extent : job.extents()) {
+    const std::shared_ptr<File> file = extent.file->reader(job.op() == Op::Write ? Cache::Direct : Cache::Buffered);
+    for (std::uint64_t position = 0; position < extent.bytes; position += kChunk) {
+      const std::uint64_t bytes = std::min(kChunk, extent.bytes - position);
+      const std::uint64_t offset = extent.offset + position;
+      const auto back = std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true}});
+      engine.run(back, interrupted);
+      if (const auto& failure = back->outcome()->failure()) raise(*failure);
+      if (std::memcmp(scratch.data(), extent.memory + position, bytes) == 0) continue;
+      const auto difference = std::mismatch(scratch.data(), scratch.data() + bytes, extent.memory + position).first;
+      raise({Failure::Kind::Mismatch, EIO,
+             "validation failed: file and tensor differ at offset " +
+                 std::to_string(offset + static_cast<std::uint64_t>(difference - scratch.data())),
+             file->path()});
+    }
+  }
+}
+
+}  // namespace nvme_ops

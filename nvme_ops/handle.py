@@ -1,0 +1,368 @@
+"""``aio_handle``: DeepNVMe's interface to asynchronous tensor I/O, and futures beside it.
+
+The native module ``async_io`` shows everything named in ``__all__`` as its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.future import IoFuture
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from nvme_ops.ops.async_io import Buffer, Operation
+
+    FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
+
+__all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
+
+_EDGE = 4096  # bytes: a multiple of every direct I/O alignment in use
+
+# Page-locked tensors by the address of their memory. A buffer leaves when the last tensor over it does.
+_locked: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+
+
+class aio_handle:  # noqa: N801  (DeepNVMe's name)
+    """Reads tensors from files and writes them to files, asynchronously and past the page cache.
+
+    Any size, offset, dtype and alignment is accepted, on the CPU and on accelerators. A ``buffer`` is a tensor whose
+    whole memory is filled (``read``) or stored (``write``); a buffer to be filled must be contiguous. On the CPU anything
+    with the buffer protocol serves too. A ``filename`` is a path, or an open file descriptor, which stays open.
+
+    ``file_offset`` counts bytes. A write without it makes the tensor the whole file: a longer file is cut to it. With a
+    ``file_offset``, also 0, or a file descriptor, the rest of the file is left as it is.
+
+    Args:
+        block_size: bytes of one request to the device. Larger blocks cost less CPU, smaller ones more evenly fill a
+            queue. Rounded to what direct I/O allows; through staging memory at most 2 MiB.
+        queue_depth: requests in flight at once, for each lane.
+        single_submit: hand every request to the kernel in a system call of its own, as soon as it is ready, instead of
+            batches: the first request starts earlier, at a higher CPU cost.
+        overlap_events: refill the queue after every single completion, instead of after an eighth of the queue: the
+            queue stays fuller, at a higher CPU cost. It never drains either way.
+        intra_op_parallelism: lanes, each with a queue and a thread of its own, among which one transfer is divided.
+        num_threads: another name for ``intra_op_parallelism``.
+        backend: ``"io_uring"``, ``"libaio"`` or ``"threads"``; by default ``NVME_OPS_BACKEND``, else the first of
+            these that works here.
+        cache: ``"auto"`` reads what is in the page cache from there and the rest past it, ``"direct"`` reads
+            everything past it, ``"buffered"`` reads and writes through it. Writes of less than a page at either end of
+            a tensor always pass through it.
+
+    Raises:
+        ValueError: a size or number below 1, an unknown backend or cache mode, two different thread counts.
+        RuntimeError: the backend asked for by name does not work here; the message says why.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1048576,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int | None = None,
+        *,
+        num_threads: int | None = None,
+        backend: str | None = None,
+        cache: str = "auto",
+    ) -> None:
+        if None not in (intra_op_parallelism, num_threads) and intra_op_parallelism != num_threads:
+            raise ValueError(
+                f"intra_op_parallelism={intra_op_parallelism} and num_threads={num_threads} are two names for one "
+                "number: give one of them"
+            )
+        lanes = next((given for given in (intra_op_parallelism, num_threads) if given is not None), 1)
+        for name, value in {"block_size": block_size, "queue_depth": queue_depth, "intra_op_parallelism": lanes}.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+            if value >= 2**63:
+                raise ValueError(f"{name} must be below 2**63, not {value}")
+        self._block_size = block_size
+        self._queue_depth = queue_depth
+        self._single_submit = bool(single_submit)
+        self._overlap_events = bool(overlap_events)
+        self._lanes = lanes
+        self._pending: list[Operation] = []
+        self._engine = native().Engine(
+            block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache
+        )
+
+    def get_block_size(self) -> int:
+        """The constructor's ``block_size``, in bytes."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """The constructor's ``queue_depth``."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """The constructor's ``single_submit``."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """The constructor's ``overlap_events``."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """The constructor's ``intra_op_parallelism``."""
+        return self._lanes
+
+    def get_thread_count(self) -> int:
+        """The same as ``get_intra_op_parallelism``."""
+        return self._lanes
+
+    def get_alignment(self) -> int:
+        """Bytes to which a caller may pad so that every lane gets an aligned share. Padding is never required."""
+        return _EDGE * self._lanes
+
+    @property
+    def backend(self) -> str:
+        """The way to the kernel in use: ``io_uring``, ``libaio`` or ``threads``."""
+        return self._engine.backend()
+
+    # Blocking, on the caller's thread
+
+    def read(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int | None = None
+    ) -> int:
+        """Fills ``buffer`` from the file with one lane; returns 0. ``validate`` reads again and compares.
+
+        Raises:
+            OSError: the kernel reported an error, or validation found a difference (errno EIO).
+            EOFError: the file ends before the buffer is full; nothing has been read.
+            ValueError: negative offset, or a buffer that cannot be filled in place.
+            TypeError: not a tensor, not a file.
+        """
+        self._engine.run(False, buffer, filename, file_offset, validate)
+        return 0
+
+    def write(
+        self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int | None = None
+    ) -> int:
+        """Stores ``buffer`` in the file with one lane; returns 0. Raises as ``read`` does."""
+        self._engine.run(True, buffer, filename, file_offset, validate)
+        return 0
+
+    # All lanes
+
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        validate: bool = False,
+        async_op: bool = False,
+        file_offset: int | None = None,
+    ) -> int:
+        """Fills ``buffer``: ``async_pread`` when ``async_op``, else ``sync_pread``. DeepNVMe calls it ``async``."""
+        return self._transfer(False, buffer, filename, file_offset, validate, async_op)
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName,
+        validate: bool = False,
+        async_op: bool = False,
+        file_offset: int | None = None,
+    ) -> int:
+        """Stores ``buffer``: ``async_pwrite`` when ``async_op``, else ``sync_pwrite``. DeepNVMe calls it ``async``."""
+        return self._transfer(True, buffer, filename, file_offset, validate, async_op)
+
+    def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+        """Fills ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
+        return self._transfer(False, buffer, filename, file_offset, False, False)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+        """Stores ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
+        return self._transfer(True, buffer, filename, file_offset, False, False)
+
+    def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+        """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``."""
+        return self._transfer(False, buffer, filename, file_offset, False, True)
+
+    def async_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+        """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``."""
+        return self._transfer(True, buffer, filename, file_offset, False, True)
+
+    def wait(self) -> int:
+        """Waits for every asynchronous operation since the last ``wait`` and returns how many there were.
+
+        Futures are not among them. When operations failed, all are waited for first; then the first failure is raised,
+        with all of them, the first included, in its attribute ``failures``.
+        """
+        for operation in self._pending:
+            operation.wait(None)
+        ended, self._pending = self._pending, []
+        self._engine.sweep()
+        failures = [failure for failure in (operation.exception() for operation in ended) if failure is not None]
+        if failures:
+            failures[0].failures = failures  # type: ignore[attr-defined]
+            if len(failures) > 1 and hasattr(failures[0], "add_note"):  # Python 3.11
+                for failure in failures[1:]:
+                    failures[0].add_note(f"also failed: {failure}")
+            raise failures[0]
+        return len(ended)
+
+    def _transfer(
+        self,
+        write: bool,
+        buffer: torch.Tensor,
+        filename: FileName,
+        file_offset: int | None,
+        validate: bool,
+        async_op: bool,
+    ) -> int:
+        if not async_op and not self._pending and self._lanes == 1:
+            self._engine.run(write, buffer, filename, file_offset, validate)
+            return 1
+        self._pending.append(self._engine.submit(write, buffer, filename, file_offset, validate))
+        return 0 if async_op else self.wait()
+
+    # Futures
+
+    def submit_pread(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
+        """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
+
+        Raises at once what is wrong with the arguments or with opening the file; later errors come from the future.
+        """
+        return IoFuture(self._engine.submit(False, tensor, file, file_offset, False))
+
+    def submit_pwrite(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
+        """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
+        return IoFuture(self._engine.submit(True, tensor, file, file_offset, False))
+
+    def submit_preadv(
+        self,
+        tensors: Sequence[torch.Tensor] | torch.Tensor,
+        files: FileName | Sequence[FileName],
+        file_offsets: Sequence[int] | torch.Tensor | None = None,
+    ) -> IoFuture:
+        """Starts many reads in one call; the future's result is the bytes moved in all.
+
+        Args:
+            tensors: one for each request. A contiguous CPU tensor counts as its rows along the first dimension.
+            files: one for all requests, or one for each. A file named several times is opened once.
+            file_offsets: one for each request, in bytes. None: offset 0 of each file.
+        """
+        return IoFuture(self._engine.submit_many(False, tensors, files, _plain(file_offsets)))
+
+    def submit_pwritev(
+        self,
+        tensors: Sequence[torch.Tensor] | torch.Tensor,
+        files: FileName | Sequence[FileName],
+        file_offsets: Sequence[int] | torch.Tensor | None = None,
+    ) -> IoFuture:
+        """Starts many writes in one call; like ``submit_preadv``. Without offsets every tensor is its whole file."""
+        return IoFuture(self._engine.submit_many(True, tensors, files, _plain(file_offsets)))
+
+    # Page-locked memory
+
+    def new_cpu_locked_tensor(
+        self,
+        num_elem: int,
+        example_tensor: torch.Tensor | None = None,
+        *,
+        example_tenosr: torch.Tensor | None = None,  # DeepNVMe spells it so
+    ) -> torch.Tensor:
+        """A one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O, contents arbitrary.
+
+        Args:
+            num_elem: number of elements.
+            example_tensor: gives the dtype.
+
+        Warns:
+            RuntimeWarning: the system refused to lock the pages (RLIMIT_MEMLOCK); the tensor works all the same.
+        """
+        example = example_tensor if example_tensor is not None else example_tenosr
+        if not isinstance(example, torch.Tensor):
+            raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example).__name__}")
+        if num_elem < 0:
+            raise ValueError(f"num_elem must not be negative: {num_elem}")
+        buffer = native().Buffer(max(1, num_elem) * example.element_size())
+        if not buffer.lock():
+            warnings.warn(
+                "the system refused to lock this tensor's memory; it works but may be swapped out "
+                "(fix: ulimit -l unlimited, or docker run --ulimit memlock=-1)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        tensor = torch.frombuffer(buffer, dtype=example.dtype, count=max(1, num_elem))[:num_elem]
+        _locked[tensor.untyped_storage().data_ptr()] = buffer
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Gives a locked tensor back: its pages are unlocked now, its memory is reused once nothing refers to it.
+
+        Returns False for a tensor that ``new_cpu_locked_tensor`` did not make, or that was freed before.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.device.type != "cpu":
+            return False
+        buffer = _locked.pop(tensor.untyped_storage().data_ptr(), None)
+        if buffer is None:
+            return False
+        buffer.unlock()
+        return True
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether torch pinned ``buffer``, or it lies in memory of ``new_cpu_locked_tensor`` or ``nvme_ops.empty``."""
+        return native().in_pool(buffer) or bool(buffer.is_pinned())
+
+
+def aio_read(
+    tensor: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """``aio_handle(block_size, ...).read(tensor, filename, validate)`` in one call; returns 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(tensor, filename, validate)
+
+
+def aio_write(
+    tensor: torch.Tensor,
+    filename: FileName,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """``aio_handle(block_size, ...).write(tensor, filename, validate)`` in one call; returns 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(tensor, filename, validate)
+
+
+def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
+    """Copies all of ``src`` into ``dest``, any dtype and shape with the same number of bytes; returns 0.
+
+    Raises:
+        ValueError: sizes differ, or ``dest`` is not contiguous while its shape or dtype differs from that of ``src``.
+    """
+    for name, tensor in (("dest", dest), ("src", src)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if dest.nbytes != src.nbytes:
+        raise ValueError(f"dest has {dest.nbytes} bytes and src has {src.nbytes}")
+    with torch.no_grad():
+        if dest.shape == src.shape and dest.dtype == src.dtype:
+            dest.copy_(src)
+        elif dest.is_contiguous():
+            dest.view(-1).view(torch.uint8).copy_(src.contiguous().view(-1).view(torch.uint8))
+        else:
+            raise ValueError("dest must be contiguous where its shape or dtype differs from src's")
+    return 0
+
+
+def _plain(offsets: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:
+    return offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets

@@ -1,0 +1,36 @@
+"""Tensors in the memory that storage fills fastest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nvme_ops._native import native
+
+
+def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Like ``torch.empty`` on the CPU, in huge pages from a pool and aligned for direct I/O.
+
+    The contents are arbitrary. The memory goes back to the pool when the last tensor over it is freed, and the pool keeps
+    at most ``NVME_OPS_POOL_BYTES`` (256 MiB) of it for the next call.
+
+    Args:
+        size: the shape, as numbers or one tuple.
+        dtype: torch's default dtype when None.
+
+    Raises:
+        ValueError: a negative size.
+        OSError: there is not enough memory (errno ENOMEM).
+    """
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    if any(not isinstance(length, int) for length in shape):
+        raise TypeError(f"size must consist of integers: {shape}")
+    if any(length < 0 for length in shape):  # type: ignore[operator]
+        raise ValueError(f"size must not be negative: {shape}")
+    dtype = dtype or torch.get_default_dtype()
+    elements = math.prod(shape)  # type: ignore[arg-type]
+    if elements == 0:
+        return torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+    buffer = native().Buffer(elements * dtype.itemsize)
+    return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)  # type: ignore[arg-type]
