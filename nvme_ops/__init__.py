@@ -1,3 +1,43 @@
-"""Moves PyTorch tensors between NVMe storage and memory at the speed of the device."""
+"""Moves PyTorch tensors between NVMe storage and memory at the speed of the device.
+
+    import nvme_ops
+    handle = nvme_ops.aio_handle()          # DeepNVMe's interface
+    file = nvme_ops.open("weights", "r")    # a file object that reads tensors
+    tensor = nvme_ops.empty(1024, 1024)     # memory that storage fills fastest
+
+Importing the package loads nothing: names come when they are used, the compiled op when a handle is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvme_ops.file import File as File
+    from nvme_ops.file import open as open
+    from nvme_ops.future import IoFuture as IoFuture
+    from nvme_ops.handle import aio_handle as aio_handle
+    from nvme_ops.tensors import empty as empty
 
 __version__ = "0.1.0"
+
+_MODULE_OF = {
+    "File": "nvme_ops.file",
+    "IoFuture": "nvme_ops.future",
+    "aio_handle": "nvme_ops.handle",
+    "empty": "nvme_ops.tensors",
+    "open": "nvme_ops.file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

@@ -13,7 +13,7 @@ namespace nvme_ops {
 
 // A bounded queue of requests in the kernel. Used by one thread at a time.
 class Queue {
- public:
+public:
   Queue() = default;
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;

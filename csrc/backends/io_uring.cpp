@@ -39,7 +39,7 @@ int register_with(int ring, unsigned opcode, void* argument, unsigned count) {
 
 // A shared view of ring memory.
 class Mapping {
- public:
+public:
   Mapping() = default;
   Mapping(int ring, std::size_t bytes, off_t what)
       : bytes_(bytes), base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what)) {
@@ -62,7 +62,7 @@ class Mapping {
     return reinterpret_cast<T*>(static_cast<char*>(base_) + offset);
   }
 
- private:
+private:
   std::size_t bytes_ = 0;
   void* base_ = nullptr;
 };
@@ -76,7 +76,7 @@ void store_release(unsigned* value, unsigned what) {
 }
 
 class IoUringQueue final : public Queue {
- public:
+public:
   explicit IoUringQueue(const QueueOptions& options) : single_submit_(options.single_submit) {
     io_uring_params params{};
     params.flags = IORING_SETUP_CLAMP | kCoopTaskrun;
@@ -146,7 +146,7 @@ class IoUringQueue final : public Queue {
 
   void abandon() noexcept override { const UniqueFd closed = std::move(ring_); }
 
- private:
+private:
   static void prepare(io_uring_sqe& sqe, const Request& request) {
     std::memset(&sqe, 0, sizeof sqe);
     const bool read = request.op == Op::Read;

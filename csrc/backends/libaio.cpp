@@ -35,7 +35,7 @@ struct Library {
 
   bool complete() const { return setup && destroy && submit && getevents; }
 
- private:
+private:
   template <class Function>
   static void find(void* handle, const char* name, Function& function) {
     function = reinterpret_cast<Function>(::dlsym(handle, name));
@@ -48,9 +48,11 @@ const Library& library() {
 }
 
 class LibaioQueue final : public Queue {
- public:
+public:
   explicit LibaioQueue(const QueueOptions& options)
-      : most_per_call_(options.single_submit ? 1 : options.depth), control_blocks_(options.depth), free_(options.depth) {
+      : most_per_call_(options.single_submit ? 1 : options.depth),
+        control_blocks_(options.depth),
+        free_(options.depth) {
     for (unsigned i = 0; i < options.depth; ++i) free_[i] = &control_blocks_[i];
     const int result = library().setup(static_cast<int>(options.depth), &context_);
     if (result < 0) {
@@ -68,7 +70,8 @@ class LibaioQueue final : public Queue {
     while (taken < count && !free_.empty()) {
       batch_.clear();
       const std::size_t most = std::min({count - taken, free_.size(), static_cast<std::size_t>(most_per_call_)});
-      for (std::size_t i = 0; i < most; ++i) batch_.push_back(prepare(*free_[free_.size() - 1 - i], requests[taken + i]));
+      for (std::size_t i = 0; i < most; ++i)
+        batch_.push_back(prepare(*free_[free_.size() - 1 - i], requests[taken + i]));
       const int result = library().submit(context_, static_cast<long>(most), batch_.data());
       if (result == -EINTR) continue;
       if (result == -EAGAIN || result == 0) break;
@@ -98,7 +101,7 @@ class LibaioQueue final : public Queue {
     return static_cast<std::size_t>(result);
   }
 
- private:
+private:
   static iocb* prepare(iocb& block, const Request& request) {
     block = {};
     block.aio_lio_opcode = request.op == Op::Read ? IO_CMD_PREAD : IO_CMD_PWRITE;

@@ -18,8 +18,9 @@ namespace {
 constexpr std::size_t kMostThreads = 16;
 
 class ThreadsQueue final : public Queue {
- public:
-  explicit ThreadsQueue(const QueueOptions& options) : most_threads_(std::min<std::size_t>(options.depth, kMostThreads)) {}
+public:
+  explicit ThreadsQueue(const QueueOptions& options)
+      : most_threads_(std::min<std::size_t>(options.depth, kMostThreads)) {}
 
   ~ThreadsQueue() override {
     {
@@ -53,7 +54,7 @@ class ThreadsQueue final : public Queue {
     return count;
   }
 
- private:
+private:
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -72,10 +73,9 @@ class ThreadsQueue final : public Queue {
   }
 
   static std::int64_t transfer(const Request& request) {
-    const ssize_t moved =
-        request.op == Op::Read
-            ? ::pread(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset))
-            : ::pwrite(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset));
+    const ssize_t moved = request.op == Op::Read
+                              ? ::pread(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset))
+                              : ::pwrite(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset));
     return moved < 0 ? -errno : moved;
   }
 
@@ -92,9 +92,8 @@ class ThreadsQueue final : public Queue {
 
 }  // namespace
 
-const Backend kThreads{"threads", [] { return Probe{true, {}}; },
-                       [](const QueueOptions& options) -> std::unique_ptr<Queue> {
-                         return std::make_unique<ThreadsQueue>(options);
-                       }};
+const Backend kThreads{
+    "threads", [] { return Probe{true, {}}; },
+    [](const QueueOptions& options) -> std::unique_ptr<Queue> { return std::make_unique<ThreadsQueue>(options); }};
 
 }  // namespace nvme_ops

@@ -27,8 +27,10 @@ Failure bad_argument(std::string message) {
 }
 
 void broken_invariant(const char* condition, const char* file, int line) {
-  raise({Failure::Kind::Internal, 0,
-         std::string("nvme_ops bug: ") + condition + " is false at " + file + ":" + std::to_string(line), {}});
+  raise({Failure::Kind::Internal,
+         0,
+         std::string("nvme_ops bug: ") + condition + " is false at " + file + ":" + std::to_string(line),
+         {}});
 }
 
 }  // namespace nvme_ops

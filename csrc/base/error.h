@@ -21,12 +21,12 @@ struct Failure {
 };
 
 class IoError : public std::exception {
- public:
+public:
   explicit IoError(Failure failure) : failure_(std::move(failure)) {}
   const Failure& failure() const noexcept { return failure_; }
   const char* what() const noexcept override { return failure_.message.c_str(); }
 
- private:
+private:
   Failure failure_;
 };
 

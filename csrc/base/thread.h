@@ -1,7 +1,9 @@
-// Starts threads that leave every signal to the program's own threads, so that Ctrl-C reaches the one that waits.
+// Starts threads that stay out of the program's way: they leave every signal to its own threads, so that Ctrl-C reaches
+// the one that waits, and when woken they do not push the thread that woke them off its processor.
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <thread>
@@ -16,6 +18,8 @@ std::thread quiet_thread(Function&& function) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     std::thread thread(std::forward<Function>(function));
+    const sched_param priority{};
+    pthread_setschedparam(thread.native_handle(), SCHED_BATCH, &priority);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return thread;
   } catch (...) {

@@ -58,8 +58,8 @@ PyMethodDef functions[] = {
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all work and ends all threads; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions,
-                       nullptr, nullptr, nullptr, nullptr};
+PyModuleDef definition{
+    PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 // Python's side of the op: the handle, the future and the functions of deepnvme's interface.
 void add_interface(PyObject* module) {

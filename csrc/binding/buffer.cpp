@@ -1,9 +1,8 @@
 #include "binding/buffer.h"
 
 #include <errno.h>
-#include <sys/mman.h>
-
 #include <structmember.h>
+#include <sys/mman.h>
 
 #include <cstddef>
 
@@ -17,8 +16,7 @@ namespace {
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 struct BufferObject {
-  PyObject_HEAD
-  std::byte* data;
+  PyObject_HEAD std::byte* data;
   Py_ssize_t bytes;
   bool locked;
   PyObject* weak_references;
@@ -82,22 +80,22 @@ PyObject* unlock(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {
-    {"lock", lock, METH_NOARGS, "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
-    {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {{"lock", lock, METH_NOARGS,
+                          "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
+                         {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
+                         {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
+                         {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
-                       {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_members, members},
-                       {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-                       {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory, back in the pool with the object.")},
-                       {0, nullptr}};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+    {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory, back in the pool with the object.")},
+    {0, nullptr}};
 
 PyType_Spec spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, slots};
 

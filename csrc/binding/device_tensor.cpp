@@ -57,19 +57,22 @@ void translated(Body&& body) {
   try {
     body();
   } catch (const c10::Error& error) {
-    raise({Failure::Kind::Internal, 0, std::string("copying to or from the device: ") + error.what_without_backtrace(), {}});
+    raise({Failure::Kind::Internal,
+           0,
+           std::string("copying to or from the device: ") + error.what_without_backtrace(),
+           {}});
   }
 }
 
 class StagedDeviceTensor final : public DeviceTensor {
- public:
+public:
   explicit StagedDeviceTensor(const at::Tensor& tensor);
   void transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
                 const Interrupted& interrupted) override;
   void compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
                const Interrupted& interrupted) override;
 
- private:
+private:
   at::Tensor flat_;  // all of the tensor's memory, as bytes
   std::optional<c10::Event> before_;
 };
@@ -85,7 +88,7 @@ StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
 }
 
 void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
-                            const Interrupted& interrupted) {
+                                  const Interrupted& interrupted) {
   translated([&] {
     const c10::NoGradGuard no_grad;
     const c10::impl::VirtualGuardImpl device(flat_.device().type());
@@ -105,8 +108,8 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
       return slot.memory.narrow(0, 0, static_cast<std::int64_t>(slot.bytes));
     };
     const auto start_storage = [&](Slot& slot) {
-      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory), slot.bytes,
-                                                               offset + slot.position, true}});
+      slot.job = std::make_shared<Job>(
+          op, std::vector<Extent>{{file, bytes_of(slot.memory), slot.bytes, offset + slot.position, true}});
       engine.submit(slot.job);
     };
     const auto end_storage = [&](Slot& slot) {
@@ -157,7 +160,7 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
 }
 
 void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
-                           const Interrupted& interrupted) {
+                                 const Interrupted& interrupted) {
   translated([&] {
     const c10::NoGradGuard no_grad;
     const auto total = static_cast<std::uint64_t>(flat_.numel());

@@ -14,7 +14,7 @@ struct TensorImpl;
 namespace nvme_ops {
 
 class DeviceTensor {
- public:
+public:
   virtual ~DeviceTensor() = default;
 
   // Moves the whole tensor from or to `file`; when it returns the data are in place for every stream. Throws IoError.

@@ -19,7 +19,7 @@ namespace {
 
 // Everything here is touched with the GIL held only, so a fork finds it whole.
 class BoundEngine {
- public:
+public:
   BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) { all().insert(this); }
   ~BoundEngine() {
     finish();
@@ -85,7 +85,7 @@ class BoundEngine {
     }
   }
 
- private:
+private:
   struct Running {
     std::shared_ptr<Engine> engine;
     std::unique_ptr<Worker> service;  // for what takes several steps: validation, accelerators
@@ -115,8 +115,7 @@ class BoundEngine {
 };
 
 struct EngineObject {
-  PyObject_HEAD
-  BoundEngine* engine;
+  PyObject_HEAD BoundEngine* engine;
 };
 
 BoundEngine& engine_of(PyObject* self) {
@@ -171,7 +170,7 @@ std::shared_ptr<File> file_of(PyObject* object, Op op, Cache cache) {
 
 // Gathers what one call moves.
 class TransferBuilder {
- public:
+public:
   TransferBuilder(Op op, bool validate, bool whole) : transfer_{op, nullptr, {}, validate}, whole_(whole) {}
 
   void add(const Memory& memory, const std::shared_ptr<File>& file, std::uint64_t offset) {
@@ -188,7 +187,7 @@ class TransferBuilder {
     return std::move(transfer_);
   }
 
- private:
+private:
   Transfer transfer_;
   const bool whole_;
   std::vector<Extent> extents_;
@@ -252,7 +251,9 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     const auto count = static_cast<Py_ssize_t>(memories.size());
 
     const bool single = one_file(files);
-    const Ref names = single ? Ref::borrowed(files) : checked(PySequence_Fast(files, "files must be a path, a file descriptor, or a sequence of them"));
+    const Ref names =
+        single ? Ref::borrowed(files)
+               : checked(PySequence_Fast(files, "files must be a path, a file descriptor, or a sequence of them"));
     const bool whole = offsets == Py_None;
     const Ref places = whole ? Ref() : checked(PySequence_Fast(offsets, "file_offsets must be a sequence of integers"));
     const auto expect = [count](Py_ssize_t length, const char* name) {
@@ -330,7 +331,8 @@ void deallocate(PyObject* self) {
 PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(write, memory, file, offset, validate) -> int. Blocks, on one lane; bytes moved."},
     {"submit", submit, METH_VARARGS, "submit(write, memory, file, offset, validate) -> Operation. On all lanes."},
-    {"submit_many", submit_many, METH_VARARGS, "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
+    {"submit_many", submit_many, METH_VARARGS,
+     "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
     {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},
     {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
     {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
@@ -340,7 +342,8 @@ PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(create)},
     {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
     {Py_tp_methods, methods},
-    {Py_tp_doc, const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
+    {Py_tp_doc,
+     const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
     {0, nullptr}};
 
 PyType_Spec spec{"async_io.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -1,5 +1,6 @@
 #include "binding/memory.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
 
@@ -17,8 +18,8 @@ namespace {
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
 
 PyObject* tensor_class() {
-  static PyObject* const torch_tensor = checked(PyObject_GetAttrString(
-      checked(PyImport_ImportModule("torch")).get(), "Tensor")).release();
+  static PyObject* const torch_tensor =
+      checked(PyObject_GetAttrString(checked(PyImport_ImportModule("torch")).get(), "Tensor")).release();
   return torch_tensor;
 }
 
@@ -41,8 +42,10 @@ Ref call(PyObject* object, const char* method) {
   return checked(PyObject_CallMethod(object, method, nullptr));
 }
 
-bool pinned_by_torch(PyObject* tensor) {
-  return PyObject_IsTrue(call(tensor, "is_pinned").get()) == 1;
+// Asks torch only about memory that did not come from its plain allocator.
+bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
+  if (tensor.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter()) return false;
+  return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
 void require_memory(const c10::TensorImpl& tensor, const std::string& argument) {
@@ -60,7 +63,8 @@ std::byte* data_of(const c10::TensorImpl& tensor, const TensorPointer& pointer, 
 Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   const TensorPointer tensor = implementation(object);
   require_memory(*tensor, argument);
-  const bool lazy = tensor->key_set().has(c10::DispatchKey::Conjugate) || tensor->key_set().has(c10::DispatchKey::Negative);
+  const bool lazy =
+      tensor->key_set().has(c10::DispatchKey::Conjugate) || tensor->key_set().has(c10::DispatchKey::Negative);
   if (lazy || !tensor->is_contiguous()) {
     if (op == Op::Read) {
       raise(bad_argument(argument + " must be contiguous to be read into: read into a contiguous tensor and copy it"));
@@ -77,7 +81,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
     memory.data = data_of(*tensor, tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
     memory.fast = memory.bytes > kInPlaceBytes &&
-                  (BufferPool::instance().contains(memory.data, memory.bytes) || pinned_by_torch(object));
+                  (BufferPool::instance().contains(memory.data, memory.bytes) || pinned_by_torch(object, *tensor));
   }
   memory.keep = std::make_shared<c10::Storage>(tensor->storage());
   return memory;
@@ -104,7 +108,8 @@ Memory memory_of_buffer(PyObject* object, Op op, const std::string& argument) {
 // Rows of contiguous memory, without making a tensor of each.
 std::vector<Memory> rows_of(PyObject* object, Op op, const std::string& argument) {
   const TensorPointer tensor = implementation(object);
-  if (tensor->dim() == 0) raise(bad_argument(argument + " must have at least one dimension: one tensor for each request"));
+  if (tensor->dim() == 0)
+    raise(bad_argument(argument + " must have at least one dimension: one tensor for each request"));
   const Memory whole = memory_of_tensor(object, op, argument);
   if (whole.device) raise(bad_argument(argument + " on an accelerator must be a list of tensors"));
   const auto count = static_cast<std::uint64_t>(tensor->size(0));
@@ -136,7 +141,8 @@ std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) 
 }
 
 bool in_pool(PyObject* object) {
-  if (!is_tensor(object)) raise_type_error(std::string("buffer must be a torch.Tensor, not ") + Py_TYPE(object)->tp_name);
+  if (!is_tensor(object))
+    raise_type_error(std::string("buffer must be a torch.Tensor, not ") + Py_TYPE(object)->tp_name);
   const TensorPointer tensor = implementation(object);
   if (!tensor->is_cpu() || tensor->layout() != c10::kStrided || !tensor->has_storage()) return false;
   // A view lies inside its storage, whatever its strides.

@@ -57,8 +57,7 @@ Worker& callbacks() {
 }
 
 struct OperationObject {
-  PyObject_HEAD
-  std::shared_ptr<Operation> operation;
+  PyObject_HEAD std::shared_ptr<Operation> operation;
 };
 
 Operation& operation_of(PyObject* self) {
@@ -95,7 +94,8 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
       std::chrono::milliseconds slice(kInterruptMilliseconds);
       if (!for_ever) {
         const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
-        slice = std::min(slice, std::chrono::milliseconds(static_cast<long>(std::min(1.0, std::max(0.0, left)) * 1000)));
+        slice =
+            std::min(slice, std::chrono::milliseconds(static_cast<long>(std::min(1.0, std::max(0.0, left)) * 1000)));
       }
       bool arrived = operation.outcome->done();
       if (!arrived) {
@@ -157,7 +157,8 @@ PyMethodDef methods[] = {
     {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False when time ran out."},
     {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what went wrong."},
     {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
-    {"add_callback", add_callback, METH_O, "add_callback(callable). Calls it without arguments, on a thread of its own."},
+    {"add_callback", add_callback, METH_O,
+     "add_callback(callable). Calls it without arguments, on a thread of its own."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},

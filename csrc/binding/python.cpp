@@ -13,8 +13,8 @@ Ref exception_of(const Failure& failure) {
   switch (failure.kind) {
     case Failure::Kind::System:
     case Failure::Kind::Mismatch: {
-      const Ref path = failure.path.empty() ? Ref::borrowed(Py_None)
-                                            : checked(PyUnicode_DecodeFSDefault(failure.path.c_str()));
+      const Ref path =
+          failure.path.empty() ? Ref::borrowed(Py_None) : checked(PyUnicode_DecodeFSDefault(failure.path.c_str()));
       return checked(PyObject_CallFunction(PyExc_OSError, "iOO", failure.error, message.get(), path.get()));
     }
     case Failure::Kind::EndOfFile:

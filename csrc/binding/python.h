@@ -15,7 +15,7 @@ namespace nvme_ops {
 
 // An owned reference. Use only with the GIL held.
 class Ref {
- public:
+public:
   Ref() = default;
   explicit Ref(PyObject* stolen) : object_(stolen) {}
   static Ref borrowed(PyObject* object) {
@@ -33,7 +33,7 @@ class Ref {
   PyObject* release() { return std::exchange(object_, nullptr); }
   explicit operator bool() const { return object_ != nullptr; }
 
- private:
+private:
   PyObject* object_ = nullptr;
 };
 
@@ -51,24 +51,24 @@ inline Ref checked(PyObject* stolen) {
 }
 
 class WithoutGil {
- public:
+public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
   ~WithoutGil() { PyEval_RestoreThread(state_); }
 
- private:
+private:
   PyThreadState* state_;
 };
 
 class WithGil {
- public:
+public:
   WithGil() : state_(PyGILState_Ensure()) {}
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
   ~WithGil() { PyGILState_Release(state_); }
 
- private:
+private:
   PyGILState_STATE state_;
 };
 

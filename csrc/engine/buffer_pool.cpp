@@ -91,18 +91,19 @@ std::byte* BufferPool::allocate(std::size_t bytes) {
   return memory;
 }
 
-void BufferPool::release(std::byte* memory, bool keep) noexcept {
+void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(memory);
   if (found == live_.end()) return;
   const std::size_t size = found->second;
   live_.erase(found);
   live_bytes_ -= size;
-  if (!keep || size > bound_) {
+  // What is kept already and exceeds a smaller bound was kept under a larger one: it stays, this goes.
+  if (size > bound || (bound < bound_ && cached_bytes_ + size > bound)) {
     ::munmap(memory, size);
     return;
   }
-  free_cached(bound_ - size);
+  free_cached(bound - size);
   cached_.emplace(size, memory);
   cached_bytes_ += size;
 }

@@ -8,7 +8,7 @@
 namespace nvme_ops {
 
 class BufferPool {
- public:
+public:
   struct Statistics {
     std::size_t live_bytes;    // handed out
     std::size_t cached_bytes;  // freed, kept for reuse
@@ -19,8 +19,9 @@ class BufferPool {
   // At least `bytes` bytes aligned to a page, to 2 MiB from that size on. Contents are arbitrary. Throws IoError.
   std::byte* allocate(std::size_t bytes);
 
-  // Takes back what allocate() returned. `keep`: within the bound, hold it for the next allocate().
-  void release(std::byte* memory, bool keep = true) noexcept;
+  // Takes back what allocate() returned, and keeps it for the next allocate() while no more than `bound` is kept.
+  void release(std::byte* memory, std::size_t bound) noexcept;
+  void release(std::byte* memory) noexcept { release(memory, bound_); }
 
   // Whether [memory, memory + bytes) lies inside one live allocation.
   bool contains(const std::byte* memory, std::size_t bytes) const;
@@ -28,7 +29,7 @@ class BufferPool {
   void trim() noexcept;  // gives all cached memory back to the system
   Statistics statistics() const;
 
- private:
+private:
   BufferPool();
   void free_cached(std::size_t bound) noexcept;
 

@@ -16,16 +16,17 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 LaneOptions lane_options(const EngineOptions& options) {
-  const std::size_t share = kStagingBytes / (options.lanes + 1) / kHugePage * kHugePage;
+  const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
+  const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
   return {options.backends,      options.block_size,     options.queue_depth,
-          options.single_submit, options.overlap_events, std::clamp(share, kHugePage, kLaneStagingBytes)};
+          options.single_submit, options.overlap_events, std::make_shared<StagingBudget>(chunks - guaranteed)};
 }
 
 }  // namespace
 
 // A lane and the thread that drives it.
 class Engine::LaneThread {
- public:
+public:
   explicit LaneThread(const LaneOptions& options) : lane_(options) {}
 
   ~LaneThread() {
@@ -52,13 +53,15 @@ class Engine::LaneThread {
 
   void abandon() noexcept { lane_.abandon(); }
 
- private:
+private:
   void drive() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (incoming_.empty() && !lane_.busy()) {
+        lock.unlock();  // giving memory back takes long enough to hold up a caller
         lane_.rest();
         held_ = lane_.staging_bytes();
+        lock.lock();
         asleep_ = true;
         wake_.wait(lock, [this] { return closing_ || !incoming_.empty(); });
         asleep_ = false;
@@ -82,10 +85,8 @@ class Engine::LaneThread {
   bool closing_ = false;
 };
 
-Engine::Engine(const EngineOptions& options) : options_(options), inline_lane_(lane_options(options)) {
-  for (std::uint64_t i = 0; i < options.lanes; ++i) {
-    threads_.push_back(std::make_unique<LaneThread>(lane_options(options)));
-  }
+Engine::Engine(const EngineOptions& options) : options_(lane_options(options)), inline_lane_(options_) {
+  for (std::uint64_t i = 0; i < options.lanes; ++i) threads_.push_back(std::make_unique<LaneThread>(options_));
 }
 
 Engine::~Engine() = default;
@@ -133,7 +134,7 @@ std::size_t Engine::staging_bytes() const {
   std::size_t bytes = 0;
   for (const auto& thread : threads_) bytes += thread->staging_bytes();
   const std::unique_lock<std::mutex> lock(inline_mutex_, std::try_to_lock);
-  return bytes + (lock.owns_lock() ? inline_lane_.staging_bytes() : lane_options(options_).staging_bytes);
+  return bytes + (lock.owns_lock() ? inline_lane_.staging_bytes() : 0);
 }
 
 void Engine::abandon() noexcept {

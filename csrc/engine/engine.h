@@ -27,7 +27,7 @@ struct EngineOptions {
 using Interrupted = std::function<bool()>;
 
 class Engine {
- public:
+public:
   explicit Engine(const EngineOptions& options);
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -44,10 +44,10 @@ class Engine {
   // In the child of a fork: closes inherited rings. The lanes' threads do not exist here: never destroy the engine.
   void abandon() noexcept;
 
- private:
+private:
   class LaneThread;
 
-  const EngineOptions options_;
+  const LaneOptions options_;
   mutable std::mutex inline_mutex_;
   Lane inline_lane_;
   std::vector<std::unique_ptr<LaneThread>> threads_;

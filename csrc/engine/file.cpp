@@ -28,7 +28,7 @@ struct Status {
   std::uint32_t direct_memory_alignment() const { return word(152); }
   std::uint32_t direct_offset_alignment() const { return word(156); }
 
- private:
+private:
   std::uint32_t word(std::size_t at) const {
     return *reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const char*>(&base) + at);
   }
@@ -100,10 +100,12 @@ std::shared_ptr<File> File::adopt(int fd, Op op, Cache cache) {
   const ssize_t length = ::readlink(name.c_str(), target, sizeof target);
   const int flags = ::fcntl(fd, F_GETFL);
   if (flags < 0) raise(system_failure(errno, "using file descriptor " + std::to_string(fd)));
-  std::shared_ptr<File> file(new File(length > 0 ? std::string(target, static_cast<std::size_t>(length)) : name, op, cache));
+  std::shared_ptr<File> file(
+      new File(length > 0 ? std::string(target, static_cast<std::size_t>(length)) : name, op, cache));
   const int mode = flags & O_ACCMODE;
   if (mode != O_RDWR && mode != access_mode(op)) {
-    raise(system_failure(EBADF, "file descriptor " + std::to_string(fd) + " is not open to " + name_of(op), file->path_));
+    raise(
+        system_failure(EBADF, "file descriptor " + std::to_string(fd) + " is not open to " + name_of(op), file->path_));
   }
   // Reopening gives flags of our own: O_DIRECT or not, and never O_APPEND, which would ignore our offsets.
   if (cache != Cache::Buffered) file->direct_ = UniqueFd(open_retrying(name.c_str(), access_mode(op) | O_DIRECT));
@@ -187,8 +189,8 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
       if (::ftruncate(fd, static_cast<off_t>(size_)) < 0) { /* the first error is the one to report */
       }
     }
-    raise(system_failure(error, "making room for " + std::to_string(end - start) + " bytes at offset " +
-                                    std::to_string(start), path_));
+    raise(system_failure(
+        error, "making room for " + std::to_string(end - start) + " bytes at offset " + std::to_string(start), path_));
   }
 }
 
@@ -214,7 +216,8 @@ bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes) {
     const std::uint64_t pages = (offset + bytes - 1) / kPageSize - offset / kPageSize + 1;
     return statistics.cached >= pages;
   }
-  // Older kernels: a read that may not wait. It can start a readahead where it finds nothing, so one page is all we ask.
+  // Older kernels: a read that may not wait. It can start a readahead where it finds nothing, so one page is all we
+  // ask.
   std::byte page[kPageSize];
   iovec vector{page, static_cast<std::size_t>(std::min<std::uint64_t>(bytes, kPageSize))};
   return ::preadv2(fd, &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;

@@ -19,7 +19,7 @@ namespace nvme_ops {
 enum class Cache : std::uint8_t { Auto, Direct, Buffered };
 
 class File {
- public:
+public:
   // Throw IoError. A path is opened (created for Op::Write); a descriptor stays the caller's: it is reopened, or
   // duplicated where /proc does not allow that.
   static std::shared_ptr<File> open(const std::string& path, Op op, Cache cache);
@@ -47,7 +47,7 @@ class File {
   // The file system took O_DIRECT at open and refuses the transfer: everything goes through the cache from now on.
   void refuse_direct() { direct_possible_.store(false, std::memory_order_relaxed); }
 
- private:
+private:
   File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
   static std::shared_ptr<File> open_as(const std::string& name, std::string path, Op op, Cache cache);
   void inspect();

@@ -24,7 +24,7 @@ struct Extent {
 };
 
 class Job {
- public:
+public:
   Job(Op op, std::vector<Extent> extents) : op_(op), extents_(std::move(extents)) {}
 
   Op op() const { return op_; }
@@ -50,7 +50,7 @@ class Job {
     }
   }
 
- private:
+private:
   const Op op_;
   const std::vector<Extent> extents_;
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();

@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "base/error.h"
 #include "base/limits.h"
+#include "engine/copy.h"
 
 namespace nvme_ops {
 namespace {
@@ -22,8 +22,8 @@ constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before th
 Lane::Lane(LaneOptions options)
     : options_(std::move(options)),
       depth_(static_cast<unsigned>(std::min(options_.queue_depth, kMaxQueueDepth))),
-      staging_(options_.staging_bytes),
-      registered_(staging_.most_chunks()),
+      staging_(options_.staging),
+      registered_(StagingArea::kMostChunks),
       flights_(depth_) {
   for (unsigned i = depth_; i > 0; --i) free_flights_.push_back(i - 1);
 }
@@ -62,7 +62,7 @@ bool Lane::step(std::chrono::milliseconds timeout) {
 }
 
 void Lane::open_queue() {
-  const QueueOptions wanted{depth_, static_cast<unsigned>(staging_.most_chunks()), options_.single_submit};
+  const QueueOptions wanted{depth_, static_cast<unsigned>(StagingArea::kMostChunks), options_.single_submit};
   for (const Backend* backend : options_.backends) {
     try {
       queue_ = backend->open(wanted);
@@ -92,10 +92,9 @@ Lane::Planned Lane::plan_next() {
   std::uint64_t advanced = 0;
   while (!rests_.empty()) {
     Rest& rest = rests_.front();
-    const Planned planned =
-        rest.share->share.job->stopped()
-            ? Planned::Nothing
-            : plan_piece(*rest.share, rest.extent, rest.position, rest.bytes, &advanced);
+    const Planned planned = rest.share->share.job->stopped()
+                                ? Planned::Nothing
+                                : plan_piece(*rest.share, rest.extent, rest.position, rest.bytes, &advanced);
     if (planned == Planned::Stalled) return planned;
     rest.position += advanced;
     rest.bytes -= advanced;
@@ -154,14 +153,12 @@ Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint
       if (*advanced > 0) return Planned::Copied;
     }
     if (piece.route == Route::Staged) {
-      block = staging_.allocate(piece.length, [this](int chunk) {
-        registered_[static_cast<std::size_t>(chunk)] = queue_->register_buffer(chunk, staging_.chunk(chunk), StagingArea::kChunk);
-      });
+      block = staging_.allocate(piece.length);
       if (!block) return Planned::Stalled;
       request.data = block.data;
-      if (registered_[static_cast<std::size_t>(block.chunk)]) request.buffer = block.chunk;
+      if (registered(block)) request.buffer = block.chunk;
       if (job.op() == Op::Write) {
-        std::memcpy(block.data, memory, piece.bytes);
+        copy_bytes(block.data, memory, piece.bytes);
         copied_ += piece.bytes;
       }
     }
@@ -177,6 +174,16 @@ Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint
   ++active.in_flight;
   *advanced = piece.bytes;
   return Planned::Piece;
+}
+
+// Registers a huge page with the queue when it is first used for blocks large enough to gain by it.
+bool Lane::registered(const StagingBlock& block) {
+  const auto chunk = static_cast<std::size_t>(block.chunk);
+  if (!registered_[chunk] && may_register_ && block.bytes > kInPlaceBytes) {
+    registered_[chunk] = may_register_ =
+        queue_->register_buffer(block.chunk, staging_.chunk(block.chunk), StagingArea::kChunk);
+  }
+  return registered_[chunk];
 }
 
 // Takes what is there without waiting; what was evicted meanwhile is left for a direct read.
@@ -237,11 +244,11 @@ void Lane::judge(Flight& flight, std::int64_t result) {
     const auto moved = static_cast<std::uint64_t>(result);
     got = std::min(piece.bytes, moved - std::min(moved, piece.lead));
     if (piece.route == Route::Staged && job.op() == Op::Read) {
-      std::memcpy(extent.memory + flight.position, flight.block.data + piece.lead, got);
+      copy_bytes(extent.memory + flight.position, flight.block.data + piece.lead, got);
     }
     flight.share->moved += got;
     if (got == 0 && job.op() == Op::Read) {
-      struct stat now {};
+      struct stat now{};
       ::fstat(flight.request.fd, &now);
       job.fail(end_of_file(piece.bytes, piece.offset, static_cast<std::uint64_t>(now.st_size), extent.file->path()));
       return;
@@ -308,10 +315,11 @@ void Lane::finish_shares() {
 
 void Lane::rest() {
   NVME_INVARIANT(in_kernel_ == 0);
-  staging_.trim([this](int chunk) {
-    if (registered_[static_cast<std::size_t>(chunk)]) queue_->unregister_buffer(chunk);
-    registered_[static_cast<std::size_t>(chunk)] = false;
-  });
+  for (std::size_t chunk = 0; chunk < registered_.size(); ++chunk) {
+    if (registered_[chunk]) queue_->unregister_buffer(static_cast<int>(chunk));
+    registered_[chunk] = false;
+  }
+  staging_.trim();
 }
 
 void Lane::abandon() noexcept {

@@ -21,11 +21,11 @@ struct LaneOptions {
   std::uint64_t queue_depth;
   bool single_submit;   // one system call per request, against one per batch
   bool overlap_events;  // refill the queue after every completion, against after an eighth of it
-  std::size_t staging_bytes;
+  std::shared_ptr<StagingBudget> staging;
 };
 
 class Lane {
- public:
+public:
   explicit Lane(LaneOptions options);
   ~Lane();
 
@@ -36,7 +36,7 @@ class Lane {
   // Returns false when the wait brought nothing: a good moment to look for signals.
   bool step(std::chrono::milliseconds timeout);
 
-  // Nothing is in flight: keep one huge page, give the rest back.
+  // Nothing is in flight: gives the staging memory back.
   void rest();
 
   // The child of a fork shares these rings with its parent and must leave them alone.
@@ -44,7 +44,7 @@ class Lane {
 
   std::size_t staging_bytes() const { return staging_.held_bytes(); }
 
- private:
+private:
   struct ActiveShare {
     Share share;
     std::size_t extent;      // where planning stands
@@ -75,6 +75,7 @@ class Lane {
   Planned plan_next();
   Planned plan_piece(ActiveShare& share, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
                      std::uint64_t* advanced);
+  bool registered(const StagingBlock& block);
   std::uint64_t read_from_cache(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes);
   void submit();
   void complete(const Completion& completion);
@@ -89,6 +90,7 @@ class Lane {
   std::unique_ptr<Queue> queue_;
   StagingArea staging_;
   std::vector<bool> registered_;  // by staging chunk
+  bool may_register_ = true;      // until locked memory is refused
   std::list<ActiveShare> active_;
   std::deque<Rest> rests_;
   std::vector<Flight> flights_;

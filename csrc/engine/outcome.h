@@ -15,7 +15,7 @@
 namespace nvme_ops {
 
 class Outcome {
- public:
+public:
   void succeed(std::uint64_t bytes) { settle(bytes, std::nullopt); }
   void fail(Failure failure) { settle(0, std::move(failure)); }
 
@@ -46,7 +46,7 @@ class Outcome {
   std::uint64_t bytes() const { return bytes_; }
   const std::optional<Failure>& failure() const { return failure_; }
 
- private:
+private:
   void settle(std::uint64_t bytes, std::optional<Failure> failure) {
     std::vector<std::function<void()>> listeners;
     {

@@ -30,9 +30,10 @@ Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offse
   const std::uint64_t sector = layout.offset_alignment;
   const std::uint64_t lead = offset % sector;
   const std::uint64_t to_sector = (sector - lead) % sector;
-  const bool body_in_place = layout.in_place && (memory + to_sector) % layout.memory_alignment == 0 &&
-                             bytes >= to_sector + sector;
-  if (body_in_place && lead == 0) return plain(Route::InPlace, offset, std::min(down(bytes, sector), whole(block, sector)));
+  const bool body_in_place =
+      layout.in_place && (memory + to_sector) % layout.memory_alignment == 0 && bytes >= to_sector + sector;
+  if (body_in_place && lead == 0)
+    return plain(Route::InPlace, offset, std::min(down(bytes, sector), whole(block, sector)));
 
   const std::uint64_t most = whole(std::min(block, staging_block), sector) - lead;
   const std::uint64_t wanted = std::min(bytes, body_in_place ? to_sector : most);

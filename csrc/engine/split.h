@@ -1,4 +1,5 @@
-// How a job is cut: into one share for each lane, and each extent into pieces that one request can move. Pure functions.
+// How a job is cut: into one share for each lane, and each extent into pieces that one request can move. Pure
+// functions.
 #pragma once
 
 #include <cstddef>

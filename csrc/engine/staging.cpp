@@ -1,29 +1,23 @@
 #include "engine/staging.h"
 
-#include <algorithm>
-
 #include "base/error.h"
 #include "engine/buffer_pool.h"
 
 namespace nvme_ops {
 
-StagingArea::StagingArea(std::size_t most_bytes) : most_chunks_(std::max<std::size_t>(1, most_bytes / kChunk)) {}
-
 StagingArea::~StagingArea() {
-  for (const Chunk& chunk : chunks_) BufferPool::instance().release(chunk.memory, false);
+  trim();
 }
 
-StagingBlock StagingArea::allocate(std::size_t bytes, const std::function<void(int)>& on_new_chunk) {
+StagingBlock StagingArea::allocate(std::size_t bytes) {
   NVME_INVARIANT(bytes > 0 && bytes <= kChunk);
   const std::size_t units = (bytes + kUnit - 1) / kUnit;
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
     if (const StagingBlock block = allocate_in(chunks_[i], static_cast<int>(i), units)) return block;
   }
-  if (chunks_.size() == most_chunks_) return {};
+  if (!chunks_.empty() && (chunks_.size() == kMostChunks || !budget_->take())) return {};
   chunks_.push_back({BufferPool::instance().allocate(kChunk), {}, kUnits});
-  const int index = static_cast<int>(chunks_.size()) - 1;
-  on_new_chunk(index);
-  return allocate_in(chunks_.back(), index, units);
+  return allocate_in(chunks_.back(), static_cast<int>(chunks_.size()) - 1, units);
 }
 
 // First fit. Blocks of one size tile the chunk; a gap can only be as large as a block that was released.
@@ -49,12 +43,12 @@ void StagingArea::release(const StagingBlock& block) {
   chunk.free_units += units;
 }
 
-void StagingArea::trim(const std::function<void(int)>& on_trim) {
-  while (chunks_.size() > 1) {
+void StagingArea::trim() {
+  while (!chunks_.empty()) {
     NVME_INVARIANT(chunks_.back().free_units == kUnits);
-    on_trim(static_cast<int>(chunks_.size()) - 1);
-    BufferPool::instance().release(chunks_.back().memory, false);
+    BufferPool::instance().release(chunks_.back().memory, kIdleBytes);
     chunks_.pop_back();
+    if (!chunks_.empty()) budget_->give_back();
   }
 }
 

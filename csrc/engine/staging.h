@@ -1,9 +1,12 @@
-// The bounded memory through which misaligned and pageable data pass: huge pages, cut into blocks as requests need them.
+// The bounded memory through which misaligned and pageable data pass: huge pages, cut into blocks as requests need
+// them.
 #pragma once
 
+#include <atomic>
 #include <bitset>
 #include <cstddef>
-#include <functional>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/limits.h"
@@ -18,31 +21,45 @@ struct StagingBlock {
   explicit operator bool() const { return data != nullptr; }
 };
 
-class StagingArea {
- public:
-  static constexpr std::size_t kChunk = kHugePage;  // no block is larger
+// What the lanes of one handle may take together, beyond the one huge page that each may always have.
+class StagingBudget {
+public:
+  explicit StagingBudget(std::size_t chunks) : left_(static_cast<std::ptrdiff_t>(chunks)) {}
+  bool take() {
+    if (left_.fetch_sub(1) > 0) return true;
+    left_.fetch_add(1);
+    return false;
+  }
+  void give_back() { left_.fetch_add(1); }
 
-  explicit StagingArea(std::size_t most_bytes);
+private:
+  std::atomic<std::ptrdiff_t> left_;
+};
+
+class StagingArea {
+public:
+  static constexpr std::size_t kChunk = kHugePage;  // no block is larger
+  static constexpr std::size_t kMostChunks = kStagingBytes / kChunk;
+
+  explicit StagingArea(std::shared_ptr<StagingBudget> budget) : budget_(std::move(budget)) {}
   StagingArea(const StagingArea&) = delete;
   StagingArea& operator=(const StagingArea&) = delete;
   ~StagingArea();
 
-  std::size_t most_chunks() const { return most_chunks_; }
   std::size_t held_bytes() const { return chunks_.size() * kChunk; }
   std::byte* chunk(int index) const { return chunks_[static_cast<std::size_t>(index)].memory; }
 
-  // A block aligned to a page, or an empty one when all the memory allowed is in use. `on_new_chunk` hears of every huge
-  // page taken, `on_trim` of every one given back, so that a queue can register them.
-  StagingBlock allocate(std::size_t bytes, const std::function<void(int)>& on_new_chunk);
+  // A block aligned to a page, or an empty one when all the memory allowed is in use.
+  StagingBlock allocate(std::size_t bytes);
   void release(const StagingBlock& block);
 
-  // With nothing in use: gives back all but one huge page.
-  void trim(const std::function<void(int)>& on_trim);
+  // With nothing in use: gives everything back.
+  void trim();
 
   // Leaves the memory alone for ever: the kernel may still write to it.
   void forget() { chunks_.clear(); }
 
- private:
+private:
   static constexpr std::size_t kUnit = kPageSize;
   static constexpr std::size_t kUnits = kChunk / kUnit;
 
@@ -54,7 +71,7 @@ class StagingArea {
 
   static StagingBlock allocate_in(Chunk& chunk, int index, std::size_t units);
 
-  const std::size_t most_chunks_;
+  const std::shared_ptr<StagingBudget> budget_;
   std::vector<Chunk> chunks_;
 };
 

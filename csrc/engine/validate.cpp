@@ -16,14 +16,14 @@ namespace {
 constexpr std::uint64_t kChunk = 4 * kHugePage;
 
 class Scratch {
- public:
+public:
   explicit Scratch(std::size_t bytes) : data_(BufferPool::instance().allocate(bytes)) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { BufferPool::instance().release(data_, false); }
+  ~Scratch() { BufferPool::instance().release(data_, kIdleBytes); }
   std::byte* data() const { return data_; }
 
- private:
+private:
   std::byte* const data_;
 };
 
@@ -36,7 +36,8 @@ void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
     for (std::uint64_t position = 0; position < extent.bytes; position += kChunk) {
       const std::uint64_t bytes = std::min(kChunk, extent.bytes - position);
       const std::uint64_t offset = extent.offset + position;
-      const auto back = std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true}});
+      const auto back =
+          std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true}});
       engine.run(back, interrupted);
       if (const auto& failure = back->outcome()->failure()) raise(*failure);
       if (std::memcmp(scratch.data(), extent.memory + position, bytes) == 0) continue;

@@ -13,7 +13,7 @@
 namespace nvme_ops {
 
 class Worker {
- public:
+public:
   Worker() = default;
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -39,7 +39,7 @@ class Worker {
     ending.join();
   }
 
- private:
+private:
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
