@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvme_ops.file import File as File
-    from nvme_ops.file import open as open
+    from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
     from nvme_ops.future import IoFuture as IoFuture
     from nvme_ops.handle import aio_handle as aio_handle
     from nvme_ops.tensors import empty as empty

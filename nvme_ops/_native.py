@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    from nvme_ops.ops import async_io as native_module
+from typing import Any
 
 
-def native() -> type[native_module]:
-    """The native module ``async_io``. Raises RuntimeError when it cannot be built or loaded."""
+def native() -> Any:
+    """The native module, which ``nvme_ops/ops/async_io.pyi`` describes. RuntimeError when it cannot be built."""
     from nvme_ops.op_builder import AsyncIOBuilder
 
-    return cast("type[native_module]", AsyncIOBuilder().load())
+    return AsyncIOBuilder().load()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class IoFuture:
     """The result of ``submit_pread``, ``submit_pwrite`` and their relatives.
 
-    The tensors of the transfer stay alive until it ends, whether or not the future does. They must not be changed, nor
-    looked at by a read's caller, before then. A failure that nobody asks for is reported through ``sys.unraisablehook``.
+    The tensors of the transfer stay alive until it ends, whether or not the future does. Leave them alone
+    until then. A failure that nobody asks for is reported through ``sys.unraisablehook``.
     """
 
     __slots__ = ("_exception", "_operation")

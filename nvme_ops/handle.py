@@ -19,7 +19,7 @@ from nvme_ops.future import IoFuture
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from nvme_ops.ops.async_io import Buffer, Operation
+    from nvme_ops.ops.async_io import Buffer, Engine, Operation
 
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
 
@@ -35,8 +35,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     """Reads tensors from files and writes them to files, asynchronously and past the page cache.
 
     Any size, offset, dtype and alignment is accepted, on the CPU and on accelerators. A ``buffer`` is a tensor whose
-    whole memory is filled (``read``) or stored (``write``); a buffer to be filled must be contiguous. On the CPU anything
-    with the buffer protocol serves too. A ``filename`` is a path, or an open file descriptor, which stays open.
+    whole memory is filled (``read``) or stored (``write``); a buffer to be filled must be contiguous. On the CPU
+    anything with the buffer protocol serves too. A ``filename`` is a path or an open file descriptor, which stays open.
 
     ``file_offset`` counts bytes. A write without it makes the tensor the whole file: a longer file is cut to it. With a
     ``file_offset``, also 0, or a file descriptor, the rest of the file is left as it is.
@@ -80,7 +80,11 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
                 "number: give one of them"
             )
         lanes = next((given for given in (intra_op_parallelism, num_threads) if given is not None), 1)
-        for name, value in {"block_size": block_size, "queue_depth": queue_depth, "intra_op_parallelism": lanes}.items():
+        for name, value in {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "intra_op_parallelism": lanes,
+        }.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if value >= 2**63:
@@ -91,7 +95,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._overlap_events = bool(overlap_events)
         self._lanes = lanes
         self._pending: list[Operation] = []
-        self._engine = native().Engine(
+        self._engine: Engine = native().Engine(
             block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache
         )
 
@@ -269,13 +273,14 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         num_elem: int,
         example_tensor: torch.Tensor | None = None,
         *,
-        example_tenosr: torch.Tensor | None = None,  # DeepNVMe spells it so
+        example_tenosr: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O, contents arbitrary.
 
         Args:
             num_elem: number of elements.
             example_tensor: gives the dtype.
+            example_tenosr: the same; DeepNVMe spells it so.
 
         Warns:
             RuntimeWarning: the system refused to lock the pages (RLIMIT_MEMLOCK); the tensor works all the same.
@@ -314,7 +319,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether torch pinned ``buffer``, or it lies in memory of ``new_cpu_locked_tensor`` or ``nvme_ops.empty``."""
-        return native().in_pool(buffer) or bool(buffer.is_pinned())
+        return bool(native().in_pool(buffer) or buffer.is_pinned())
 
 
 def aio_read(

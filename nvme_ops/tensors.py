@@ -12,8 +12,8 @@ from nvme_ops._native import native
 def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Like ``torch.empty`` on the CPU, in huge pages from a pool and aligned for direct I/O.
 
-    The contents are arbitrary. The memory goes back to the pool when the last tensor over it is freed, and the pool keeps
-    at most ``NVME_OPS_POOL_BYTES`` (256 MiB) of it for the next call.
+    The contents are arbitrary. The memory goes back to the pool when the last tensor over it is freed, and the pool
+    keeps at most ``NVME_OPS_POOL_BYTES`` (256 MiB) of it for the next call.
 
     Args:
         size: the shape, as numbers or one tuple.
@@ -29,7 +29,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
     if any(length < 0 for length in shape):  # type: ignore[operator]
         raise ValueError(f"size must not be negative: {shape}")
     dtype = dtype or torch.get_default_dtype()
-    elements = math.prod(shape)  # type: ignore[arg-type]
+    elements = math.prod(shape)
     if elements == 0:
         return torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
     buffer = native().Buffer(elements * dtype.itemsize)
