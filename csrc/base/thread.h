@@ -3,7 +3,6 @@
 #pragma once
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 
 #include <thread>
@@ -18,8 +17,6 @@ std::thread quiet_thread(Function&& function) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     std::thread thread(std::forward<Function>(function));
-    const sched_param priority{};
-    pthread_setschedparam(thread.native_handle(), SCHED_BATCH, &priority);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return thread;
   } catch (...) {

@@ -26,7 +26,7 @@ BufferObject* buffer_of(PyObject* self) {
   return reinterpret_cast<BufferObject*>(self);
 }
 
-PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyObject* buffer_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   Py_ssize_t bytes;
   if (!PyArg_ParseTuple(arguments, "n", &bytes)) return nullptr;
   return guarded([&]() -> PyObject* {
@@ -47,7 +47,7 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   });
 }
 
-void deallocate(PyObject* self) {
+void buffer_deallocate(PyObject* self) {
   BufferObject* const buffer = buffer_of(self);
   if (buffer->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
@@ -80,29 +80,31 @@ PyObject* unlock(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"lock", lock, METH_NOARGS,
-                          "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
-                         {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef buffer_methods[] = {
+    {"lock", lock, METH_NOARGS,
+     "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
+    {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
+    {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef members[] = {{"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
-                         {nullptr, 0, 0, 0, nullptr}};
+PyMemberDef buffer_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-    {Py_tp_methods, methods},
-    {Py_tp_members, members},
+PyType_Slot buffer_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(buffer_create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(buffer_deallocate)},
+    {Py_tp_methods, buffer_methods},
+    {Py_tp_members, buffer_members},
     {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
     {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory, back in the pool with the object.")},
     {0, nullptr}};
 
-PyType_Spec spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec buffer_spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, buffer_slots};
 
 }  // namespace
 
 bool add_buffer_type(PyObject* module) {
-  const Ref type(PyType_FromSpec(&spec));
+  const Ref type(PyType_FromSpec(&buffer_spec));
   return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
 }
 

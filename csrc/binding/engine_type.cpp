@@ -292,7 +292,7 @@ PyObject* sweep(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     long long block_size, queue_depth, lanes;
     int single_submit, overlap_events;
@@ -321,14 +321,14 @@ PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   });
 }
 
-void deallocate(PyObject* self) {
+void engine_deallocate(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   delete reinterpret_cast<EngineObject*>(self)->engine;
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
+PyMethodDef engine_methods[] = {
     {"run", run, METH_VARARGS, "run(write, memory, file, offset, validate) -> int. Blocks, on one lane; bytes moved."},
     {"submit", submit, METH_VARARGS, "submit(write, memory, file, offset, validate) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
@@ -338,20 +338,20 @@ PyMethodDef methods[] = {
     {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-    {Py_tp_methods, methods},
+PyType_Slot engine_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(engine_create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(engine_deallocate)},
+    {Py_tp_methods, engine_methods},
     {Py_tp_doc,
      const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
     {0, nullptr}};
 
-PyType_Spec spec{"async_io.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec engine_spec{"async_io.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
 }  // namespace
 
 bool add_engine_type(PyObject* module) {
-  const Ref type(PyType_FromSpec(&spec));
+  const Ref type(PyType_FromSpec(&engine_spec));
   return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
 }
 

@@ -145,14 +145,14 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
   });
 }
 
-void deallocate(PyObject* self) {
+void operation_deallocate(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   reinterpret_cast<OperationObject*>(self)->operation.~shared_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyMethodDef methods[] = {
+PyMethodDef operation_methods[] = {
     {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
     {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False when time ran out."},
     {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what went wrong."},
@@ -161,13 +161,13 @@ PyMethodDef methods[] = {
      "add_callback(callable). Calls it without arguments, on a thread of its own."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(deallocate)},
-                       {Py_tp_methods, methods},
-                       {Py_tp_doc, const_cast<char*>("A transfer under way.")},
-                       {0, nullptr}};
+PyType_Slot operation_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(operation_deallocate)},
+                                 {Py_tp_methods, operation_methods},
+                                 {Py_tp_doc, const_cast<char*>("A transfer under way.")},
+                                 {0, nullptr}};
 
-PyType_Spec spec{"async_io.Operation", sizeof(OperationObject), 0,
-                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+PyType_Spec operation_spec{"async_io.Operation", sizeof(OperationObject), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots};
 
 PyTypeObject* operation_type = nullptr;
 
@@ -181,7 +181,7 @@ PyObject* wrap_operation(std::shared_ptr<Operation> operation) {
 }
 
 bool add_operation_type(PyObject* module) {
-  operation_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  operation_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&operation_spec));
   return operation_type != nullptr && PyModule_AddType(module, operation_type) == 0;
 }
 

@@ -66,6 +66,9 @@ private:
         wake_.wait(lock, [this] { return closing_ || !incoming_.empty(); });
         asleep_ = false;
         if (incoming_.empty()) return;
+        lock.unlock();  // if waking pushed the caller off its processor, it goes on first
+        std::this_thread::yield();
+        lock.lock();
       }
       for (; !incoming_.empty(); incoming_.pop_front()) lane_.add(std::move(incoming_.front()));
       lock.unlock();
