@@ -1,0 +1,95 @@
+# The commands of this project. Each makes what it needs, from nothing, in .venv.
+#
+#   make demo       writes and reads back 1 GiB, then the report
+#   make test       builds the op and runs all tests            make test PYTEST_ARGS='-k report'
+#   make lint       ruff, mypy, clang-format                     make format rewrites instead
+#   make bench      this package beside others                   make bench BENCH_ARGS='--help'
+#   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
+#   make sanitize   the engine's tests under ASan, UBSan, TSan
+#
+# TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
+
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+WITH_ENV := PATH="$(BIN):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))"
+LOG := $(VENV)/pip.log
+# quiet, but a failure shows all that was said
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+define quietly
+	@echo "pip install $(1)"; $(PIP) $(1) >$(LOG) 2>&1 || { cat $(LOG); exit 1; }
+endef
+
+NATIVE_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' | sort)
+
+.PHONY: demo test build lint format bench gpu-test sanitize clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	@$(WITH_ENV) python examples/demo.py
+	@$(WITH_ENV) nvme-report
+
+build: $(VENV)/installed
+	@$(WITH_ENV) python -c 'from nvme_ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)'
+
+test: build
+	$(WITH_ENV) python -m pytest $(PYTEST_ARGS)
+
+gpu-test: build
+	$(WITH_ENV) python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/linters
+	$(WITH_ENV) ruff check .
+	$(WITH_ENV) ruff format --check .
+	$(WITH_ENV) mypy
+	@$(WITH_ENV) clang-format --dry-run -Werror $(NATIVE_FILES) && echo "clang-format: clean"
+
+format: $(VENV)/linters
+	$(WITH_ENV) ruff check --fix .
+	$(WITH_ENV) ruff format .
+	@$(WITH_ENV) clang-format -i $(NATIVE_FILES)
+
+bench: $(VENV)/bench
+	$(WITH_ENV) python benchmarks/raw_io.py $(BENCH_ARGS)
+
+sanitize:
+	$(MAKE) -C tests/cpp sanitize
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info nvme_ops/ops/*.so nvme_ops/ops/*.build.json .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each of these files says that a step was done; it is done again when what it depends on changes.
+
+$(VENV)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or later is needed; name one with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "Python cannot make environments; fix: apt-get install $$($(PYTHON) -c \
+		'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+		|| { echo "Python's headers are missing; fix: apt-get install $$($(PYTHON) -c \
+		'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "no C++ compiler; fix: apt-get install g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/torch-$(subst /,-,$(TORCH)): $(VENV)/python
+	$(if $(TORCH),$(call quietly,"$(TORCH)"))
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch-$(subst /,-,$(TORCH)) pyproject.toml setup.py
+	$(call quietly,-e '.[test]')
+	@touch $@
+
+$(VENV)/linters: $(VENV)/installed
+	$(call quietly,-e '.[dev]')
+	@touch $@
+
+$(VENV)/bench: $(VENV)/installed
+	$(call quietly,-e '.[bench]')
+	@touch $@

@@ -1,0 +1,11 @@
+"""Builders that find, compile and load the native ops.
+
+Importing this package probes nothing, compiles nothing and prints nothing, and it does not import torch.
+"""
+
+from .all_ops import ALL_OPS
+from .async_io import AsyncIOBuilder
+from .builder import OpBuilder
+from .gds import GDSBuilder
+
+__all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder"]

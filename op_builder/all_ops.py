@@ -1,0 +1,10 @@
+"""The table of ops: add a builder here and the report, ``setup.py`` and the tests know it."""
+
+from __future__ import annotations
+
+from .async_io import AsyncIOBuilder
+from .builder import OpBuilder
+from .gds import GDSBuilder
+
+#: Op name -> its builder.
+ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in (AsyncIOBuilder(), GDSBuilder())}

@@ -1,0 +1,281 @@
+"""``OpBuilder``: what every op's builder can do. What an op is made of stands in the op's own module."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
+
+from . import cache, compiler, jit, prebuilt, probes, sources
+from .console import say, warn
+from .recipe import Recipe, requirements
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+NO_NINJA = "ninja is not installed; fix: pip install ninja"
+
+_loaded: dict[str, ModuleType] = {}
+_loading = threading.RLock()
+
+
+def _unlock_in_child() -> None:
+    global _loading
+    _loading = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)  # another thread may have been loading during fork
+
+
+class OpBuilder:
+    """Finds, compiles and loads one native op.
+
+    A subclass says what the op is made of (``sources``, ``include_paths``, ``cxx_args``, ``extra_ldflags``) and what it
+    needs (``is_compatible``). Making a builder does nothing yet.
+    """
+
+    #: The environment variable that asks for this op at install time, for example ``NVME_BUILD_AIO``.
+    BUILD_VAR: ClassVar[str] = ""
+    #: The op's name.
+    NAME: ClassVar[str] = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: Whether this builder compiled, or took from the cache, what it loaded.
+        self.jit_mode = False
+        #: Whether the op is compiled without CUDA, as host-only ops always are.
+        self.build_for_cpu = False
+        #: Why the op cannot be built here, after ``is_compatible`` returned False.
+        self.error_log: str | None = None
+        #: What ``is_compatible`` found missing that the op can do without.
+        self.warnings: list[str] = []
+
+    # What the op is made of
+
+    def absolute_name(self) -> str:
+        """The module an ahead-of-time build installs."""
+        return f"nvme_ops.ops.{self.name}"
+
+    def source_root(self) -> Path:
+        """The folder of the native code; all headers below it count as inputs of the build."""
+        return sources.CSRC
+
+    def sources(self) -> list[str]:
+        """Absolute paths of the files to compile."""
+        return []
+
+    def united_sources(self) -> list[list[str]]:
+        """Groups of ``sources`` that are compiled as one file each, to save time."""
+        return []
+
+    def include_paths(self) -> list[str]:
+        """Absolute paths of the folders to search for headers."""
+        return [str(self.source_root())]
+
+    def cxx_args(self) -> list[str]:
+        """Flags for the C++ compiler."""
+        return []
+
+    def nvcc_args(self) -> list[str]:
+        """Flags for nvcc; empty, because no op compiles CUDA code."""
+        return []
+
+    def extra_ldflags(self) -> list[str]:
+        """Flags for the linker."""
+        return []
+
+    # What this machine offers
+
+    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
+        """Whether ``load`` can succeed here: the op is built already, or a compiler that works and ninja are present.
+
+        On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
+        ``verbose=True`` prints these.
+        """
+        self.error_log = None
+        if self.is_installed() or self.is_cached():
+            return True
+        self.error_log = self.toolchain_problem()
+        return self.error_log is None
+
+    def is_installed(self) -> bool:
+        """Whether an ahead-of-time built op lies in the package and fits the torch and Python at hand."""
+        found = prebuilt.find(self.name)
+        return found is not None and not prebuilt.mismatch(found, self._requirements())
+
+    def is_cached(self) -> bool:
+        """Whether an op built just in time is in the cache, so that ``load`` compiles nothing."""
+        return cache.find(self.recipe()) is not None
+
+    def has_function(
+        self,
+        funcname: str,
+        libraries: Sequence[str],
+        library_dirs: Sequence[str] | None = None,
+        verbose: bool = False,
+    ) -> bool:
+        """Whether a program that calls ``funcname`` compiles and links with ``libraries``."""
+        problem = probes.has_function(funcname, libraries, library_dirs or ())
+        if problem and verbose:
+            self.warning(f"{self.name}: {funcname} cannot be linked: {problem}")
+        return not problem
+
+    def command_exists(self, cmd: str) -> bool:
+        """Whether ``cmd``, or one of several separated by ``|``, is on the PATH."""
+        return any(shutil.which(name.strip()) is not None for name in cmd.split("|"))
+
+    def cpu_arch(self) -> str:
+        """The compiler flag for this very CPU. No op uses it: a prebuilt one must run on other machines too."""
+        return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for ROCm."""
+        import torch
+
+        return torch.version.hip is not None
+
+    @staticmethod
+    def validate_torch_version(torch_info: Mapping[str, str]) -> None:
+        """Raise unless an op compiled with ``torch_info["version"]`` fits the torch at hand.
+
+        Raises:
+            RuntimeError: the major or minor versions differ.
+        """
+        import torch
+
+        installed, current = torch_info["version"], str(torch.__version__)
+        if installed.split(".")[:2] != current.split(".")[:2]:
+            raise RuntimeError(
+                "PyTorch version mismatch! The ops were compiled with a different version than what is being used at "
+                f"runtime. Install torch version={installed}, Runtime torch version={current}"
+            )
+
+    # Building and loading
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The op's module: loaded before in this process, else prebuilt, else from the cache, else compiled now.
+
+        Raises:
+            RuntimeError: it cannot be built or loaded; the message holds the compiler's or the probe's words.
+        """
+        return _loaded.get(self.name) or self._load(verbose, try_prebuilt=True)
+
+    def jit_load(self, verbose: bool = True) -> ModuleType:
+        """As ``load``, without looking for a prebuilt op. ``verbose=True`` says on stderr that a build begins."""
+        return _loaded.get(self.name) or self._load(verbose, try_prebuilt=False)
+
+    def load_prebuilt(self) -> ModuleType | None:
+        """The prebuilt op; None, and a warning where there is one that does not fit or cannot be imported."""
+        found = prebuilt.find(self.name)
+        if found is None:
+            return None
+        problem = prebuilt.mismatch(found, self._requirements())
+        if not problem:
+            try:
+                return jit.import_library(self.absolute_name(), found.library)
+            except ImportError as error:
+                problem = str(error)
+        warn(f"the prebuilt {self.name} op is not used ({problem}); it is built just in time instead")
+        return None
+
+    def builder(self) -> Extension:
+        """The op as an extension module for setuptools.
+
+        Raises:
+            RuntimeError: torch is not installed.
+        """
+        try:
+            from torch.utils.cpp_extension import CppExtension
+        except ImportError as error:
+            raise RuntimeError(f"the {self.name} op needs torch, which cannot be imported: {error}") from error
+        return CppExtension(
+            self.absolute_name(),
+            [os.path.relpath(path) for path in self.sources()],
+            include_dirs=self.include_paths(),
+            extra_compile_args={"cxx": self.strip_empty_entries(self.cxx_args())},
+            extra_link_args=self.strip_empty_entries(self.extra_ldflags()),
+        )
+
+    def recipe(self) -> Recipe:
+        """Everything that decides what a build produces, the flags of the user's environment included."""
+        return Recipe(
+            name=self.name,
+            sources=tuple(self._sources()),
+            united=tuple(tuple(map(Path, group)) for group in self.united_sources()),
+            headers=tuple(sources.headers(self.source_root())),
+            include_paths=tuple(self.strip_empty_entries(self.include_paths())),
+            cxx_args=tuple(self.strip_empty_entries([*self.cxx_args(), *compiler.compile_flags()])),
+            nvcc_args=tuple(self.strip_empty_entries(self.nvcc_args())),
+            ldflags=tuple(self.strip_empty_entries([*self.extra_ldflags(), *compiler.link_flags()])),
+            compiler=compiler.find(),
+        )
+
+    def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
+        """``args`` without empty strings, which a compiler would take for files."""
+        return [arg for arg in args if arg]
+
+    def warning(self, msg: str) -> None:
+        """Print ``msg`` on stderr as a warning."""
+        say(f" [WARNING]  {msg}")
+
+    def _sources(self) -> list[Path]:
+        return [Path(path) for path in self.strip_empty_entries(self.sources())]
+
+    def _requirements(self) -> dict[str, str]:
+        return requirements([*self._sources(), *sources.headers(self.source_root())])  # asks no compiler
+
+    def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
+        with _loading:
+            if self.name not in _loaded:
+                installed = self.load_prebuilt() if try_prebuilt else None
+                _loaded[self.name] = installed or self._load_built(verbose)
+            return _loaded[self.name]
+
+    def _load_built(self, verbose: bool) -> ModuleType:
+        self.jit_mode = True
+        recipe = self.recipe()
+        entry = cache.find(recipe)
+        if entry is not None:
+            try:
+                return jit.import_library(self.absolute_name(), entry.library)
+            except ImportError as error:  # copied from another machine, say
+                warn(f"the cached {self.name} op is built anew, because it cannot be loaded: {error}")
+                entry.discard()
+        if not self.is_compatible(verbose):
+            self._refuse()
+        if verbose:
+            say(f"Building the {self.name} op, once for this torch and compiler ...")
+        started = time.monotonic()
+        entry = jit.build(self.recipe())
+        if verbose:
+            say(f"Time to build the {self.name} op: {time.monotonic() - started:.1f} seconds")
+        try:
+            return jit.import_library(self.absolute_name(), entry.library)
+        except ImportError as error:
+            raise RuntimeError(f"the {self.name} op was built but cannot be loaded: {error}") from error
+
+    def _refuse(self) -> None:
+        if self.error_log == NO_NINJA:
+            raise RuntimeError(f"Unable to JIT load the {self.name} op due to ninja not being installed. {NO_NINJA}")
+        raise RuntimeError(
+            f"Unable to JIT load the {self.name} op due to it not being compatible due to hardware/software issue. "
+            f"{self.error_log}"
+        )
+
+    def toolchain_problem(self) -> str | None:
+        """Why nothing can be compiled here, with the fix; None when it can."""
+        found = compiler.find()
+        if found is None:
+            wanted = os.environ.get("CXX") or ", ".join(compiler.DEFAULT_COMMANDS)
+            return f"no C++ compiler was found ({wanted}); fix: install one (apt-get install g++), or set CXX"
+        problem = compiler.why_not_working(found, compiler.compile_flags())
+        if problem:
+            return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
+        return probes.python_header() or (NO_NINJA if probes.ninja_directory() is None else None)

@@ -1,0 +1,159 @@
+"""Compile an op through ``torch.utils.cpp_extension`` and import the result; knows nothing of any particular op."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from . import cache, probes
+from .console import usable_streams
+from .recipe import Recipe
+
+#: What a build leaves behind beside the op.
+_INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
+
+#: Lines of ninja's output that repeat a command instead of saying what went wrong.
+_NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
+
+
+def build(recipe: Recipe) -> cache.Entry:
+    """Compile ``recipe`` into the cache, unless another process does so first.
+
+    Raises:
+        RuntimeError: the compiler failed, in its own words, or nothing can be written.
+    """
+    entry = cache.Entry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
+    with cache.building(entry) as folder:
+        if folder is not None:
+            compile_into(folder, recipe, entry.log)
+    return entry
+
+
+def compile_into(folder: Path, recipe: Recipe, log: Path) -> Path:
+    """Compile ``recipe`` in ``folder`` and record there what it was made from; returns the shared object.
+
+    Raises:
+        RuntimeError: the compiler failed. The message holds its errors, ``log`` all that it said.
+    """
+    twice = [stem for stem, times in Counter(path.stem for path in recipe.sources).items() if times > 1]
+    if twice:  # torch puts all object files into one folder
+        raise RuntimeError(f"two source files of the {recipe.name} op have the same name: {', '.join(twice)}")
+    try:
+        with usable_streams(), _environment(folder, recipe):
+            try:
+                _compile(folder, recipe, unite(folder, recipe))
+            except RuntimeError:
+                if not recipe.united:
+                    raise
+                _compile(folder, recipe, recipe.sources)  # uniting may only ever save time
+    except (RuntimeError, OSError, ImportError) as error:
+        output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)  # the loader's words
+        with contextlib.suppress(OSError):
+            log.write_text(f"{output}\n")
+        raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}\nAll output: {log}") from None
+    library = cache.Entry(folder, recipe.name).library
+    for pattern in _INTERMEDIATE:
+        for path in folder.glob(pattern):
+            path.unlink()
+    cache.seal(folder, recipe)
+    return library
+
+
+def unite(folder: Path, recipe: Recipe) -> list[Path]:
+    """The files to compile: the sources of ``recipe``, each group of united ones through a file in ``folder``."""
+    units = []
+    for number, group in enumerate(recipe.united, 1):
+        if group:
+            units.append(folder / f"united{number}.cpp")
+            units[-1].write_text("".join(f'#include "{path.absolute()}"\n' for path in group))
+    together = {path for group in recipe.united for path in group}
+    return units + [path for path in recipe.sources if path not in together]  # the longest to compile come first
+
+
+def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
+    from torch.utils import cpp_extension
+
+    # torch remembers builds by name and skips, or renames, a second one in the same process (after a failure, say)
+    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(recipe.name, None)
+    cpp_extension.load(
+        name=recipe.name,
+        sources=[str(path) for path in units],
+        extra_cflags=_for_ninja(recipe.cxx_args),
+        extra_cuda_cflags=_for_ninja(recipe.nvcc_args),
+        extra_ldflags=_for_ninja(recipe.ldflags),
+        extra_include_paths=list(recipe.include_paths),
+        build_directory=str(folder),
+        with_cuda=False,
+        is_python_module=False,  # imported from its final place, under its full name
+        verbose=False,  # else torch prints the compiler's words instead of raising them
+    )
+
+
+def _for_ninja(flags: Sequence[str]) -> list[str]:
+    """``flags`` as torch must write them into ninja's file, so that the shell hands them to the compiler unchanged."""
+    return [shlex.quote(flag).replace("$", "$$") for flag in flags]
+
+
+def import_library(name: str, library: Path) -> ModuleType:
+    """Import the extension module ``name`` from the file ``library``, as if it had been found on the path.
+
+    Raises:
+        ImportError: it cannot be loaded.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
+    """Have torch find ninja wherever pip put it, and the compiler that the recipe names."""
+    changes = {"PATH": os.environ.get("PATH", os.defpath)}
+    ninja = probes.ninja_directory()
+    if ninja is not None and shutil.which("ninja") is None:
+        changes["PATH"] += os.pathsep + ninja
+    if recipe.compiler is not None:
+        command = recipe.compiler.command
+        if len(command) > 1:  # torch takes CXX for one word
+            script = folder / "cxx"
+            script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            script.chmod(0o755)
+            command = (str(script),)
+        changes["CXX"] = command[0]
+    saved = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _essence(output: str, limit: int = 60) -> str:
+    """What the compiler said, without the commands ninja repeats; the first lines hold the cause."""
+    lines = output.splitlines()
+    commands = {line for previous, line in itertools.pairwise(lines) if previous.startswith("FAILED: ")}
+    said = [line for line in lines if line not in commands and not _NOISE.match(line)]
+    return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))

@@ -1,0 +1,105 @@
+"""Ahead-of-time built ops: which are asked for at install time, how one is built, and whether one fits at load time."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import cache, jit, sources
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .builder import OpBuilder
+
+#: The package that prebuilt ops are installed in.
+OPS = sources.PACKAGE / "ops"
+
+#: Asks for every op that this machine can build.
+BUILD_ALL = "NVME_BUILD_OPS"
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """A prebuilt op and what it was made from."""
+
+    library: Path
+    record: Mapping[str, object]
+
+
+def find(name: str, folder: Path | None = None) -> Prebuilt | None:
+    """The prebuilt op ``name`` in the package, whatever it was built for; None when there is none."""
+    folder = folder or OPS
+    fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    for library in [*fitting, *sorted(folder.glob(f"{name}.*.so"))]:
+        if library.is_file():
+            try:
+                record = json.loads(record_path(library).read_text())
+            except (OSError, ValueError):
+                record = {}
+            return Prebuilt(library, record if isinstance(record, dict) else {})
+    return None
+
+
+def record_path(library: Path) -> Path:
+    """The file beside a prebuilt op that says what it was made from."""
+    return library.with_name(f"{library.name.partition('.')[0]}.{cache.RECORD}")
+
+
+def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
+    """Why ``found`` must not be loaded by a process with ``requirements``; an empty string when it fits."""
+    if not found.record:
+        return f"{record_path(found.library).name} is missing"
+    differences = [
+        f"{name}: built for {found.record.get(name)}, here {wanted}"
+        for name, wanted in requirements.items()
+        if found.record.get(name) != wanted
+    ]
+    return "; ".join("its sources changed" if text.startswith("sources:") else text for text in differences)
+
+
+def build(recipe: Recipe, target: Path) -> None:
+    """Compile ``recipe`` with the flags of a just-in-time build, and put it at ``target`` with its record beside it.
+
+    Raises:
+        RuntimeError: the compiler failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="nvme_ops_build_") as folder:
+        log = Path(tempfile.gettempdir(), f"nvme_ops_{recipe.name}_build.log")
+        library = jit.compile_into(Path(folder), recipe, log)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, target)
+        shutil.copy(Path(folder, cache.RECORD), record_path(target))
+
+
+def variable(name: str) -> bool | None:
+    """What ``NVME_BUILD_...`` or its alias ``DS_BUILD_...`` says; None when neither is set.
+
+    Raises:
+        ValueError: it is neither 1 nor 0.
+    """
+    for spelling in (name, name.replace("NVME_", "DS_", 1)):
+        value = os.environ.get(spelling, "")
+        if value not in ("", "0", "1"):
+            raise ValueError(f"{spelling} must be 1 or 0, not {value!r}")
+        if value:
+            return value == "1"
+    return None
+
+
+def obstacle(op: OpBuilder) -> str | None:
+    """Why ``op`` cannot be compiled here and now, with the fix; None when it can."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return (
+            f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools, wheel "
+            "and ninja first, then run: pip install --no-build-isolation ..."
+        )
+    return op.toolchain_problem() if op.is_compatible() else op.error_log

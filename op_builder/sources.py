@@ -1,0 +1,32 @@
+"""The single list of native sources: which files an op is made of, in the order of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+#: The package's folder: ``nvme_ops``, or the checkout when ``op_builder`` is imported from its real place.
+PACKAGE = Path(__file__).parent.parent
+
+#: Root of the native code, and the include root. Not resolved, so that it holds for checkout, sdist and wheel.
+CSRC = PACKAGE / "csrc"
+
+#: Includes point from right to left only.
+LAYERS = ("base", "backends", "engine", "binding")
+
+#: Groups of layers that are compiled as one file each. Most of the time goes into headers that the files of a group
+#: share, so this takes a third of it; the groups are compiled side by side. Files of a group must not define the same
+#: name twice, not even in unnamed namespaces (they are then compiled one by one, and a test fails).
+UNITED = (("base", "backends", "engine"), ("binding",))
+
+HEADERS = ("*.h", "*.hpp", "*.inc")
+
+
+def compiled(root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list[Path]:
+    """Every file that is compiled into ``async_io``, sorted within its layer so that builds are reproducible."""
+    return [path for layer in layers for path in sorted((root / layer).rglob("*.cpp"))]
+
+
+def headers(root: Path) -> list[Path]:
+    """Every file under ``root`` that sources may include."""
+    return sorted(path for pattern in HEADERS for path in root.rglob(pattern))

@@ -1,0 +1,64 @@
+"""Ahead-of-time build of the ops, when the environment asks for it; all else stands in ``pyproject.toml``.
+
+``NVME_BUILD_OPS=1`` builds every op that this machine can build; ``NVME_BUILD_AIO=1`` and ``NVME_BUILD_GDS=1`` build
+one op or fail. Without them nothing is compiled and torch is not needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# not "import nvme_ops.op_builder": that would import torch, which need not be here
+sys.path.insert(0, str(Path(__file__).parent / "nvme_ops"))
+
+from op_builder import ALL_OPS, OpBuilder, prebuilt
+
+
+def requested_ops() -> list[OpBuilder]:
+    """The builders of the ops to compile; exits with the reason when one that is asked for cannot be built."""
+    try:
+        all_asked = prebuilt.variable(prebuilt.BUILD_ALL)
+        asked = {op: prebuilt.variable(op.BUILD_VAR) for op in ALL_OPS.values()}
+    except ValueError as error:
+        sys.exit(f"nvme-ops: {error}")
+    wanted = [op for op, own in asked.items() if own or (own is None and all_asked)]
+    chosen, problems = [], {}
+    for op in wanted:
+        problem = prebuilt.obstacle(op)
+        if problem is None:
+            chosen.append(op)
+        else:
+            problems[op] = f"nvme-ops: the {op.name} op cannot be built: {problem}"
+    for op, text in problems.items():
+        if asked[op] or not chosen:
+            variable = op.BUILD_VAR if asked[op] else prebuilt.BUILD_ALL
+            sys.exit(f"{text}\nWithout {variable}=1 it is built on first use instead.")
+        op.warning(f"{text}; left out ({op.BUILD_VAR}=1 makes this an error)")
+    return chosen
+
+
+class BuildOps(build_ext):
+    """Compiles the ops exactly as a just-in-time build does, and puts beside each what it was made from."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one op into the place setuptools has for it."""
+        op = next(op for op in ALL_OPS.values() if op.absolute_name() == ext.name)
+        try:
+            prebuilt.build(op.recipe(), Path(self.get_ext_fullpath(ext.name)))
+        except RuntimeError as error:
+            sys.exit(f"nvme-ops: {error}")
+
+    def copy_extensions_to_source(self) -> None:
+        """An editable install: the record goes into the checkout with the op."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name))
+            source = Path(self.get_finalized_command("build_py").get_package_dir("nvme_ops.ops"))
+            self.copy_file(str(prebuilt.record_path(built)), str(source))
+
+
+setup(license="Apache-2.0", ext_modules=[op.builder() for op in requested_ops()], cmdclass={"build_ext": BuildOps})

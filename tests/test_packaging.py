@@ -1,0 +1,252 @@
+"""What an install contains and does: plain, editable, from an sdist, and with the ops prebuilt.
+
+Most tests work on a copy of the checkout whose native code is one small file, so that compiling costs a second.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_op import REPOSITORY, SOURCE
+
+import nvme_ops
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+LOAD = """
+import sys
+from nvme_ops.op_builder import AsyncIOBuilder
+builder = AsyncIOBuilder()
+print(builder.load().__file__, builder.jit_mode)
+"""
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the checkout as a fresh clone has it; the links stay links."""
+    unwanted = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "*.so")
+    return Path(shutil.copytree(REPOSITORY, folder / "checkout", symlinks=True, ignore=unwanted))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_checkout(tmp_path_factory.mktemp("packaging"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A copy of the checkout with one small source for the ``async_io`` op."""
+    folder = copy_checkout(tmp_path)
+    shutil.rmtree(folder / "csrc")
+    (folder / "csrc" / "binding").mkdir(parents=True)
+    source = SOURCE.replace("tiny", "async_io").replace('"answer.h"', '"binding/answer.h"')
+    (folder / "csrc" / "binding" / "module.cpp").write_text(source)
+    (folder / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 42\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run Python with an environment free of what the developer has set."""
+    unset = ("BUILD_OPS", "BUILD_AIO", "BUILD_GDS")
+    inherited = {name: value for name, value in os.environ.items() if not name.endswith(unset) and name != "PYTHONPATH"}
+
+    def run(
+        *arguments: object, python: Path | None = None, cwd: Path = tmp_path, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(python or sys.executable), *map(str, arguments)],
+            env={**inherited, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **environment},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> str:
+    """A PYTHONPATH with which torch cannot be imported."""
+    folder = tmp_path / "no torch"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('torch is not here')\n")
+    return str(folder)
+
+
+@pytest.fixture
+def clean_python(tmp_path: Path) -> Path:
+    """The Python of a new environment that has this one's torch and nothing of nvme_ops."""
+    venv.create(tmp_path / "environment", symlinks=True)
+    python = tmp_path / "environment" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "environment")}))
+    # Names a folder, so the editable install that this environment may have is not activated along with it.
+    (site / "torch_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def make_wheel(run: Run, source: Path, folder: Path, **environment: str) -> Path:
+    arguments = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    result = run(*arguments, **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def contents(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_without_flags_nothing_is_compiled_and_torch_is_not_needed(
+    run: Run, checkout: Path, tmp_path: Path, no_torch: str
+) -> None:
+    wheel = make_wheel(run, checkout, tmp_path, PYTHONPATH=no_torch, CXX="/bin/false")
+    assert wheel.name == f"nvme_ops-{nvme_ops.__version__}-py3-none-any.whl"
+    files = contents(wheel)
+    assert {name.split("/")[0] for name in files} == {"nvme_ops", f"nvme_ops-{nvme_ops.__version__}.dist-info"}
+    assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
+    shipped = [path for kind in ("*.h", "*.cpp", "*.md") for path in (REPOSITORY / "csrc").rglob(kind)]
+    shipped += [path for folder in ("op_builder", "report") for path in (REPOSITORY / folder).rglob("*.py")]
+    expected = {f"nvme_ops/{path.relative_to(REPOSITORY)}" for path in shipped}
+    for kind in ("*.py", "*.pyi", "py.typed"):
+        expected |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "nvme_ops").rglob(kind)}
+    assert {name for name in files if ".dist-info/" not in name} == expected
+    metadata = next(name for name in files if name.endswith(".dist-info/entry_points.txt"))
+    assert "nvme-report = nvme_ops.report.cli:main" in zipfile.ZipFile(wheel).read(metadata).decode()
+    assert any(name.endswith("LICENSE") for name in files)
+
+
+def test_an_sdist_makes_the_same_wheel(run: Run, checkout: Path, tmp_path: Path) -> None:
+    made = run("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, checkout)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as members:
+        assert not [member for member in members if member.issym() or member.islnk()]
+    direct, through = tmp_path / "direct", tmp_path / "through"
+    assert contents(make_wheel(run, sdist, through)) == contents(make_wheel(run, checkout, direct))
+
+
+@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", "DS_BUILD_OPS"])
+def test_a_prebuilt_wheel_works_without_a_compiler(
+    run: Run, small: Path, tmp_path: Path, clean_python: Path, variable: str
+) -> None:
+    wheel = make_wheel(run, small, tmp_path / "wheel", **{variable: "1"})
+    assert "-py3-none-any" not in wheel.name
+    installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "no programs").mkdir()
+    result = run("-c", LOAD, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    assert result.stderr == ""
+    file, jit_mode = result.stdout.split()
+    assert jit_mode == "False"
+    assert Path(file).is_relative_to(tmp_path / "environment")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.slow
+def test_the_real_op_prebuilt_moves_a_tensor_without_a_compiler(
+    run: Run, checkout: Path, tmp_path: Path, clean_python: Path
+) -> None:
+    wheel = make_wheel(run, checkout, tmp_path / "wheel", NVME_BUILD_AIO="1")
+    installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "no programs").mkdir()
+    program = """
+import torch
+from nvme_ops.op_builder import AsyncIOBuilder
+builder = AsyncIOBuilder()
+handle = builder.load().aio_handle()
+there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
+assert handle.sync_pwrite(there, "file") == 1
+assert handle.sync_pread(back, "file") == 1
+assert torch.equal(there, back)
+print(builder.jit_mode)
+"""
+    result = run("-c", program, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    assert (result.stdout, result.stderr) == ("False\n", "")
+
+
+def test_an_editable_install_follows_the_checkout(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
+    installed = run("-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", small, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    assert (clean_python.parent / "nvme-report").exists()
+    first = run("-c", LOAD, python=clean_python)
+    assert first.stdout.endswith(" True\n"), first.stderr
+    (small / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 43\n")
+    changed = run("-c", f"{LOAD}\nprint(builder.load().answer())", python=clean_python)
+    assert changed.stdout.endswith(" True\n43\n"), changed.stderr
+    for name in ("op_builder", "report", "csrc"):
+        assert run("-c", f"import {name}", python=clean_python).returncode == 1, "nothing else is put at the top"
+
+
+def test_an_editable_install_can_be_prebuilt(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
+    arguments = ("-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", small)
+    installed = run(*arguments, python=clean_python, NVME_BUILD_AIO="1")
+    assert installed.returncode == 0, installed.stderr
+    result = run("-c", LOAD, python=clean_python, CXX="/bin/false")
+    assert result.stderr == ""
+    file, jit_mode = result.stdout.split()
+    assert Path(file).resolve().parent == small / "nvme_ops" / "ops"
+    assert jit_mode == "False"
+    (small / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 43\n")
+    changed = run("-c", f"{LOAD}\nprint(builder.load().answer())", python=clean_python)
+    assert "its sources changed" in changed.stderr
+    assert changed.stdout.endswith(" True\n43\n")
+
+
+def test_a_checkout_works_without_an_install(run: Run, small: Path, clean_python: Path) -> None:
+    result = run("-c", LOAD, python=clean_python, cwd=small)
+    assert result.stdout.endswith(" True\n"), result.stderr
+
+
+ASK_BACKEND = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
+
+REFUSALS = {
+    "gds": ({"NVME_BUILD_GDS": "1"}, "the gds op cannot be built: The gds op is not part of this version"),
+    "gds alias": ({"DS_BUILD_GDS": "1"}, "Without NVME_BUILD_GDS=1 it is built on first use instead"),
+    "no compiler": ({"NVME_BUILD_AIO": "1", "CXX": "no-such-compiler"}, "no C++ compiler was found (no-such-compiler)"),
+    "nothing possible": ({"NVME_BUILD_OPS": "1", "CXX": "/bin/false"}, "the C++ compiler /bin/false does not work"),
+    "bad value": ({"NVME_BUILD_AIO": "maybe"}, "NVME_BUILD_AIO must be 1 or 0, not 'maybe'"),
+}
+
+
+@pytest.mark.parametrize(("environment", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_an_impossible_request_fails_with_the_reason(
+    run: Run, small: Path, environment: dict[str, str], message: str
+) -> None:
+    result = run("-c", ASK_BACKEND, cwd=small, **environment)
+    assert result.returncode == 1
+    assert f"nvme-ops: {message}" in result.stderr or message in result.stderr
+
+
+def test_a_request_without_torch_names_the_option(run: Run, small: Path, no_torch: str) -> None:
+    result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_AIO="1", PYTHONPATH=no_torch)
+    assert result.returncode == 1
+    assert "torch is not here" in result.stderr
+    assert "pip install --no-build-isolation" in result.stderr
+
+
+def test_all_ops_leaves_out_the_one_that_is_not_available(run: Run, small: Path) -> None:
+    result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_OPS="1")
+    assert result.returncode == 0, result.stderr
+    assert "the gds op cannot be built" in result.stderr
+    assert "left out (NVME_BUILD_GDS=1 makes this an error)" in result.stderr
+
+
+def test_a_failing_compilation_ends_the_install_with_the_compilers_words(run: Run, small: Path, tmp_path: Path) -> None:
+    with (small / "csrc" / "binding" / "module.cpp").open("a") as source:
+        source.write("int broken() { return no_such_name; }\n")
+    arguments = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, small)
+    result = run(*arguments, NVME_BUILD_AIO="1")
+    assert result.returncode != 0
+    assert "no_such_name" in result.stdout + result.stderr
+    assert not list(tmp_path.glob("*.whl"))
