@@ -1,0 +1,90 @@
+"""The command ``nvme-report``: arguments in, report out, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from . import ops, render, storage, torch_info
+from .host import Host
+from .sections import collect
+
+_DESCRIPTION = """\
+Shows which ops of nvme_ops are installed and which can be built here, which way to the kernel they would take and why
+the others are not usable, and what of this machine bears on them. Every warning ends with the command that fixes it.
+No op is compiled, nothing is installed or changed.
+"""
+_EPILOG = """\
+examples:
+  nvme-report                       the report
+  nvme-report --path /mnt/nvme      and what that folder's file system and device can do
+  nvme-report --json | jq .sections.backends.chosen
+  nvme-report --strict              exit status 1 when an op cannot be used, for Dockerfiles and CI
+
+exit status: 0; 1 with --strict when an op that this version provides cannot be used; 2 for a wrong argument
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of ``nvme-report``."""
+    made = argparse.ArgumentParser(
+        prog="nvme-report",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--path",
+        metavar="DIR",
+        action="extend",
+        nargs="+",
+        default=[],
+        help="also report on the storage under DIR, with a small temporary file; may be given several times",
+    )
+    made.add_argument("--json", action="store_true", help="one JSON document with everything, instead of text")
+    made.add_argument("--strict", action="store_true", help="exit with status 1 when an op cannot be used")
+    made.add_argument("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
+    made.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
+    made.add_argument("--version", action="version", version=f"nvme-report {torch_info.PACKAGE_VERSION}")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit status."""
+    options = parser().parse_args(arguments)
+    host = Host()
+    with contextlib.redirect_stdout(sys.stderr):  # whatever an import prints must not get into the report
+        sections = collect(host)
+        folders = {folder: storage.inspect(host, folder) for folder in options.path}
+    unusable = ops.unusable(sections["ops"])
+    if options.json:
+        text = render.as_json(torch_info.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
+    else:
+        shown = {
+            name: s for name, s in sections.items() if name not in render.OPERATORS or not options.hide_operator_status
+        }
+        style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
+        text = render.as_text(shown, folders, style)
+    _write(text)
+    if not options.strict or not unusable:
+        return 0
+    for op in unusable:
+        print(f"nvme-report: {op.name} cannot be used: {op.detail}\n  fix: {op.fix}", file=sys.stderr)
+    return 1
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,99 @@
+"""The kernel: its version, and whether it and those in front of it (sysctl, seccomp) let us at io_uring."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import re
+
+from . import syscalls
+from .host import Host
+from .result import Json, Result, Status
+
+_FEAT_RW_CUR_POS = 1 << 3  # came with Linux 5.6, as did the opcodes IORING_OP_READ and IORING_OP_WRITE
+_SYSCTL = "/proc/sys/kernel/io_uring_disabled"
+_ALLOW = (
+    "docker run --security-opt seccomp=unconfined ...  # or a profile that allows io_uring_setup, _enter, _register"
+)
+_OTHERWISE = "export NVME_OPS_BACKEND=libaio  # or threads"
+
+
+def version(host: Host) -> Result:
+    """The running kernel."""
+    release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
+    return Result("kernel", Status.INFO, release, data={"release": release, "machine": platform.machine()})
+
+
+def _release(host: Host) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", host.read_or("/proc/sys/kernel/osrelease") or platform.release())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def seccomp_mode(host: Host) -> int | None:
+    """0 for no filter, 1 strict, 2 filtered; None where the kernel does not say."""
+    found = re.search(r"^Seccomp:\s*(\d+)", host.read_or("/proc/self/status"), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def io_uring(host: Host) -> Result:
+    """Whether a real ``io_uring_setup`` succeeds, and if not, who forbids it."""
+    try:
+        features = syscalls.io_uring_setup(8)
+    except OSError as error:
+        return _forbidden(host, error)
+    data = {"features": features}
+    if not features & _FEAT_RW_CUR_POS:
+        words = "the kernel's io_uring is older than 5.6 and has no plain read and write"
+        return Result("io_uring", Status.NO, words, f"upgrade the kernel to 5.6 or later, or: {_OTHERWISE}", data)
+    return Result("io_uring", Status.OKAY, "io_uring_setup succeeds", data=data)
+
+
+def _forbidden(host: Host, error: OSError) -> Result:
+    code = error.errno or 0
+    symbol = errno.errorcode.get(code, str(code))
+    sysctl = host.read_or(_SYSCTL)
+    filtered = seccomp_mode(host) == 2
+    if code == errno.EPERM and sysctl in ("1", "2"):
+        who = "everyone" if sysctl == "2" else "unprivileged processes"
+        reason, fix = (
+            f"sysctl kernel.io_uring_disabled={sysctl} forbids it to {who}",
+            "sysctl -w kernel.io_uring_disabled=0",
+        )
+    elif filtered and (code == errno.EPERM or (code == errno.ENOSYS and (sysctl or _release(host) >= (5, 1)))):
+        reason, fix = "a seccomp filter forbids it (the default of container runtimes)", _ALLOW
+    elif code in (errno.EPERM, errno.EACCES):
+        reason, fix = (
+            "a security module (SELinux, AppArmor) or a sandbox forbids it",
+            f"journalctl -k | grep -i denied, or: {_OTHERWISE}",
+        )
+    elif code == errno.ENOSYS:
+        reason, fix = (
+            "the kernel has no io_uring (5.1 with CONFIG_IO_URING, or a sandbox)",
+            f"upgrade the kernel, or: {_OTHERWISE}",
+        )
+    elif code == errno.ENOMEM:
+        reason, fix = "the memlock limit is too small for a ring", "ulimit -l unlimited"
+    elif code in (errno.EMFILE, errno.ENFILE):
+        reason, fix = "no file descriptor is left", "ulimit -n 65536"
+    else:
+        reason, fix = "io_uring_setup fails", _OTHERWISE
+    data: dict[str, Json] = {"errno": symbol, "seccomp": filtered, "io_uring_disabled": sysctl}
+    return Result("io_uring", Status.NO, f"{reason} [{symbol}]", fix, data)
+
+
+def io_uring_sysctl(host: Host) -> Result:
+    """The sysctl that forbids io_uring system-wide; kernels before 6.6 have none."""
+    name = "io_uring sysctl"
+    value = host.read_or(_SYSCTL)
+    data = {"io_uring_disabled": value}
+    if value in ("1", "2"):
+        words = {"1": "1 (privileged processes only)", "2": "2 (forbidden)"}[value]
+        return Result(name, Status.WARNING, words, "sysctl -w kernel.io_uring_disabled=0", data)
+    return Result(name, Status.INFO, f"{value} (allowed)" if value else "none (kernels before 6.6)", data=data)
+
+
+def seccomp(host: Host) -> Result:
+    """Whether this process runs under a seccomp filter."""
+    mode = seccomp_mode(host)
+    words = {None: "unknown", 0: "no filter", 1: "strict mode", 2: "filtered"}.get(mode, f"mode {mode}")
+    return Result("seccomp", Status.INFO, words, data={"mode": mode})

@@ -1,0 +1,106 @@
+"""Memory: what may be locked, huge pages, and the shared memory of DataLoader workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+
+from .host import Host
+from .result import Result, Status
+
+MIB = 1 << 20
+GIB = 1 << 30
+_MEMLOCK_WANTED = 64 * MIB  # the staging ring of a busy default handle
+_SHM_WANTED = 512 * MIB  # below this ds_report warns too
+_CAP_IPC_LOCK = 14  # linux/capability.h
+_TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
+
+
+def size(count: int) -> str:
+    """A number of bytes for a reader: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+        value /= 1024
+    return f"{value:.1f}".removesuffix(".0") + " TiB"
+
+
+def memlock(host: Host) -> Result:
+    """How much memory may be locked; io_uring's registered buffers need as much as the staging ring."""
+    name = "memlock limit"
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    privileged = _may_lock_anything(host)
+    data = {
+        "soft": None if unlimited else soft,
+        "hard": None if hard == resource.RLIM_INFINITY else hard,
+        "privileged": privileged,
+    }
+    words = "unlimited" if unlimited else size(soft)
+    if privileged and not unlimited:
+        words += ", not binding (CAP_IPC_LOCK)"
+    if unlimited or privileged or soft >= _MEMLOCK_WANTED:
+        return Result(name, Status.OKAY, words, data=data)
+    words += ", staging buffers may stay unregistered and tensors unlocked"
+    return Result(name, Status.WARNING, words, _memlock_fix(hard), data)
+
+
+def _memlock_fix(hard: int) -> str:
+    enough = hard == resource.RLIM_INFINITY or hard >= _MEMLOCK_WANTED
+    if enough:
+        return f"ulimit -l {_MEMLOCK_WANTED // 1024}"
+    return (
+        "docker run --ulimit memlock=-1 ...  # or '* - memlock unlimited' in /etc/security/limits.conf and a new login"
+    )
+
+
+def _may_lock_anything(host: Host) -> bool:
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
+    return bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def transparent(host: Host) -> Result:
+    """Whether the kernel gives huge pages to those who ask (``madvise``) or to all (``always``)."""
+    name = "transparent huge pages"
+    text = host.read_or(_TRANSPARENT)
+    found = re.search(r"\[(\w+)\]", text)
+    mode = found[1] if found else ""
+    data = {"mode": mode}
+    if mode in ("always", "madvise"):
+        return Result(name, Status.OKAY, mode, data=data)
+    if _reserved(host, "nr_hugepages"):
+        return Result(name, Status.INFO, f"{mode or 'not in this kernel'}, the reserved ones serve", data=data)
+    if mode:
+        fix = f"echo madvise > {_TRANSPARENT}"
+    else:
+        mode, fix = "not in this kernel", "sysctl -w vm.nr_hugepages=64"
+    return Result(name, Status.WARNING, f"{mode}: staging buffers lie in small pages, which is slower", fix, data)
+
+
+def reserved(host: Host) -> Result:
+    """The reserved 2 MiB pages (hugetlb), which are used first; none is needed where transparent ones are on."""
+    total, free = _reserved(host, "nr_hugepages"), _reserved(host, "free_hugepages")
+    words = f"{free} of {total} free, 2 MiB each" if total else "none reserved"
+    return Result("huge pages (hugetlb)", Status.INFO, words, data={"total": total, "free": free})
+
+
+def _reserved(host: Host, count: str) -> int:
+    text = host.read_or(f"/sys/kernel/mm/hugepages/hugepages-2048kB/{count}")
+    return int(text) if text.isdigit() else 0
+
+
+def shared(host: Host) -> Result:
+    """The size of /dev/shm; DataLoader workers and collective libraries pass tensors through it."""
+    name = "shared memory (/dev/shm) size"
+    try:
+        stat = os.statvfs(host.path("/dev/shm"))
+    except OSError as error:
+        return Result(name, Status.WARNING, str(error), "mount -t tmpfs -o size=1G tmpfs /dev/shm")
+    total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    data = {"total": total, "free": free}
+    if total < _SHM_WANTED:
+        fix = "docker run --shm-size=1g ...  # or: mount -o remount,size=1G /dev/shm"
+        return Result(name, Status.WARNING, f"{size(total)}, too small for DataLoader workers", fix, data)
+    return Result(name, Status.OKAY, f"{size(total)}, {size(free)} free", data=data)

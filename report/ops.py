@@ -1,0 +1,128 @@
+"""The table of ops: built ahead of time or not, loadable or buildable here or not, and what each was compiled with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvme_ops.op_builder import ALL_OPS, OpBuilder, cache, compiler, prebuilt
+
+from . import toolchain, torch_info
+from .packages import install_command
+from .result import Json, Result, Status
+
+_HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled op that ``load`` would use, and what it was made from."""
+
+    how: str  # "prebuilt" or "cached"
+    library: Path
+    record: Mapping[str, object]
+
+
+def row(builder: OpBuilder) -> Result:
+    """Whether an op is installed ahead of time, and whether ``load`` can succeed."""
+    name = builder.name
+    present = prebuilt.find(name)
+    data: dict[str, Json] = {"installed": present is not None, "compatible": False, "warnings": []}
+    data["in_this_version"] = bool(builder.sources())
+    if not builder.sources():
+        builder.is_compatible()
+        fix = "use AsyncIOBuilder().load().aio_handle(), which takes tensors on a GPU too"
+        return Result(name, Status.NO, builder.error_log or "not part of this version", fix, data)
+    broken = torch_info.problem()
+    if broken is not None:
+        return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
+    misfit = _misfit(builder, present) if present is not None else ""
+    if not builder.is_compatible() or (misfit and not builder.is_cached() and builder.toolchain_problem()):
+        reason = builder.error_log or builder.toolchain_problem() or "not compatible"
+        words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
+        return Result(name, Status.NO, words, _build_fix(), data)
+    data["compatible"] = True
+    warnings, fix = _missing(builder)
+    if misfit:
+        warnings.insert(0, f"the prebuilt {name} op is not used, it is built just in time instead: {misfit}")
+        fix = f"{builder.BUILD_VAR}=1 {sys.executable} -m pip install --force-reinstall --no-build-isolation nvme-ops"
+    data["warnings"] = warnings
+    if warnings:
+        return Result(name, Status.WARNING, warnings[0], fix, data)
+    return Result(name, Status.OKAY, data=data)
+
+
+def _missing(builder: OpBuilder) -> tuple[list[str], str]:
+    """What the builder says the op could also use, and the command that brings it."""
+    warnings = list(builder.warnings)
+    about_libaio = any("libaio" in warning for warning in warnings)
+    return warnings, install_command("libaio") if about_libaio else "".join(warnings[-1:])
+
+
+def _misfit(builder: OpBuilder, present: prebuilt.Prebuilt) -> str:
+    return prebuilt.mismatch(present, builder.recipe().requirements()) or _why_not_loadable(present.library)
+
+
+def _why_not_loadable(library: Path) -> str:
+    """The dynamic linker's words; torch is loaded by now, so its libraries are found. No module is initialised."""
+    try:
+        ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _build_fix() -> str:
+    """The command for what a build lacks first."""
+    for result in (toolchain.compiler(), toolchain.python_headers(), toolchain.ninja()):
+        if result.status in (Status.NO, Status.FAIL):
+            return result.fix
+    if compiler.compile_flags() or compiler.link_flags():
+        return "unset CPPFLAGS CFLAGS CXXFLAGS LDFLAGS  # or correct what the compiler complains about"
+    return install_command("compiler")
+
+
+def built(builder: OpBuilder) -> Built | None:
+    """The compiled op that ``load`` would use; None where it would compile first, or torch cannot be imported."""
+    if not builder.sources() or torch_info.problem() is not None:
+        return None
+    recipe = builder.recipe()
+    present = prebuilt.find(builder.name)
+    if present is not None and not prebuilt.mismatch(present, recipe.requirements()):
+        return Built("prebuilt", present.library, present.record)
+    entry = cache.find(recipe)
+    record = entry.record() if entry is not None else None
+    return Built("cached", entry.library, record) if entry is not None and record is not None else None
+
+
+def has_libaio(builder: OpBuilder) -> bool:
+    """Whether the op was compiled with libaio's header, or would be."""
+    found = built(builder)
+    flags = found.record.get("cxx_args") if found is not None else builder.cxx_args()
+    return isinstance(flags, list) and _HAVE_LIBAIO in flags
+
+
+def compiled_with() -> list[Result]:
+    """What each compiled op was compiled with; nothing for an op that is not compiled yet."""
+    results = []
+    for builder in ALL_OPS.values():
+        found = built(builder)
+        if found is None:
+            continue
+        record = found.record
+        cuda = record.get("cuda")
+        words = f"torch {record.get('torch')}, CUDA {cuda if cuda not in (None, 'None') else 'none'}, {found.how}"
+        data: dict[str, Json] = {"how": found.how, "library": str(found.library)}
+        data |= {key: str(record.get(key)) for key in ("torch", "cuda", "hip", "cxx11_abi", "compiler", "machine")}
+        results.append(Result(f"{builder.name} compiled with", Status.INFO, words, data=data))
+    return results
+
+
+def unusable(results: Sequence[Result]) -> list[Result]:
+    """The ops of this version that cannot be used; one whose check failed counts, one that comes later does not."""
+    bad = (Status.NO, Status.FAIL)
+    return [result for result in results if result.status in bad and result.data.get("in_this_version", True)]

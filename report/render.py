@@ -1,0 +1,131 @@
+"""Results as text, in the layout ds_report's users know, and as JSON. Nothing is looked at here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .result import Json, Result, Status
+
+LINE = "-" * 50
+OPS, BUILD, ENVIRONMENT = "ops", "build", "environment"  # sections with a layout of their own
+OPERATORS = (BUILD, OPS)  # what --hide_operator_status leaves out
+NOTE = """\
+NOTE: Ops not installed will be just-in-time (JIT) compiled at
+      runtime if needed. Op compatibility means that your system
+      meets the required dependencies to JIT install the op."""
+_NAME_WIDTH = 23
+_INSTALLED_WIDTH = 11
+_ENVIRONMENT_WIDTH = 33
+_COLOURS = {Status.OKAY: "\033[92m", Status.WARNING: "\033[93m", Status.NO: "\033[91m", Status.FAIL: "\033[91m"}
+_END = "\033[0m"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the text is written."""
+
+    colour: bool = False
+    fixes: bool = True  # warnings and what to do about them; False for --hide_errors_and_warnings
+
+
+def as_text(sections: Mapping[str, Sequence[Result]], storage: Mapping[str, Sequence[Result]], style: Style) -> str:
+    """The report for a reader; a section that is not given is left out."""
+    lines: list[str] = []
+    if BUILD in sections or OPS in sections:
+        lines += [LINE, "nvme_ops op report", LINE, *NOTE.splitlines(), LINE, "JIT compiled ops requires ninja"]
+        lines += _lines(sections.get(BUILD, ()), style, _NAME_WIDTH)
+        lines += [LINE, f"op name {'.' * 16} installed .. compatible", LINE]
+        lines += _ops(sections.get(OPS, ()), style)
+    for name, results in sections.items():
+        if name not in (BUILD, OPS):
+            lines += [LINE, _TITLES.get(name, name), LINE]
+            lines += _lines(results, style, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
+    for folder, results in storage.items():
+        lines += [LINE, f"Storage at {folder}:", LINE, *_lines(results, style, _NAME_WIDTH)]
+    return "\n".join([*lines, LINE]) + "\n"
+
+
+_TITLES = {
+    "backends": "Backends, in the order in which they are tried:",
+    "cufile": "cuFile (for the gds op):",
+    ENVIRONMENT: "General environment info:",
+}
+
+
+def _ops(results: Sequence[Result], style: Style) -> list[str]:
+    lines = [] if results else ["no op is known"]
+    for result in results:
+        if "installed" not in result.data:  # its check failed
+            lines += _lines([result], style, _NAME_WIDTH)
+            continue
+        installed = "[YES]" if result.data["installed"] else "[NO]"
+        colour = Status.OKAY if result.data["installed"] else Status.INFO
+        cells = f"{_dotted(result.name, _NAME_WIDTH)} {_paint(installed, colour, style)}"
+        lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {_bracket(result.status, style)}")
+        if style.fixes:
+            words = [result.detail] if result.detail else []
+            lines += [f"{_paint(' [WARNING] ', Status.WARNING, style)}{word}" for word in _warnings(result) or words]
+            lines += _fix(result, style)
+    return lines
+
+
+def _warnings(result: Result) -> list[str]:
+    warnings = result.data.get("warnings")
+    return [str(warning) for warning in warnings] if isinstance(warnings, (list, tuple)) else []
+
+
+def _lines(results: Sequence[Result], style: Style, width: int) -> list[str]:
+    lines = []
+    for result in results:
+        judged = "" if result.status is Status.INFO else _bracket(result.status, style)
+        words = "" if not style.fixes and result.status.needs_fix else result.detail
+        lines.append(" ".join(filter(None, [_dotted(result.name, width), judged, words])))
+        lines += _fix(result, style)
+    return lines
+
+
+def _fix(result: Result, style: Style) -> list[str]:
+    return [f"{'':10} fix: {result.fix}"] if result.fix and style.fixes else []
+
+
+def _dotted(name: str, width: int) -> str:
+    return f"{name} {'.' * max(2, width - len(name))}"
+
+
+def _bracket(status: Status, style: Style) -> str:
+    return _paint(f"[{status.value}]", status, style)
+
+
+def _paint(text: str, status: Status, style: Style) -> str:
+    return f"{_COLOURS[status]}{text}{_END}" if style.colour and status in _COLOURS else text
+
+
+def as_json(
+    version: str,
+    unusable: Sequence[str],
+    sections: Mapping[str, Sequence[Result]],
+    storage: Mapping[str, Sequence[Result]],
+) -> str:
+    """One JSON document: every result under its section and name, fixes included."""
+    document: dict[str, Json] = {
+        "schema": 1,
+        "version": version,
+        "unusable_ops": list(unusable),
+        "sections": {name: _results(results) for name, results in sections.items()},
+        "storage": {folder: _results(results) for folder, results in storage.items()},
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _results(results: Sequence[Result]) -> dict[str, Json]:
+    return {
+        result.name: {
+            "status": result.status.value,
+            "detail": result.detail,
+            "fix": result.fix,
+            "data": result.data,
+        }
+        for result in results
+    }

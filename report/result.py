@@ -1,0 +1,83 @@
+"""What a check returns, and how checks are run.
+
+A check is a function that looks at the host and returns results; it never prints, and what it raises becomes a result
+too. Rendering is in render.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+
+class Status(str, Enum):
+    """How a check ended."""
+
+    OKAY = "OKAY"  # works
+    INFO = "INFO"  # a fact, not judged
+    WARNING = "WARNING"  # works, with something missing or slower than it need be
+    NO = "NO"  # does not work
+    FAIL = "FAIL"  # ninja is missing, or the check itself failed
+
+    @property
+    def needs_fix(self) -> bool:
+        """True when a result of this status has to say what to do about it."""
+        return self not in (Status.OKAY, Status.INFO)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report: what was looked at, how it is, and the command that improves it."""
+
+    name: str
+    status: Status
+    detail: str = ""
+    fix: str = ""
+    data: Mapping[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a complaint without a remedy, so that no check can forget one."""
+        if self.status.needs_fix and not self.fix:
+            raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function that returns results, and the name that its line carries should it raise."""
+
+    name: str
+    run: Callable[[], Result | Sequence[Result]]
+
+
+def run_checks(checks: Sequence[Check]) -> tuple[Result, ...]:
+    """Run every check; one that raises becomes a result that says so."""
+    results: list[Result] = []
+    for check in checks:
+        try:
+            outcome = check.run()
+        except (Exception, SystemExit) as error:  # a builder or a library may call sys.exit
+            outcome = _failed(check.name, error)
+        results.extend([outcome] if isinstance(outcome, Result) else outcome)
+    return tuple(results)
+
+
+def _failed(name: str, error: BaseException) -> Result:
+    data = {"exception": type(error).__name__}
+    path = str(error.filename or "") if isinstance(error, OSError) else ""
+    if isinstance(error, OSError) and ("/proc" in path or "/sys" in path):
+        words = f"cannot read {path}: {os.strerror(error.errno or 0)}"
+        return Result(name, Status.WARNING, words, _unreadable_fix(error, path), data)
+    fix = "the check itself failed: report this line with the output of `nvme-report --json` as a bug of nvme_ops"
+    return Result(name, Status.FAIL, f"{type(error).__name__}: {error}", fix, data)
+
+
+def _unreadable_fix(error: OSError, path: str) -> str:
+    if isinstance(error, PermissionError):
+        return f"sudo cat {path}  # or run nvme-report as root"
+    kind, where = ("sysfs", "/sys") if "/sys" in path and "/proc" not in path else ("proc", "/proc")
+    return f"mount -t {kind} {kind} {where}  # if the kernel has this file at all"

@@ -1,0 +1,182 @@
+"""What `--path DIR` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shlex
+import stat
+import tempfile
+from dataclasses import asdict
+from functools import partial
+
+from . import syscalls
+from .device import devices, logical_block
+from .host import Host
+from .memory import GIB, size
+from .mounts import MEMORY, NETWORK, mount_of
+from .result import Check, Json, Result, Status, run_checks
+
+_LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
+
+
+def inspect(host: Host, folder: str) -> tuple[Result, ...]:
+    """Every result about one folder; a single one where it is no folder that we can look into."""
+    first = run_checks([Check("directory", partial(_directory, host, folder))])
+    if not os.path.isdir(folder):
+        return first
+    checks = [
+        Check("file system", partial(_file_system, host, folder)),
+        Check("O_DIRECT", partial(_direct, host, folder)),
+        Check("device", partial(_device, host, folder)),
+        Check("free space", partial(_free, folder)),
+    ]
+    return first + run_checks(checks)
+
+
+def _directory(host: Host, folder: str) -> Result:
+    name, quoted = "directory", shlex.quote(folder)
+    data = {"path": os.path.realpath(folder)}
+    try:
+        mode = os.stat(folder).st_mode
+    except FileNotFoundError:
+        return Result(name, Status.NO, f"{folder} does not exist", f"mkdir -p {quoted}", data)
+    except OSError as error:
+        return Result(name, Status.NO, f"{folder}: {error.strerror}", f"namei -l {quoted}", data)
+    if not stat.S_ISDIR(mode):
+        parent = shlex.quote(os.path.dirname(os.path.abspath(folder)))
+        return Result(name, Status.NO, f"{folder} is not a directory", f"nvme-report --path {parent}", data)
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        words = f"{folder} cannot be written: {error.strerror}"
+        return Result(name, Status.NO, words, _write_fix(host, folder, error), data)
+    return Result(name, Status.OKAY, f"{folder}, writable", data=data)
+
+
+def _write_fix(host: Host, folder: str, error: OSError) -> str:
+    quoted = shlex.quote(folder)
+    if error.errno == errno.EROFS:
+        mount = mount_of(host, folder)
+        return f"mount -o remount,rw {shlex.quote(mount.point) if mount else quoted}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"df -h {quoted}; df -i {quoted}  # then make room"
+    return f'sudo chown "$USER" {quoted}  # or choose a folder that you may write to'
+
+
+def _file_system(host: Host, folder: str) -> Result:
+    mount = mount_of(host, folder)
+    if mount is None:
+        return Result("file system", Status.WARNING, "no mount found", "mount -t proc proc /proc", {})
+    data = {"type": mount.kind, "options": list(mount.options), "mount_point": mount.point, "source": mount.source}
+    words = f"{mount.kind} on {mount.point} from {mount.source} ({','.join(mount.options)})"
+    return Result("file system", Status.INFO, words, data=data)
+
+
+def _direct(host: Host, folder: str) -> list[Result]:
+    """Open a temporary file with O_DIRECT, write a block and read it back; and ask for its alignment."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".nvme-report-", dir=folder)
+    except OSError as error:
+        words = f"not tried, no file can be made here: {error.strerror}"
+        return [Result("O_DIRECT", Status.WARNING, words, _write_fix(host, folder, error), {"supported": None})]
+    try:
+        refusal = _refusal(name)
+        return [_direct_result(folder, refusal), _alignment(host, descriptor, refusal is None)]
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+
+
+def _refusal(name: str) -> OSError | None:
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+    except OSError as error:
+        return error
+    try:
+        with mmap.mmap(-1, 1 << 16) as block:  # page-aligned, and a multiple of every logical block size
+            block[:4] = b"nvme"
+            os.pwrite(descriptor, block, 0)
+            block[:4] = b"    "
+            if os.preadv(descriptor, [block], 0) != len(block) or block[:4] != b"nvme":
+                return OSError(errno.EIO, "what was written did not come back")
+    except OSError as error:
+        return error
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _direct_result(folder: str, refusal: OSError | None) -> Result:
+    if refusal is None:
+        return Result("O_DIRECT", Status.OKAY, "a block was written and read back", data={"supported": True})
+    symbol = errno.errorcode.get(refusal.errno or 0, str(refusal.errno))
+    data: dict[str, Json] = {"supported": False, "errno": symbol}
+    if refusal.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = f"df -h {shlex.quote(folder)}  # then make room; ulimit -f bounds the size of a file too"
+        return Result("O_DIRECT", Status.WARNING, f"opens, but a block could not be written [{symbol}]", fix, data)
+    words = f"refused by the file system [{symbol}]: I/O goes through the page cache"
+    return Result("O_DIRECT", Status.WARNING, words, _LIST_DISKS, data)
+
+
+def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
+    said = syscalls.direct_io_alignment(descriptor)
+    if said and said.offset:
+        words = f"{said.memory} bytes in memory, {said.offset} in the file (statx)"
+        return Result(
+            "alignment", Status.INFO, words, data={"memory": said.memory, "offset": said.offset, "source": "statx"}
+        )
+    if said and direct:
+        words = "statx: none of its files is reached past the page cache"
+        return Result("alignment", Status.INFO, words, data={"memory": 0, "offset": 0, "source": "statx"})
+    block = logical_block(host, os.fstat(descriptor).st_dev)
+    if block is None or not direct:
+        return Result("alignment", Status.INFO, "none needed", data={"memory": None, "offset": None, "source": None})
+    data: dict[str, Json] = {"memory": block, "offset": block, "source": "logical block"}
+    return Result("alignment", Status.INFO, f"{block} bytes (the device's logical block)", data=data)
+
+
+def _device(host: Host, folder: str) -> Result:
+    found = devices(host, os.stat(folder).st_dev)
+    mount = mount_of(host, folder)
+    if not found and mount and mount.source.startswith("/dev/") and os.path.exists(mount.source):
+        found = devices(host, os.stat(mount.source).st_rdev)  # btrfs and others show a number of their own
+    if not found:
+        return _no_device(mount.kind if mount else "unknown")
+    words = "; ".join(_words(device.name, device.kind, device.model, device.stack) for device in found)
+    data: dict[str, Json] = {
+        "kind": found[0].kind,
+        "devices": [{**asdict(device), "stack": list(device.stack)} for device in found],
+    }
+    if any(device.kind == "rotational" for device in found):
+        return Result("device", Status.WARNING, f"{words}: a rotating disk", _LIST_DISKS, data)
+    return Result("device", Status.INFO, words, data=data)
+
+
+def _words(name: str, kind: str, model: str, stack: tuple[str, ...]) -> str:
+    way = f" (through {', '.join(stack[:-1])})" if len(stack) > 1 else ""
+    return f"{name}, {kind}{f', {model}' if model else ''}{way}"
+
+
+def _no_device(file_system: str) -> Result:
+    kind = "memory" if file_system in MEMORY else "network" if file_system in NETWORK else "unknown"
+    data: dict[str, Json] = {"kind": kind, "devices": []}
+    if kind == "network":
+        return Result("device", Status.INFO, f"network file system ({file_system})", data=data)
+    words = f"none, {file_system} lives in memory" if kind == "memory" else f"none found behind {file_system}"
+    return Result("device", Status.INFO, words, data=data)
+
+
+def _free(folder: str) -> Result:
+    space = os.statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    data = {"free": free, "total": total, "free_inodes": space.f_favail if space.f_files else None}
+    words = f"{size(free)} of {size(total)}"
+    fix = f"df -h {shlex.quote(folder)}; df -i {shlex.quote(folder)}  # then make room"
+    if space.f_files and not space.f_favail:
+        return Result("free space", Status.WARNING, f"{words}, but no inode is left for a new file", fix, data)
+    if total and free < GIB:
+        return Result("free space", Status.WARNING, words, fix, data)
+    return Result("free space", Status.OKAY, words, data=data)

@@ -1,0 +1,80 @@
+"""PyTorch as installed, and this package's own path and version."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from .result import Result, Status
+
+LEAST = (2, 4)
+# The parent package is imported with this one; its capabilities must not be.
+_PACKAGE = sys.modules[__name__.partition(".")[0]]
+PACKAGE_VERSION = str(getattr(_PACKAGE, "__version__", "unknown"))
+_INSTALL = f"{sys.executable} -m pip install torch"
+
+
+def problem() -> Result | None:
+    """Why torch cannot be imported; None when it can."""
+    outcome = _import()
+    return outcome if isinstance(outcome, Result) else None
+
+
+@functools.cache  # a broken torch may take seconds to fail
+def _import() -> ModuleType | Result:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            words = "not installed: no op can be compiled or loaded"
+            return Result("torch", Status.NO, words, _INSTALL, {"error": str(error)})
+        return _broken(error)
+    except Exception as error:  # a half-installed torch raises whatever it likes
+        return _broken(error)
+
+
+def _broken(error: Exception) -> Result:
+    words = f"cannot be imported: {type(error).__name__}: {error}"
+    return Result("torch", Status.NO, words, f"{_INSTALL} --force-reinstall", {"error": str(error)})
+
+
+def torch() -> list[Result]:
+    """Where torch is, its version, its CUDA or ROCm, its C++ ABI; one line when it cannot be imported."""
+    module = _import()
+    if isinstance(module, Result):
+        return [module]
+    cuda, hip = module.version.cuda, module.version.hip
+    abi = bool(module.compiled_with_cxx11_abi())
+    path = str(Path(module.__file__ or "").parent)
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "none (CPU build)"
+    return [
+        Result("torch install path", Status.INFO, path, data={"path": path}),
+        _version(str(module.__version__)),
+        Result("torch cuda version", Status.INFO, build, data={"cuda": cuda, "hip": hip}),
+        Result("torch C++ ABI", Status.INFO, f"_GLIBCXX_USE_CXX11_ABI={int(abi)}", data={"cxx11": abi}),
+    ]
+
+
+def _version(version: str) -> Result:
+    data = {"version": version}
+    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if parts < LEAST:
+        words = f"{version}, older than {LEAST[0]}.{LEAST[1]}"
+        return Result("torch version", Status.WARNING, words, f"{_INSTALL} --upgrade", data)
+    return Result("torch version", Status.INFO, version, data=data)
+
+
+def package() -> list[Result]:
+    """Where nvme_ops is, its version, and the Python that runs it."""
+    path = str(next(iter(_PACKAGE.__path__)))
+    return [
+        Result("nvme_ops install path", Status.INFO, path, data={"path": path}),
+        Result("nvme_ops version", Status.INFO, PACKAGE_VERSION, data={"version": PACKAGE_VERSION}),
+        Result(
+            "python", Status.INFO, f"{platform.python_version()}, {sys.executable}", data={"executable": sys.executable}
+        ),
+    ]

@@ -1,0 +1,177 @@
+"""The rows of the table of ops, from builders whose op fits, does not fit, cannot be built or comes later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from nvme_ops.op_builder import OpBuilder, prebuilt
+from nvme_ops.report import ops, packages
+from nvme_ops.report.result import Check, Result, Status, run_checks
+
+
+class MadeUp(OpBuilder):
+    """An op of one empty source file that nothing ever compiles."""
+
+    NAME: ClassVar[str] = "made_up"
+    BUILD_VAR: ClassVar[str] = "NVME_BUILD_MADE_UP"
+
+    def __init__(self, folder: Path, problem: str | None = None) -> None:
+        super().__init__(self.NAME)
+        self.folder = folder
+        self.problem = problem
+        (folder / "source.cpp").touch()
+
+    def source_root(self) -> Path:
+        return self.folder
+
+    def sources(self) -> list[str]:
+        return [str(self.folder / "source.cpp")]
+
+    def toolchain_problem(self) -> str | None:
+        return self.problem
+
+
+class NotYet(MadeUp):
+    """An op of a later version."""
+
+    def sources(self) -> list[str]:
+        return []
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        self.error_log = "not part of this version"
+        return False
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of prebuilt ops and an empty cache."""
+    folder = tmp_path / "ops"
+    folder.mkdir()
+    monkeypatch.setattr(prebuilt, "OPS", folder)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    return folder
+
+
+def prebuild(folder: Path, builder: OpBuilder, **changes: str) -> None:
+    library = folder / "made_up.abi3.so"
+    library.write_bytes(b"not a library")
+    record = {**builder.recipe().facts(), **changes}
+    prebuilt.record_path(library).write_text(json.dumps(record))
+
+
+def row(builder: OpBuilder) -> Result:
+    (result,) = run_checks([Check(builder.name, lambda: ops.row(builder))])
+    assert result.fix or not result.status.needs_fix
+    return result
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_op_that_can_be_built_is_compatible_and_not_installed(tmp_path: Path) -> None:
+    result = row(MadeUp(tmp_path))
+    assert result.status is Status.OKAY
+    assert (result.data["installed"], result.data["compatible"]) == (False, True)
+    assert ops.unusable([result]) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_op_that_cannot_be_built_gives_the_builders_reason(tmp_path: Path) -> None:
+    result = row(MadeUp(tmp_path, "no C++ compiler was found"))
+    assert (result.status, result.detail) == (Status.NO, "no C++ compiler was found")
+    assert ops.unusable([result]) == [result]
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_fix_is_for_what_a_build_lacks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    assert row(MadeUp(tmp_path, "the C++ compiler does not work")).fix == packages.install_command("compiler")
+    monkeypatch.setenv("CFLAGS", "-no-such-flag")
+    assert row(MadeUp(tmp_path, "unrecognized option")).fix.startswith("unset CPPFLAGS CFLAGS")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert row(MadeUp(tmp_path, "no C++ compiler was found")).fix.startswith("unset CXX")
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_the_builder_warns_of_is_a_warning_with_its_fix(tmp_path: Path) -> None:
+    builder = MadeUp(tmp_path)
+    builder.warnings = ["made_up requires the dev libaio .so object and headers but these were not found."]
+    result = row(builder)
+    assert result.status is Status.WARNING
+    assert result.data["warnings"] == builder.warnings
+    assert result.fix == packages.install_command("libaio")
+
+
+def test_a_prebuilt_op_for_another_torch_is_a_warning(tmp_path: Path, installed: Path) -> None:
+    builder = MadeUp(tmp_path)
+    prebuild(installed, builder, torch="1.0.0")
+    result = row(builder)
+    assert (result.status, result.data["installed"]) == (Status.WARNING, True)
+    assert "torch: built for 1.0.0" in result.detail
+    assert result.fix.startswith("NVME_BUILD_MADE_UP=1 ")
+
+
+def test_a_prebuilt_op_that_cannot_be_loaded_is_a_warning_in_the_linkers_words(tmp_path: Path, installed: Path) -> None:
+    builder = MadeUp(tmp_path)
+    prebuild(installed, builder)
+    result = row(builder)
+    assert result.status is Status.WARNING
+    assert "made_up.abi3.so" in result.detail
+
+
+@pytest.mark.parametrize("changes", [{}, {"torch": "1.0.0"}])
+def test_a_prebuilt_op_that_does_not_fit_and_cannot_be_rebuilt_is_unusable(
+    changes: dict[str, str], tmp_path: Path, installed: Path
+) -> None:
+    builder = MadeUp(tmp_path, "no C++ compiler was found")
+    prebuild(installed, builder, **changes)
+    result = row(builder)
+    assert result.status is Status.NO
+    assert "does not fit" in result.detail
+    assert "no C++ compiler was found" in result.detail
+    assert ops.unusable([result]) == [result]
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_op_of_a_later_version_is_not_counted_as_unusable(tmp_path: Path) -> None:
+    result = row(NotYet(tmp_path))
+    assert (result.status, result.detail) == (Status.NO, "not part of this version")
+    assert ops.unusable([result]) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_crashing_builder_is_a_row_and_counts_as_unusable(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    builder = MadeUp(tmp_path / "gone")
+    (tmp_path / "gone" / "source.cpp").unlink()
+    result = row(builder)
+    assert result.status is Status.FAIL
+    assert "source.cpp" in result.detail
+    assert ops.unusable([result]) == [result]
+
+
+def test_what_a_prebuilt_op_was_compiled_with_is_shown(
+    tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = MadeUp(tmp_path)
+    prebuild(installed, builder)
+    monkeypatch.setattr(ops, "ALL_OPS", {"made_up": builder, "later": NotYet(tmp_path)})
+    (result,) = ops.compiled_with()
+    assert result.name == "made_up compiled with"
+    assert result.detail.endswith("prebuilt")
+    assert result.data["torch"] == builder.recipe().facts()["torch"]
+
+
+def test_whether_libaio_is_compiled_in_is_read_from_the_op_that_would_be_loaded(
+    tmp_path: Path, installed: Path
+) -> None:
+    builder = MadeUp(tmp_path)
+    assert not ops.has_libaio(builder)
+    record = {**builder.recipe().facts(), "cxx_args": ["-O2", "-DNVME_OPS_HAVE_LIBAIO=1"]}
+    library = installed / "made_up.abi3.so"
+    library.touch()
+    prebuilt.record_path(library).write_text(json.dumps(record))
+    assert ops.has_libaio(builder)
