@@ -18,7 +18,7 @@ class IoFuture:
     until then. A failure that nobody asks for is reported through ``sys.unraisablehook``.
     """
 
-    __slots__ = ("_exception", "_operation")
+    __slots__ = ("__weakref__", "_exception", "_operation")
 
     def __init__(self, operation: Operation) -> None:
         self._operation = operation

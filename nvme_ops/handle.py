@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -85,7 +86,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             "queue_depth": queue_depth,
             "intra_op_parallelism": lanes,
         }.items():
-            if isinstance(value, bool) or not isinstance(value, int):
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if value >= 2**63:
                 raise ValueError(f"{name} must be below 2**63, not {value}")
@@ -94,7 +95,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._single_submit = bool(single_submit)
         self._overlap_events = bool(overlap_events)
         self._lanes = lanes
-        self._pending: list[Operation] = []
+        self._pending: deque[Operation] = deque()
+        self._process = os.getpid()
         self._engine: Engine = native().Engine(
             block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache
         )
@@ -201,9 +203,15 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         Futures are not among them. When operations failed, all are waited for first; then the first failure is raised,
         with all of them, the first included, in its attribute ``failures``.
         """
-        for operation in self._pending:
-            operation.wait(None)
-        ended, self._pending = self._pending, []
+        pending = self._own_pending()
+        ended: list[Operation] = []
+        try:
+            while pending:
+                ended.append(pending.popleft())
+                ended[-1].wait(None)
+        except BaseException:  # interrupted: the next call waits for them
+            pending.extendleft(reversed(ended))
+            raise
         self._engine.sweep()
         failures = [failure for failure in (operation.exception() for operation in ended) if failure is not None]
         if failures:
@@ -223,11 +231,19 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         validate: bool,
         async_op: bool,
     ) -> int:
-        if not async_op and not self._pending and self._lanes == 1:
-            self._engine.run(write, buffer, filename, file_offset, validate)
-            return 1
-        self._pending.append(self._engine.submit(write, buffer, filename, file_offset, validate))
-        return 0 if async_op else self.wait()
+        pending = self._own_pending()
+        if async_op:
+            pending.append(self._engine.submit(write, buffer, filename, file_offset, validate))
+            return 0
+        self._engine.run(write, buffer, filename, file_offset, validate, self._lanes > 1)
+        return 1 + (self.wait() if pending else 0)
+
+    def _own_pending(self) -> deque[Operation]:
+        """What ``wait`` waits for. A forked child starts with nothing: the work is its parent's."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._pending = deque()
+        return self._pending
 
     # Futures
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import sys
 
 import torch
 
@@ -32,5 +34,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
     elements = math.prod(shape)
     if elements == 0:
         return torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+    if elements * dtype.itemsize > sys.maxsize:
+        raise OSError(errno.ENOMEM, f"a tensor of {elements * dtype.itemsize} bytes does not fit any memory")
     buffer = native().Buffer(elements * dtype.itemsize)
     return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)  # type: ignore[arg-type]

@@ -11,7 +11,8 @@
 
 namespace nvme_ops {
 
-// A bounded queue of requests in the kernel. Used by one thread at a time.
+// A bounded queue of requests in the kernel. Used by one thread at a time. Never throws: every request it took is
+// answered by exactly one completion, whatever happens to the queue.
 class Queue {
 public:
   Queue() = default;
@@ -26,6 +27,9 @@ public:
   // Collects completions, waiting until `least` are there, `timeout` has passed or a signal has arrived.
   virtual std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
                            std::chrono::milliseconds timeout) = 0;
+
+  // The queue has failed: what it took has been or will be answered, but it should be replaced.
+  virtual bool broken() const { return false; }
 
   // Registers memory as buffer `index`, sparing the kernel its per-request page lookup. False: do without.
   virtual bool register_buffer(int /*index*/, std::byte* /*memory*/, std::size_t /*bytes*/) { return false; }

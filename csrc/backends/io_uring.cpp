@@ -1,7 +1,15 @@
 // io_uring through the kernel's own header: nothing to install. Requests gather in the submission ring and enter the
 // kernel together with the wait for completions, so a full queue costs one system call per batch.
-#include <errno.h>
+#include "backends/registry.h"
+#include "base/error.h"
+
+#if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
+#endif
+
+#ifdef IORING_FEAT_RW_CUR_POS  // Linux 5.6, like plain reads and writes
+
+#include <errno.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -9,25 +17,37 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <vector>
 
-#include "backends/registry.h"
-#include "base/error.h"
 #include "base/unique_fd.h"
 
 namespace nvme_ops {
 namespace {
 
-// Newer than the kernel headers of some distributions we build on.
-constexpr unsigned kCoopTaskrun = 1U << 8;  // IORING_SETUP_COOP_TASKRUN, Linux 5.19
-struct BufferTable {                        // io_uring_rsrc_register
-  std::uint32_t slots;
-  std::uint32_t flags;
+// Newer than the kernel headers of some distributions we build on, by their names in <linux/io_uring.h>.
+constexpr unsigned kCoopTaskrun = 1U << 8;     // IORING_SETUP_COOP_TASKRUN, Linux 5.19
+constexpr unsigned kEnterTimed = 1U << 3;      // IORING_ENTER_EXT_ARG, Linux 5.11
+constexpr unsigned kTimedWaits = 1U << 8;      // IORING_FEAT_EXT_ARG
+constexpr unsigned kRegisterBufferTable = 15;  // IORING_REGISTER_BUFFERS2, Linux 5.13
+constexpr unsigned kUpdateBuffers = 16;        // IORING_REGISTER_BUFFERS_UPDATE
+constexpr unsigned kSparse = 1;                // IORING_RSRC_REGISTER_SPARSE, Linux 5.19
+struct WaitArgument {                          // io_uring_getevents_arg
+  std::uint64_t signal_mask;
+  std::uint32_t signal_mask_bytes, reserved;
+  std::uint64_t timeout;
+};
+struct BufferTable {  // io_uring_rsrc_register
+  std::uint32_t slots, flags;
   std::uint64_t reserved, data, tags;
 };
-constexpr unsigned kSparse = 1;  // IORING_RSRC_REGISTER_SPARSE, Linux 5.19
+struct BufferUpdate {  // io_uring_rsrc_update2
+  std::uint32_t offset, reserved;
+  std::uint64_t data, tags;
+  std::uint32_t count, reserved2;
+};
 
 int setup(unsigned entries, io_uring_params* params) {
   return static_cast<int>(::syscall(__NR_io_uring_setup, entries, params));
@@ -47,6 +67,7 @@ public:
       base_ = nullptr;
       raise(system_failure(errno, "mapping an io_uring"));
     }
+    ::madvise(base_, bytes, MADV_DONTFORK);  // a child would keep the ring alive
   }
   Mapping(Mapping&& other) noexcept { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept {
@@ -88,7 +109,7 @@ public:
     }
     if (fd < 0) raise(system_failure(errno, "io_uring_setup"));
     ring_ = UniqueFd(fd);
-    timed_waits_ = (params.features & IORING_FEAT_EXT_ARG) != 0;
+    timed_waits_ = (params.features & kTimedWaits) != 0;
 
     const std::size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
     const std::size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
@@ -116,7 +137,7 @@ public:
       prepare(sqes_[tail & sq_mask_], requests[taken++]);
       store_release(sq_tail_, ++tail);
       ++unsubmitted_;
-      if (single_submit_) enter(0, nullptr);
+      if (single_submit_ && broken_ == 0) enter(0, nullptr);
     }
     return taken;
   }
@@ -124,19 +145,27 @@ public:
   std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
                    std::chrono::milliseconds timeout) override {
     const unsigned ready = load_acquire(cq_tail_) - *cq_head_;
-    if (unsubmitted_ > 0 || ready < least || ready == 0) {
+    if (broken_ == 0 && (unsubmitted_ > 0 || ready < least || ready == 0)) {
       __kernel_timespec wait{timeout.count() / 1000, (timeout.count() % 1000) * 1'000'000};
       enter(ready < least ? static_cast<unsigned>(least) : 0, &wait);
     }
     std::size_t count = 0;
+    // What never entered the kernel fails with the error that kept it out.
+    for (; broken_ != 0 && unsubmitted_ > 0 && count < most; --unsubmitted_) {
+      completions[count++] = {sqes_[(*sq_tail_ - unsubmitted_) & sq_mask_].user_data, -broken_};
+    }
     unsigned head = *cq_head_;
     for (const unsigned tail = load_acquire(cq_tail_); head != tail && count < most; ++head) {
       const io_uring_cqe& cqe = cqes_[head & cq_mask_];
       completions[count++] = {cqe.user_data, cqe.res};
     }
     store_release(cq_head_, head);
+    // The mapped ring still hears of what is in flight, but cannot be waited for any more.
+    if (broken_ != 0 && count == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return count;
   }
+
+  bool broken() const override { return broken_ != 0; }
 
   bool register_buffer(int index, std::byte* memory, std::size_t bytes) override {
     return buffer_table_ && update_buffer(index, memory, bytes);
@@ -166,10 +195,9 @@ private:
   // Submits what is prepared and waits for `least` completions. A signal or the timeout end the wait; a kernel short of
   // memory keeps the rest for the next call.
   void enter(unsigned least, __kernel_timespec* timeout) {
-    io_uring_getevents_arg argument{};
-    argument.ts = reinterpret_cast<std::uint64_t>(timeout);
+    WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(timeout)};
     const bool timed = least > 0 && timed_waits_;
-    const unsigned flags = IORING_ENTER_GETEVENTS | (timed ? IORING_ENTER_EXT_ARG : 0);
+    const unsigned flags = IORING_ENTER_GETEVENTS | (timed ? kEnterTimed : 0);
     const long taken = ::syscall(__NR_io_uring_enter, ring_.get(), unsubmitted_, least, flags,
                                  timed ? static_cast<void*>(&argument) : nullptr, timed ? sizeof argument : 0);
     if (taken >= 0) {
@@ -177,7 +205,10 @@ private:
     } else if (errno == ETIME || errno == EINTR || errno == EAGAIN || errno == EBUSY) {
       unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
     } else {
-      raise(system_failure(errno, "io_uring_enter"));
+      broken_ = errno;
+      unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
+      // Somebody closed all descriptors: the number may be somebody else's by now.
+      if (broken_ == EBADF || broken_ == EOPNOTSUPP) ring_.release();
     }
   }
 
@@ -185,20 +216,18 @@ private:
   void make_buffer_table(unsigned slots) {
     if (slots == 0) return;
     BufferTable table{slots, kSparse, 0, 0, 0};
-    buffer_table_ = register_with(ring_.get(), IORING_REGISTER_BUFFERS2, &table, sizeof table) == 0;
+    buffer_table_ = register_with(ring_.get(), kRegisterBufferTable, &table, sizeof table) == 0;
   }
 
   bool update_buffer(int index, std::byte* memory, std::size_t bytes) {
     iovec vector{memory, bytes};
-    io_uring_rsrc_update2 update{};
-    update.offset = static_cast<unsigned>(index);
-    update.data = reinterpret_cast<std::uint64_t>(&vector);
-    update.nr = 1;
-    return register_with(ring_.get(), IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) == 1;
+    BufferUpdate update{static_cast<unsigned>(index), 0, reinterpret_cast<std::uint64_t>(&vector), 0, 1, 0};
+    return register_with(ring_.get(), kUpdateBuffers, &update, sizeof update) == 1;
   }
 
   const bool single_submit_;
   bool timed_waits_ = false;
+  int broken_ = 0;  // errno
   bool buffer_table_ = false;
   UniqueFd ring_;
   Mapping sq_, cq_, sqe_memory_;
@@ -244,3 +273,16 @@ std::unique_ptr<Queue> open_io_uring(const QueueOptions& options) {
 const Backend kIoUring{"io_uring", probe_io_uring, open_io_uring};
 
 }  // namespace nvme_ops
+
+#else
+
+namespace nvme_ops {
+
+const Backend kIoUring{"io_uring", [] { return Probe{false, "built with kernel headers older than Linux 5.6"}; },
+                       [](const QueueOptions&) -> std::unique_ptr<Queue> {
+                         broken_invariant("io_uring is built in", __FILE__, __LINE__);
+                       }};
+
+}  // namespace nvme_ops
+
+#endif

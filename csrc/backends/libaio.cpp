@@ -70,14 +70,15 @@ public:
     while (taken < count && !free_.empty()) {
       batch_.clear();
       const std::size_t most = std::min({count - taken, free_.size(), static_cast<std::size_t>(most_per_call_)});
-      for (std::size_t i = 0; i < most; ++i)
+      for (std::size_t i = 0; i < most; ++i) {
         batch_.push_back(prepare(*free_[free_.size() - 1 - i], requests[taken + i]));
+      }
       const int result = library().submit(context_, static_cast<long>(most), batch_.data());
       if (result == -EINTR) continue;
       if (result == -EAGAIN || result == 0) break;
-      if (result < 0) {
-        if (taken > 0) break;  // what was taken completes first; the next call meets the error again
-        raise(system_failure(-result, "io_submit"));
+      if (result < 0) {  // the first of the batch is to blame, the others go on
+        refused_.push_back({requests[taken++].token, result});
+        continue;
       }
       free_.resize(free_.size() - static_cast<std::size_t>(result));
       taken += static_cast<std::size_t>(result);
@@ -87,18 +88,18 @@ public:
 
   std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
                    std::chrono::milliseconds timeout) override {
-    events_.resize(most);
+    std::size_t count = 0;
+    for (; count < most && !refused_.empty(); refused_.pop_back()) completions[count++] = refused_.back();
+    events_.resize(most - count);
     timespec wait{timeout.count() / 1000, (timeout.count() % 1000) * 1'000'000};
-    const int result = library().getevents(context_, static_cast<long>(std::min(least, most)), static_cast<long>(most),
-                                           events_.data(), &wait);
-    if (result == -EINTR) return 0;
-    if (result < 0) raise(system_failure(-result, "io_getevents"));
-    for (int i = 0; i < result; ++i) {
+    const int got = library().getevents(context_, static_cast<long>(count > 0 ? 0 : std::min(least, most)),
+                                        static_cast<long>(events_.size()), events_.data(), &wait);
+    for (int i = 0; i < got; ++i) {
       const io_event& event = events_[static_cast<std::size_t>(i)];
-      completions[i] = {reinterpret_cast<std::uint64_t>(event.data), static_cast<std::int64_t>(event.res)};
+      completions[count++] = {reinterpret_cast<std::uint64_t>(event.data), static_cast<std::int64_t>(event.res)};
       free_.push_back(event.obj);
     }
-    return static_cast<std::size_t>(result);
+    return count;
   }
 
 private:
@@ -119,6 +120,7 @@ private:
   std::vector<iocb*> free_;
   std::vector<iocb*> batch_;
   std::vector<io_event> events_;
+  std::vector<Completion> refused_;
 };
 
 Probe probe_libaio() {

@@ -22,8 +22,9 @@ inline constexpr std::size_t kPoolBytes = 256 << 20;    // freed tensor memory k
 
 inline constexpr std::uint64_t kInPlaceBytes = 64 << 10;     // aligned transfers up to this are not worth a copy
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // growth below this is left to the file system
-inline constexpr unsigned kMaxRetries = 1024;                // consecutive EAGAIN or EINTR of one request
-inline constexpr int kInterruptMilliseconds = 50;            // how often a waiting thread looks for Ctrl-C
+inline constexpr unsigned kPatience = 16;          // consecutive EAGAIN or EINTR of one request before we pause
+inline constexpr unsigned kMaxRetries = 1024;      // consecutive EAGAIN or EINTR of one request
+inline constexpr int kInterruptMilliseconds = 50;  // how often a waiting thread looks for Ctrl-C
 
 static_assert(kStagingBytes % kHugePage == 0);
 static_assert(kMaxTransfer % kPageSize == 0);

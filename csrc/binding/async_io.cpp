@@ -86,6 +86,7 @@ PyMODINIT_FUNC PyInit_async_io() {
   using namespace nvme_ops;
   return guarded([]() -> PyObject* {
     Ref module = checked(PyModule_Create(&definition));
+    find_tensor_class();
     if (!add_engine_type(module.get()) || !add_operation_type(module.get()) || !add_buffer_type(module.get())) {
       throw PythonError();
     }

@@ -50,8 +50,11 @@ PyObject* buffer_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
 void buffer_deallocate(PyObject* self) {
   BufferObject* const buffer = buffer_of(self);
   if (buffer->weak_references != nullptr) PyObject_ClearWeakRefs(self);
-  if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
-  BufferPool::instance().release(buffer->data);
+  {
+    const WithoutGil released;
+    if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
+    BufferPool::instance().release(buffer->data);
+  }
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);

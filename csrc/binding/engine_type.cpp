@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <list>
+#include <map>
+#include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
+#include <tuple>
 
 #include "backends/registry.h"
 #include "base/limits.h"
@@ -33,56 +35,70 @@ public:
 
   const EngineOptions& options() const { return options_; }
   Cache cache() const { return cache_; }
-  const char* backend() const { return options_.backends.front()->name; }
+  const char* backend() { return running().engine->backend(); }
 
-  std::uint64_t run(const Transfer& transfer) {
+  std::uint64_t run(const Transfer& transfer, bool all_lanes) {
     const std::shared_ptr<Engine> engine = running().engine;
     const WithoutGil released;
-    return transfer.execute(*engine, false, signal_raised);
+    return transfer.execute(*engine, all_lanes, signal_raised);
   }
 
   std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories) {
-    Running& current = running();
     sweep();
-    std::shared_ptr<Operation> operation;
+    Running& current = running();
     if (transfer.plain()) {
-      operation = std::make_shared<Operation>(transfer.job->outcome(), std::move(memories));
+      auto operation = std::make_shared<Operation>(transfer.job->outcome(), transfer.job, std::move(memories));
       live_.push_back(operation);
       current.engine->submit(transfer.job);
-    } else {
-      auto outcome = std::make_shared<Outcome>();
-      operation = std::make_shared<Operation>(outcome, std::move(memories));
-      live_.push_back(operation);
-      current.service->post([engine = current.engine, outcome, transfer = std::move(transfer)] {
-        try {
-          outcome->succeed(transfer.execute(*engine, true, [] { return false; }));
-        } catch (const IoError& error) {
-          outcome->fail(error.failure());
-        } catch (const std::exception& error) {
-          outcome->fail({Failure::Kind::Internal, 0, error.what(), {}});
-        }
-      });
+      return operation;
     }
+    auto outcome = std::make_shared<Outcome>();
+    auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
+    current.service->start();
+    live_.push_back(operation);
+    current.service->post([engine = current.engine, outcome, transfer = std::move(transfer)]() mutable {
+      std::uint64_t moved = 0;
+      std::optional<Failure> failure;
+      try {
+        moved = transfer.execute(*engine, true, [] { return false; });
+      } catch (const IoError& error) {
+        failure = error.failure();
+      } catch (const std::exception& error) {
+        failure = Failure{Failure::Kind::Internal, 0, error.what(), {}};
+      }
+      transfer = {};  // its files are closed before anybody hears of the end
+      failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
+    });
     return operation;
   }
 
   // What has ended lets go of its memory, also where nobody holds its future.
   void sweep() {
-    live_.remove_if([](const std::shared_ptr<Operation>& operation) { return operation->outcome->done(); });
+    std::list<std::shared_ptr<Operation>> ended;  // letting go runs Python code, which may come back here
+    for (auto operation = live_.begin(); operation != live_.end();) {
+      const auto next = std::next(operation);
+      if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
+      operation = next;
+    }
   }
 
   std::size_t staging_bytes() { return running().engine->staging_bytes(); }
 
+  // Waits for all work and ends the threads. A signal stops what has not been started.
   void finish() {
     const std::list<std::shared_ptr<Operation>> ending = std::exchange(live_, {});
     if (running_.engine && running_.generation != fork_generation()) return leave_to_parent();
-    const Running stopping = std::exchange(running_, {});
+    Running stopping = std::exchange(running_, {});
     const WithoutGil released;
-    if (stopping.service) stopping.service->stop();
     for (const auto& operation : ending) {
       while (!operation->outcome->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+        if (!signal_raised()) continue;
+        const WithGil gil;
+        PyErr_WriteUnraisable(nullptr);
+        for (const auto& other : ending) other->job->fail(interrupted_failure());
       }
     }
+    stopping = {};
   }
 
 private:
@@ -147,14 +163,29 @@ std::uint64_t offset_of(PyObject* object) {
   return static_cast<std::uint64_t>(offset);
 }
 
-// A path (str, bytes or os.PathLike) or a file descriptor.
-std::shared_ptr<File> file_of(PyObject* object, Op op, Cache cache) {
-  if (PyLong_Check(object) && !PyBool_Check(object)) {
-    const long fd = PyLong_AsLong(object);
-    if (fd == -1 && PyErr_Occurred()) throw PythonError();
-    if (fd < 0 || fd > INT32_MAX) raise(bad_argument("a file descriptor must not be negative: " + std::to_string(fd)));
-    const WithoutGil released;
-    return File::adopt(static_cast<int>(fd), op, cache);
+// A file as the caller named it: a path (str, bytes or os.PathLike) or a descriptor.
+struct FileName {
+  std::string path;
+  int fd = -1;
+
+  bool operator<(const FileName& other) const { return std::tie(fd, path) < std::tie(other.fd, other.path); }
+
+  std::shared_ptr<File> open(Op op, Cache cache) const {
+    return fd >= 0 ? File::adopt(fd, op, cache) : File::open(path, op, cache);
+  }
+};
+
+bool is_descriptor(PyObject* object) {
+  return PyLong_Check(object) && !PyBool_Check(object);
+}
+
+FileName name_of(PyObject* object) {
+  if (is_descriptor(object)) {
+    int overflow = 0;
+    const long fd = PyLong_AsLongAndOverflow(object, &overflow);
+    if (overflow != 0 || fd < 0 || fd > INT32_MAX)
+      raise(bad_argument("a file descriptor must lie between 0 and 2**31 - 1"));
+    return {{}, static_cast<int>(fd)};
   }
   PyObject* encoded = nullptr;
   if (PyBool_Check(object) || PyUnicode_FSConverter(object, &encoded) == 0) {
@@ -163,9 +194,7 @@ std::shared_ptr<File> file_of(PyObject* object, Op op, Cache cache) {
     raise_type_error(std::string("a file must be a path or a file descriptor, not ") + Py_TYPE(object)->tp_name);
   }
   const Ref owned(encoded);
-  const std::string path(PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded)));
-  const WithoutGil released;
-  return File::open(path, op, cache);
+  return {std::string(PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded))), -1};
 }
 
 // Gathers what one call moves.
@@ -194,22 +223,24 @@ private:
 };
 
 struct SingleCall {
-  int write, validate;
+  int write, validate, all_lanes = 0;
   PyObject *memory, *file, *offset;
 
   explicit SingleCall(PyObject* arguments) {
-    if (!PyArg_ParseTuple(arguments, "pOOOp", &write, &memory, &file, &offset, &validate)) throw PythonError();
+    if (!PyArg_ParseTuple(arguments, "pOOOp|p", &write, &memory, &file, &offset, &validate, &all_lanes)) {
+      throw PythonError();
+    }
   }
   Op op() const { return write ? Op::Write : Op::Read; }
 
   Transfer transfer(BoundEngine& engine, const Memory& lent) const {
     // Without an offset the tensor is the whole file, which then ends with it. A descriptor's file is never cut.
-    const bool whole = write && offset == Py_None && !PyLong_Check(file);
+    const FileName name = name_of(file);
+    const bool whole = write && offset == Py_None && name.fd < 0;
     const std::uint64_t at = offset_of(offset);
-    const std::shared_ptr<File> opened = file_of(file, op(), engine.cache());
     TransferBuilder builder(op(), validate != 0, whole);
     const WithoutGil released;
-    builder.add(lent, opened, at);
+    builder.add(lent, name.open(op(), engine.cache()), at);
     return builder.take();
   }
 };
@@ -219,7 +250,7 @@ PyObject* run(PyObject* self, PyObject* arguments) {
     const SingleCall call(arguments);
     const Memory memory = memory_of(call.memory, call.op(), "buffer");
     BoundEngine& engine = engine_of(self);
-    return PyLong_FromUnsignedLongLong(engine.run(call.transfer(engine, memory)));
+    return PyLong_FromUnsignedLongLong(engine.run(call.transfer(engine, memory), call.all_lanes != 0));
   });
 }
 
@@ -236,8 +267,19 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
 }
 
 bool one_file(PyObject* files) {
-  return PyLong_Check(files) || PyUnicode_Check(files) || PyBytes_Check(files) ||
+  return is_descriptor(files) || PyUnicode_Check(files) || PyBytes_Check(files) ||
          PyObject_HasAttrString(files, "__fspath__") == 1;
+}
+
+// The entries of a sequence, or one for all.
+Ref entries(PyObject* object, Py_ssize_t count, const std::string& name, const std::string& kind) {
+  const std::string message = name + " must be " + kind;
+  Ref list = checked(PySequence_Fast(object, message.c_str()));
+  const Py_ssize_t length = PySequence_Fast_GET_SIZE(list.get());
+  if (length != count) {
+    raise(bad_argument(name + " has " + std::to_string(length) + " entries for " + std::to_string(count) + " tensors"));
+  }
+  return list;
 }
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
@@ -248,32 +290,31 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     const Op op = write ? Op::Write : Op::Read;
     BoundEngine& engine = engine_of(self);
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
-    const auto count = static_cast<Py_ssize_t>(memories.size());
-
+    const std::size_t count = memories.size();
     const bool single = one_file(files);
-    const Ref names =
-        single ? Ref::borrowed(files)
-               : checked(PySequence_Fast(files, "files must be a path, a file descriptor, or a sequence of them"));
     const bool whole = offsets == Py_None;
-    const Ref places = whole ? Ref() : checked(PySequence_Fast(offsets, "file_offsets must be a sequence of integers"));
-    const auto expect = [count](Py_ssize_t length, const char* name) {
-      if (length != count) {
-        raise(bad_argument(std::string(name) + " has " + std::to_string(length) + " entries for " +
-                           std::to_string(count) + " tensors"));
-      }
-    };
-    if (!single) expect(PySequence_Fast_GET_SIZE(names.get()), "files");
-    if (!whole) expect(PySequence_Fast_GET_SIZE(places.get()), "file_offsets");
     if (whole && single) raise(bad_argument("file_offsets is needed when all tensors share one file"));
+    const auto length = static_cast<Py_ssize_t>(count);
+    const Ref names = single ? Ref() : entries(files, length, "files", "a path, a descriptor, or a sequence of them");
+    const Ref places = whole ? Ref() : entries(offsets, length, "file_offsets", "a sequence of integers");
 
+    std::map<FileName, std::shared_ptr<File>> opened;  // a name that comes again is opened once
+    std::vector<std::map<FileName, std::shared_ptr<File>>::iterator> file_of(count);
+    std::vector<std::uint64_t> offset_at(count, 0);
+    PyObject* previous = nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto index = static_cast<Py_ssize_t>(i);
+      PyObject* const name = single ? files : PySequence_Fast_GET_ITEM(names.get(), index);
+      file_of[i] = name == previous ? file_of[i - 1] : opened.try_emplace(name_of(name)).first;
+      previous = name;
+      if (!whole) offset_at[i] = offset_of(PySequence_Fast_GET_ITEM(places.get(), index));
+    }
     TransferBuilder builder(op, false, whole && op == Op::Write);
-    std::unordered_map<PyObject*, std::shared_ptr<File>> opened;  // by identity: a repeated name is opened once
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const name = single ? files : PySequence_Fast_GET_ITEM(names.get(), i);
-      std::shared_ptr<File>& file = opened[name];
-      if (!file) file = file_of(name, op, engine.cache());
-      builder.add(memories[static_cast<std::size_t>(i)], file,
-                  whole ? 0 : offset_of(PySequence_Fast_GET_ITEM(places.get(), i)));
+    {
+      const WithoutGil released;
+      for (auto& [name, file] : opened) file = name.open(op, engine.cache());
+      for (std::size_t i = 0; i < count; ++i) builder.add(memories[i], file_of[i]->second, offset_at[i]);
+      opened.clear();  // the job closes them when it ends
     }
     return wrap_operation(engine.submit(builder.take(), std::move(memories)));
   });
@@ -284,7 +325,7 @@ PyObject* staging_bytes(PyObject* self, PyObject*) {
 }
 
 PyObject* backend(PyObject* self, PyObject*) {
-  return PyUnicode_FromString(engine_of(self).backend());
+  return guarded([&] { return PyUnicode_FromString(engine_of(self).backend()); });
 }
 
 PyObject* sweep(PyObject* self, PyObject*) {
@@ -329,7 +370,8 @@ void engine_deallocate(PyObject* self) {
 }
 
 PyMethodDef engine_methods[] = {
-    {"run", run, METH_VARARGS, "run(write, memory, file, offset, validate) -> int. Blocks, on one lane; bytes moved."},
+    {"run", run, METH_VARARGS,
+     "run(write, memory, file, offset, validate, all_lanes=False) -> int. Blocks; bytes moved."},
     {"submit", submit, METH_VARARGS, "submit(write, memory, file, offset, validate) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
      "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
@@ -356,7 +398,10 @@ bool add_engine_type(PyObject* module) {
 }
 
 void shut_down_engines() {
-  for (BoundEngine* engine : BoundEngine::all()) engine->finish();
+  const std::set<BoundEngine*> now = BoundEngine::all();
+  for (BoundEngine* engine : now) {  // finishing lets other threads run, which may drop one
+    if (BoundEngine::all().count(engine) != 0) engine->finish();
+  }
 }
 
 }  // namespace nvme_ops

@@ -17,16 +17,10 @@ namespace {
 
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
 
-PyObject* tensor_class() {
-  static PyObject* const torch_tensor =
-      checked(PyObject_GetAttrString(checked(PyImport_ImportModule("torch")).get(), "Tensor")).release();
-  return torch_tensor;
-}
+PyTypeObject* tensor_class = nullptr;
 
 bool is_tensor(PyObject* object) {
-  const int answer = PyObject_IsInstance(object, tensor_class());
-  if (answer < 0) throw PythonError();
-  return answer == 1;
+  return PyObject_TypeCheck(object, tensor_class);
 }
 
 // Through torch's `_cdata`, the address of the TensorImpl: the headers that unwrap a tensor take 15 s to compile.
@@ -54,9 +48,9 @@ void require_memory(const c10::TensorImpl& tensor, const std::string& argument) 
   }
 }
 
-std::byte* data_of(const c10::TensorImpl& tensor, const TensorPointer& pointer, Op op) {
+std::byte* data_of(const TensorPointer& tensor, Op op) {
   // Reading changes the tensor, which must split a copy-on-write storage; writing from it must not.
-  const void* data = op == Op::Read ? pointer->mutable_data() : tensor.data();
+  const void* data = op == Op::Read ? tensor->mutable_data() : tensor->data();
   return static_cast<std::byte*>(const_cast<void*>(data));
 }
 
@@ -78,7 +72,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   if (memory.bytes > 0 && !tensor->is_cpu()) {
     memory.device = device_tensor(tensor.get());
   } else if (memory.bytes > 0) {
-    memory.data = data_of(*tensor, tensor, op);
+    memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
     memory.fast = memory.bytes > kInPlaceBytes &&
                   (BufferPool::instance().contains(memory.data, memory.bytes) || pinned_by_torch(object, *tensor));
@@ -122,6 +116,13 @@ std::vector<Memory> rows_of(PyObject* object, Op op, const std::string& argument
 }
 
 }  // namespace
+
+void find_tensor_class() {
+  const Ref torch = checked(PyImport_ImportModule("torch"));
+  Ref found = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
+  if (!PyType_Check(found.get())) raise_type_error("torch.Tensor is not a class");
+  tensor_class = reinterpret_cast<PyTypeObject*>(found.release());
+}
 
 Memory memory_of(PyObject* object, Op op, const char* argument) {
   return (is_tensor(object) ? memory_of_tensor : memory_of_buffer)(object, op, argument);

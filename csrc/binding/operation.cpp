@@ -10,6 +10,7 @@
 namespace nvme_ops {
 
 std::uint64_t Transfer::execute(Engine& engine, bool all_lanes, const Interrupted& interrupted) const {
+  if (validate) job->keep_files();
   if (all_lanes) {
     engine.submit(job);
     wait(*job, interrupted);
@@ -31,8 +32,8 @@ std::uint64_t Transfer::execute(Engine& engine, bool all_lanes, const Interrupte
   return moved;
 }
 
-Operation::Operation(std::shared_ptr<Outcome> result, std::vector<Memory> lent)
-    : outcome(std::move(result)), memories(std::move(lent)), generation(fork_generation()) {}
+Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> moving, std::vector<Memory> lent)
+    : outcome(std::move(result)), job(std::move(moving)), memories(std::move(lent)), generation(fork_generation()) {}
 
 Operation::~Operation() {
   if (retrieved || generation != fork_generation() || !outcome->done() || !outcome->failure()) return;
@@ -55,6 +56,8 @@ Worker& callbacks() {
   }
   return *worker;
 }
+
+constexpr std::chrono::milliseconds kSlice(kInterruptMilliseconds);
 
 struct OperationObject {
   PyObject_HEAD std::shared_ptr<Operation> operation;
@@ -88,23 +91,18 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
     const bool for_ever = argument == Py_None;
     const double seconds = for_ever ? 0 : PyFloat_AsDouble(argument);
     if (PyErr_Occurred()) throw PythonError();
+    if (seconds != seconds) raise(bad_argument("timeout must be a number of seconds, not nan"));
     const auto start = Clock::now();
     const auto keep = reinterpret_cast<OperationObject*>(self)->operation;
-    for (;;) {
-      std::chrono::milliseconds slice(kInterruptMilliseconds);
-      if (!for_ever) {
-        const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
-        slice =
-            std::min(slice, std::chrono::milliseconds(static_cast<long>(std::min(1.0, std::max(0.0, left)) * 1000)));
-      }
-      bool arrived = operation.outcome->done();
-      if (!arrived) {
+    while (!operation.outcome->done()) {
+      const double left = for_ever ? 1 : seconds - std::chrono::duration<double>(Clock::now() - start).count();
+      if (left <= 0) Py_RETURN_FALSE;
+      {
         const WithoutGil released;
-        arrived = operation.outcome->wait_for(slice);
+        const auto slice = std::chrono::microseconds(static_cast<long>(std::min(left, 1.0) * 1e6) + 1);
+        operation.outcome->wait_for(std::min<std::chrono::microseconds>(slice, kSlice));
       }
-      if (arrived) break;
       if (PyErr_CheckSignals() != 0) throw PythonError();
-      if (!for_ever && std::chrono::duration<double>(Clock::now() - start).count() >= seconds) Py_RETURN_FALSE;
     }
     settled(operation);
     Py_RETURN_TRUE;
@@ -131,7 +129,9 @@ PyObject* bytes(PyObject* self, PyObject*) {
 
 PyObject* add_callback(PyObject* self, PyObject* callable) {
   return guarded([&]() -> PyObject* {
+    require_own_process(operation_of(self));
     Worker& worker = callbacks();
+    worker.start();  // not on a lane, where nobody could be told that it failed
     Py_INCREF(callable);
     operation_of(self).outcome->then([&worker, callable] {
       worker.post([callable] {

@@ -33,10 +33,11 @@ struct Transfer {
 
 // Created and destroyed with the GIL held. A failure nobody asked for is reported when the last reference goes.
 struct Operation {
-  Operation(std::shared_ptr<Outcome> outcome, std::vector<Memory> memories);
+  Operation(std::shared_ptr<Outcome> outcome, std::shared_ptr<Job> job, std::vector<Memory> memories);
   ~Operation();
 
   std::shared_ptr<Outcome> outcome;
+  std::shared_ptr<Job> job;  // to stop it
   std::vector<Memory> memories;
   unsigned long generation;
   bool retrieved = false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <Python.h>
+#include <unistd.h>
 
 #include <exception>
 #include <new>
@@ -50,12 +51,25 @@ inline Ref checked(PyObject* stolen) {
   throw PythonError();
 }
 
+// Python ends other threads at exit by unwinding them from the call that takes the GIL. Nothing of ours may be unwound:
+// such a thread sleeps until the process is gone.
+template <class Take>
+void take_gil(Take&& take) noexcept {
+  try {
+    take();
+  } catch (...) {
+    for (;;) ::pause();
+  }
+}
+
 class WithoutGil {
 public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  ~WithoutGil() {
+    take_gil([this] { PyEval_RestoreThread(state_); });
+  }
 
 private:
   PyThreadState* state_;
@@ -63,13 +77,15 @@ private:
 
 class WithGil {
 public:
-  WithGil() : state_(PyGILState_Ensure()) {}
+  WithGil() {
+    take_gil([this] { state_ = PyGILState_Ensure(); });
+  }
   WithGil(const WithGil&) = delete;
   WithGil& operator=(const WithGil&) = delete;
   ~WithGil() { PyGILState_Release(state_); }
 
 private:
-  PyGILState_STATE state_;
+  PyGILState_STATE state_ = PyGILState_LOCKED;
 };
 
 // For engine waits: true when a signal's handler, Ctrl-C's say, has raised. The exception stays set on this thread.

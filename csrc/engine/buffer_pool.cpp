@@ -22,6 +22,8 @@ std::size_t size_class(std::size_t bytes) {
   return size;
 }
 
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+
 // MAP_HUGE_2MB: the default size may be 1 GiB.
 constexpr int kHugeTlbPages = 21 << 26;
 
@@ -36,9 +38,13 @@ std::byte* map_pages(std::size_t bytes) {
   }
   // Reserved huge pages first: they succeed only when they are there in full.
   void* reserved = map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages);
-  if (reserved != MAP_FAILED) return static_cast<std::byte*>(reserved);
+  if (reserved != MAP_FAILED) {
+    // A limit on huge pages shows at the first touch, and kills: better to meet it here.
+    if (::madvise(reserved, bytes, kPopulateWrite) == 0) return static_cast<std::byte*>(reserved);
+    ::munmap(reserved, bytes);
+  }
 
-  void* room = map(nullptr, bytes + kHugePage, MAP_NORESERVE);
+  void* room = map(nullptr, bytes + kHugePage, 0);
   if (room == MAP_FAILED) return nullptr;
   auto* start = static_cast<std::byte*>(room);
   const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(start) % kHugePage) % kHugePage;
@@ -48,9 +54,18 @@ std::byte* map_pages(std::size_t bytes) {
   return start + head;
 }
 
+// A number of bytes, with K, M or G.
 std::size_t bound_from_environment() {
   const char* text = std::getenv("NVME_OPS_POOL_BYTES");
-  return text != nullptr && *text != '\0' ? std::strtoull(text, nullptr, 10) : kPoolBytes;
+  if (text == nullptr || *text == '\0') return kPoolBytes;
+  char* end = nullptr;
+  const unsigned long long number = std::strtoull(text, &end, 10);
+  const std::string units = "KMG";
+  const std::size_t unit = *end == '\0' ? std::string::npos : units.find(*end);
+  if (end == text || *text == '-' || (*end != '\0' && (unit == std::string::npos || end[1] != '\0'))) {
+    raise(bad_argument(std::string("NVME_OPS_POOL_BYTES='") + text + "' is not a number of bytes such as 256M"));
+  }
+  return *end == '\0' ? number : number << (10 * (unit + 1));
 }
 
 }  // namespace
@@ -98,12 +113,12 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   const std::size_t size = found->second;
   live_.erase(found);
   live_bytes_ -= size;
-  // What is kept already and exceeds a smaller bound was kept under a larger one: it stays, this goes.
-  if (size > bound || (bound < bound_ && cached_bytes_ + size > bound)) {
+  // Under a bound of its own, memory counts against its like only: cached tensors do not displace staging memory.
+  if (size > bound || (bound < bound_ && (cached_.count(size) + 1) * size > bound)) {
     ::munmap(memory, size);
     return;
   }
-  free_cached(bound - size);
+  if (bound == bound_) free_cached(bound - size);
   cached_.emplace(size, memory);
   cached_bytes_ += size;
 }

@@ -18,8 +18,13 @@ using Clock = std::chrono::steady_clock;
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
   const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
-  return {options.backends,      options.block_size,     options.queue_depth,
-          options.single_submit, options.overlap_events, std::make_shared<StagingBudget>(chunks - guaranteed)};
+  return {options.backends,
+          options.block_size,
+          options.queue_depth,
+          options.single_submit,
+          options.overlap_events,
+          std::make_shared<StagingBudget>(chunks - guaranteed),
+          std::make_shared<std::atomic<const Backend*>>(options.backends.front())};
 }
 
 }  // namespace
@@ -104,14 +109,17 @@ void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted
   job->expect_shares(1);
   inline_lane_.add(split(job, 1).front());
   auto asked = Clock::now();
+  bool stop = false;
   while (inline_lane_.busy()) {
     const bool progress = inline_lane_.step(milliseconds(kInterruptMilliseconds));
     const auto now = Clock::now();
-    if (progress && now - asked < milliseconds(kInterruptMilliseconds)) continue;
+    if (stop || !inline_lane_.busy() || (progress && now - asked < milliseconds(kInterruptMilliseconds))) continue;
     asked = now;
-    if (!job->stopped() && interrupted()) job->fail(interrupted_failure());
+    stop = interrupted();
+    if (stop) job->fail(interrupted_failure());
   }
   inline_lane_.rest();
+  if (stop) raise(interrupted_failure());
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
@@ -146,9 +154,13 @@ void Engine::abandon() noexcept {
 }
 
 void wait(Job& job, const Interrupted& interrupted) {
+  bool stop = false;
   while (!job.outcome()->wait_for(milliseconds(kInterruptMilliseconds))) {
-    if (!job.stopped() && interrupted()) job.fail(interrupted_failure());
+    if (stop || !interrupted()) continue;
+    stop = true;
+    job.fail(interrupted_failure());
   }
+  if (stop) raise(interrupted_failure());
 }
 
 Failure interrupted_failure() {

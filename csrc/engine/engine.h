@@ -34,12 +34,14 @@ public:
   ~Engine();  // finishes what was submitted
 
   // On this thread, with one lane; returns when the job has ended. A second thread's job goes to the lane threads.
+  // Throws IoError (Interrupted) when it was interrupted; nothing is in flight then either.
   void run(const std::shared_ptr<Job>& job, const Interrupted& interrupted);
 
   // On the lane threads; returns at once.
   void submit(const std::shared_ptr<Job>& job);
 
   std::size_t staging_bytes() const;
+  const char* backend() const { return options_.in_use->load()->name; }
 
   // In the child of a fork: closes inherited rings. The lanes' threads do not exist here: never destroy the engine.
   void abandon() noexcept;
@@ -55,7 +57,7 @@ private:
   std::size_t next_ = 0;  // where the next job's first share goes
 };
 
-// Waits for `outcome`; when `interrupted` says so, stops `job` and waits for what is in flight.
+// Waits for the job to end; when `interrupted` says so, stops it, waits for what is in flight and throws IoError.
 void wait(Job& job, const Interrupted& interrupted);
 
 Failure interrupted_failure();

@@ -5,8 +5,8 @@
 #include <linux/fs.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/syscall.h>
-#include <sys/sysmacros.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -51,8 +51,10 @@ int open_retrying(const char* path, int flags) {
 std::uint64_t logical_block_size(const struct statx& status) {
   char path[96];
   for (const char* queue : {"queue", "../queue"}) {  // a disk has its own, a partition its disk's
-    std::snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%s/logical_block_size", status.stx_dev_major,
-                  status.stx_dev_minor, queue);
+    const bool device = S_ISBLK(status.stx_mode);
+    std::snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%s/logical_block_size",
+                  device ? status.stx_rdev_major : status.stx_dev_major,
+                  device ? status.stx_rdev_minor : status.stx_dev_minor, queue);
     if (FILE* file = std::fopen(path, "re")) {
       unsigned long bytes = 0;
       const int fields = std::fscanf(file, "%lu", &bytes);
@@ -61,6 +63,13 @@ std::uint64_t logical_block_size(const struct statx& status) {
     }
   }
   return kPageSize;
+}
+
+void require_storage(mode_t mode, const std::string& path) {
+  if (S_ISDIR(mode)) raise(system_failure(EISDIR, "opening the file", path));
+  if (!S_ISREG(mode) && !S_ISBLK(mode)) {
+    raise(system_failure(ESPIPE, "opening what is neither a regular file nor a block device", path));
+  }
 }
 
 bool power_of_two(std::uint64_t value) {
@@ -82,9 +91,12 @@ std::shared_ptr<File> File::open_as(const std::string& name, std::string path, O
   std::shared_ptr<File> file(new File(std::move(path), op, cache));
   const int flags = access_mode(op) | (op == Op::Write ? O_CREAT : 0);
   const std::string operation = std::string("opening the file to ") + name_of(op);
+  // Opening a pipe would wait for somebody at its other end.
+  struct stat status;
+  if (::stat(name.c_str(), &status) == 0) require_storage(status.st_mode, file->path_);
   if (cache != Cache::Buffered) {
     file->direct_ = UniqueFd(open_retrying(name.c_str(), flags | O_DIRECT));
-    if (!file->direct_ && errno != EINVAL) raise(system_failure(errno, operation, file->path_));
+    if (!file->direct_ && errno != EINVAL && errno != EOPNOTSUPP) raise(system_failure(errno, operation, file->path_));
   }
   if (!file->direct_) {
     file->buffered_ = UniqueFd(open_retrying(name.c_str(), flags));
@@ -107,6 +119,8 @@ std::shared_ptr<File> File::adopt(int fd, Op op, Cache cache) {
     raise(
         system_failure(EBADF, "file descriptor " + std::to_string(fd) + " is not open to " + name_of(op), file->path_));
   }
+  struct stat status;
+  if (::fstat(fd, &status) == 0) require_storage(status.st_mode, file->path_);
   // Reopening gives flags of our own: O_DIRECT or not, and never O_APPEND, which would ignore our offsets.
   if (cache != Cache::Buffered) file->direct_ = UniqueFd(open_retrying(name.c_str(), access_mode(op) | O_DIRECT));
   if (!file->direct_) file->buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op)));
@@ -129,13 +143,11 @@ void File::inspect() {
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | kStatxDirectAlignment, &status.base) < 0) {
     raise(system_failure(errno, "reading the file's status", path_));
   }
-  if (S_ISDIR(status.base.stx_mode)) raise(system_failure(EISDIR, "opening the file", path_));
+  require_storage(status.base.stx_mode, path_);
   regular_ = S_ISREG(status.base.stx_mode);
   size_ = status.base.stx_size;
   if (S_ISBLK(status.base.stx_mode)) {
     if (::ioctl(fd, BLKGETSIZE64, &size_) < 0) raise(system_failure(errno, "asking for the device's size", path_));
-  } else if (!regular_) {
-    raise(system_failure(ESPIPE, "opening what is neither a regular file nor a block device", path_));
   }
   if (!direct_) return;
   if ((status.base.stx_mask & kStatxDirectAlignment) == 0) {
@@ -148,7 +160,12 @@ void File::inspect() {
                        memory_alignment_ <= kPageSize && offset_alignment_ <= kMaxEdge;
   }
   const std::uint64_t block = status.base.stx_blksize;
-  edge_ = std::max({kPageSize, offset_alignment_, power_of_two(block) && block <= kMaxEdge ? block : 0});
+  edge_ = std::max({page_size(), offset_alignment_, power_of_two(block) && block <= kMaxEdge ? block : 0});
+}
+
+std::uint64_t page_size() {
+  static const auto bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
 }
 
 void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
@@ -173,22 +190,23 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
   }
 }
 
+// Asks for the room first and lengthens the file afterwards, so that a full disk changes nothing that anybody sees.
 void File::grow(std::uint64_t start, std::uint64_t end) {
   const int fd = direct_ ? direct_.get() : buffered_.get();
-  int result;
-  do {
-    result = ::fallocate(fd, 0, static_cast<off_t>(start), static_cast<off_t>(end - start));
-  } while (result < 0 && errno == EINTR);
-  if (result == 0) {
+  const auto from = static_cast<off_t>(start);
+  const auto length = static_cast<off_t>(end - start);
+  int error = 0;
+  struct statfs disk;
+  if (::fstatfs(fd, &disk) == 0 && disk.f_blocks > 0) {
+    const std::uint64_t blocks = ::geteuid() == 0 ? disk.f_bfree : disk.f_bavail;
+    if (blocks * static_cast<std::uint64_t>(disk.f_bsize) < end - start) error = ENOSPC;
+  }
+  if (error == 0 && (::fallocate(fd, FALLOC_FL_KEEP_SIZE, from, length) < 0 || ::fallocate(fd, 0, from, length) < 0)) {
+    error = errno;
+  }
+  if (error == 0) {
     size_ = end;
-  } else if (errno != EOPNOTSUPP && errno != ENOSYS) {
-    const int error = errno;
-    // A disk that fills up midway has grown the file already.
-    struct stat now;
-    if (::fstat(fd, &now) == 0 && static_cast<std::uint64_t>(now.st_size) > size_) {
-      if (::ftruncate(fd, static_cast<off_t>(size_)) < 0) { /* the first error is the one to report */
-      }
-    }
+  } else if (error != EOPNOTSUPP && error != ENOSYS && error != EINTR) {  // these only cost speed
     raise(system_failure(
         error, "making room for " + std::to_string(end - start) + " bytes at offset " + std::to_string(start), path_));
   }
@@ -197,14 +215,22 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
 int File::buffered() {
   const std::lock_guard<std::mutex> lock(opening_);
   if (buffered_) return buffered_.get();
-  // Not by path: it may name another file by now.
+  // By the descriptor, since the path may name another file by now; by path where there is no /proc.
   const std::string name = "/proc/self/fd/" + std::to_string(direct_.get());
   buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op_)));
-  if (!buffered_) raise(system_failure(errno, "opening the file a second time, without O_DIRECT", path_));
+  if (!buffered_) {
+    const int error = errno;
+    UniqueFd again(open_retrying(path_.c_str(), access_mode(op_)));
+    struct stat ours, theirs;
+    const bool same = again && ::fstat(direct_.get(), &ours) == 0 && ::fstat(again.get(), &theirs) == 0 &&
+                      ours.st_dev == theirs.st_dev && ours.st_ino == theirs.st_ino;
+    if (!same) raise(system_failure(error, "opening the file a second time, without O_DIRECT", path_));
+    buffered_ = std::move(again);
+  }
   return buffered_.get();
 }
 
-bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes) {
+bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
   constexpr long kCachestat = 451;
   struct {
     std::uint64_t offset, bytes;
@@ -212,15 +238,36 @@ bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes) {
   struct {
     std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
   } statistics{};
-  if (::syscall(kCachestat, fd, &range, &statistics, 0) == 0) {
-    const std::uint64_t pages = (offset + bytes - 1) / kPageSize - offset / kPageSize + 1;
-    return statistics.cached >= pages;
+  if (cachestat_works_.load(std::memory_order_relaxed)) {
+    if (::syscall(kCachestat, direct_.get(), &range, &statistics, 0) == 0) {
+      return statistics.cached >= (offset + bytes - 1) / page_size() - offset / page_size() + 1;
+    }
+    // Older than Linux 6.5, or a file that is neither ours nor ours to write.
+    cachestat_works_.store(false, std::memory_order_relaxed);
   }
-  // Older kernels: a read that may not wait. It can start a readahead where it finds nothing, so one page is all we
-  // ask.
-  std::byte page[kPageSize];
-  iovec vector{page, static_cast<std::size_t>(std::min<std::uint64_t>(bytes, kPageSize))};
-  return ::preadv2(fd, &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
+  // A read that may not wait. It can start a readahead where it finds nothing, so one byte is all we ask.
+  std::byte byte;
+  iovec vector{&byte, 1};
+  return ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
+}
+
+std::uint64_t File::read_cached(std::byte* memory, std::uint64_t offset, std::uint64_t bytes) {
+  try {
+    if (!cached(offset, bytes)) return 0;
+    const iovec vector{memory, bytes};
+    const ssize_t got = ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT);
+    return got > 0 ? static_cast<std::uint64_t>(got) : 0;
+  } catch (const IoError&) {  // no second descriptor to be had: a direct read does it too
+    return 0;
+  }
+}
+
+int File::close() {
+  int error = 0;
+  for (UniqueFd* fd : {&direct_, &buffered_}) {
+    if (*fd && ::close(fd->release()) < 0 && errno != EINTR) error = errno;
+  }
+  return error;
 }
 
 }  // namespace nvme_ops

@@ -38,6 +38,14 @@ public:
   bool direct_possible() const { return direct_possible_.load(std::memory_order_relaxed); }
   int direct() const { return direct_.get(); }
   int buffered();  // opened at first use; throws IoError
+
+  // Reads what the page cache has of the range, from its start on and without waiting, if it has all of it. Returns
+  // bytes.
+  std::uint64_t read_cached(std::byte* memory, std::uint64_t offset, std::uint64_t bytes);
+
+  // When nothing is in flight any more. Returns errno: some file systems report a failed write no earlier.
+  int close();
+
   std::uint64_t memory_alignment() const { return memory_alignment_; }
   std::uint64_t offset_alignment() const { return offset_alignment_; }
 
@@ -51,6 +59,8 @@ private:
   File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
   static std::shared_ptr<File> open_as(const std::string& name, std::string path, Op op, Cache cache);
   void inspect();
+  // Never starts I/O on a kernel that can tell (cachestat, Linux 6.5). Throws IoError.
+  bool cached(std::uint64_t offset, std::uint64_t bytes);
   void grow(std::uint64_t start, std::uint64_t end);
 
   const std::string path_;
@@ -59,6 +69,7 @@ private:
   UniqueFd direct_, buffered_;
   std::mutex opening_;
   std::atomic<bool> direct_possible_{false};
+  std::atomic<bool> cachestat_works_{true};
   bool regular_ = true;
   std::uint64_t size_ = 0;
   std::uint64_t memory_alignment_ = 512;
@@ -66,7 +77,6 @@ private:
   std::uint64_t edge_ = 4096;
 };
 
-// Whether all of the range is in the page cache. Never starts I/O on a kernel that can tell (cachestat, Linux 6.5).
-bool in_page_cache(int fd, std::uint64_t offset, std::uint64_t bytes);
+std::uint64_t page_size();
 
 }  // namespace nvme_ops

@@ -43,16 +43,35 @@ public:
   void end_share(std::uint64_t moved) {
     moved_.fetch_add(moved, std::memory_order_relaxed);
     if (shares_.fetch_sub(1) != 1) return;
-    if (failure_) {
-      outcome_->fail(*failure_);
+    if (!keep_files_) close_files();
+    std::optional<Failure> failure;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      failure = failure_;
+    }
+    if (failure) {
+      outcome_->fail(std::move(*failure));
     } else {
       outcome_->succeed(moved_.load());
     }
   }
 
+  // Whoever waits finds the files closed, unless it still has to read them back.
+  void keep_files() { keep_files_ = true; }
+
 private:
+  void close_files() {
+    for (; !extents_.empty(); extents_.pop_back()) {
+      std::shared_ptr<File>& file = extents_.back().file;
+      if (file.use_count() != 1) continue;
+      const int error = file->close();
+      if (error != 0 && op_ == Op::Write) fail(system_failure(error, "closing the file", file->path()));
+    }
+  }
+
   const Op op_;
-  const std::vector<Extent> extents_;
+  std::vector<Extent> extents_;
+  bool keep_files_ = false;
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   std::atomic<std::size_t> shares_{0};
   std::atomic<std::uint64_t> moved_{0};

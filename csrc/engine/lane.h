@@ -1,6 +1,7 @@
 // One queue kept full: takes shares, plans pieces, submits them, judges every completion. Used by one thread at a time.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -22,15 +23,15 @@ struct LaneOptions {
   bool single_submit;   // one system call per request, against one per batch
   bool overlap_events;  // refill the queue after every completion, against after an eighth of it
   std::shared_ptr<StagingBudget> staging;
+  std::shared_ptr<std::atomic<const Backend*>> in_use;  // told which backend opened
 };
 
 class Lane {
 public:
   explicit Lane(LaneOptions options);
-  ~Lane();
 
   void add(Share share);
-  bool busy() const { return !active_.empty(); }
+  bool busy() const { return !planning_.empty() || !draining_.empty(); }
 
   // Plans and submits what fits, then collects completions, waiting at most `timeout` when there is nothing else to do.
   // Returns false when the wait brought nothing: a good moment to look for signals.
@@ -50,8 +51,9 @@ private:
     std::size_t extent;      // where planning stands
     std::uint64_t position;  // in that extent
     std::uint64_t moved = 0;
-    unsigned in_flight = 0;
-    bool planned = false;  // to its end
+    unsigned in_flight = 0;  // pieces in flight, and rests
+    bool planned = false;    // to its end
+    std::list<ActiveShare>::iterator self = {};
   };
   // Part of an extent that a short or refused transfer left behind.
   struct Rest {
@@ -70,20 +72,22 @@ private:
   };
   enum class Planned { Piece, Copied, Stalled, Nothing };
 
-  void open_queue();
+  bool open_queue();
   bool plan();  // true: there is more that could be planned at once
   Planned plan_next();
-  Planned plan_piece(ActiveShare& share, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
+  Planned plan_rest();
+  Planned plan_share(ActiveShare& active);
+  Planned plan_piece(ActiveShare& active, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
                      std::uint64_t* advanced);
+  bool stage(const Job& job, const Piece& piece, std::byte* memory, Request* request, StagingBlock* block);
   bool registered(const StagingBlock& block);
-  std::uint64_t read_from_cache(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes);
   void submit();
   void complete(const Completion& completion);
   void judge(Flight& flight, std::int64_t result);
-  void fail_everything(const Failure& failure);
-  void drop_unsubmitted(const Failure& failure);
-  void finish_shares();
   void release(Flight& flight);
+  void end_planning(ActiveShare& active);
+  void let_go(ActiveShare& active);
+  void finish_shares();
 
   const LaneOptions options_;
   const unsigned depth_;
@@ -91,7 +95,8 @@ private:
   StagingArea staging_;
   std::vector<bool> registered_;  // by staging chunk
   bool may_register_ = true;      // until locked memory is refused
-  std::list<ActiveShare> active_;
+  std::list<ActiveShare> planning_, draining_;
+  std::vector<ActiveShare*> ended_;
   std::deque<Rest> rests_;
   std::vector<Flight> flights_;
   std::vector<unsigned> free_flights_;

@@ -1,6 +1,7 @@
 // A result that arrives once: bytes moved or a failure. Anyone may wait for it or be told.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -19,22 +20,19 @@ public:
   void succeed(std::uint64_t bytes) { settle(bytes, std::nullopt); }
   void fail(Failure failure) { settle(0, std::move(failure)); }
 
-  bool done() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return done_;
-  }
+  bool done() const { return done_.load(std::memory_order_acquire); }  // takes no lock: a forked child may ask
 
   // False when `timeout` passed first.
-  bool wait_for(std::chrono::milliseconds timeout) const {
+  bool wait_for(std::chrono::microseconds timeout) const {
     std::unique_lock<std::mutex> lock(mutex_);
-    return settled_.wait_for(lock, timeout, [this] { return done_; });
+    return settled_.wait_for(lock, timeout, [this] { return done(); });
   }
 
   // Runs `listener` on the thread that settles the outcome, at once if it is settled.
   void then(std::function<void()> listener) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!done_) {
+      if (!done()) {
         listeners_.push_back(std::move(listener));
         return;
       }
@@ -62,7 +60,7 @@ private:
 
   mutable std::mutex mutex_;
   mutable std::condition_variable settled_;
-  bool done_ = false;
+  std::atomic<bool> done_{false};
   std::uint64_t bytes_ = 0;
   std::optional<Failure> failure_;
   std::vector<std::function<void()>> listeners_;

@@ -45,7 +45,6 @@ void StagingArea::release(const StagingBlock& block) {
 
 void StagingArea::trim() {
   while (!chunks_.empty()) {
-    NVME_INVARIANT(chunks_.back().free_units == kUnits);
     BufferPool::instance().release(chunks_.back().memory, kIdleBytes);
     chunks_.pop_back();
     if (!chunks_.empty()) budget_->give_back();

@@ -56,9 +56,6 @@ public:
   // With nothing in use: gives everything back.
   void trim();
 
-  // Leaves the memory alone for ever: the kernel may still write to it.
-  void forget() { chunks_.clear(); }
-
 private:
   static constexpr std::size_t kUnit = kPageSize;
   static constexpr std::size_t kUnits = kChunk / kUnit;

@@ -19,9 +19,15 @@ public:
   Worker& operator=(const Worker&) = delete;
   ~Worker() { stop(); }
 
-  void post(std::function<void()> task) {
+  // Throws std::system_error where no thread can be had; so does post() when it is the first.
+  void start() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!thread_.joinable()) thread_ = quiet_thread([this] { serve(); });
+  }
+
+  void post(std::function<void()> task) {
+    start();
+    const std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
     wake_.notify_one();
   }
@@ -36,7 +42,8 @@ public:
       wake_.notify_one();
       ending = std::move(thread_);
     }
-    ending.join();
+    // Called by one of its own tasks, it ends when that task does.
+    ending.get_id() == std::this_thread::get_id() ? ending.detach() : ending.join();
   }
 
 private:

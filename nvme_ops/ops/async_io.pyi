@@ -38,7 +38,16 @@ class Engine:
         cache: str,
         /,
     ) -> Engine: ...
-    def run(self, write: bool, memory: object, file: _File, offset: int | None, validate: bool, /) -> int: ...
+    def run(
+        self,
+        write: bool,
+        memory: object,
+        file: _File,
+        offset: int | None,
+        validate: bool,
+        all_lanes: bool = False,
+        /,
+    ) -> int: ...
     def submit(self, write: bool, memory: object, file: _File, offset: int | None, validate: bool, /) -> Operation: ...
     def submit_many(
         self,
