@@ -88,8 +88,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         }.items():
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-            if value >= 2**63:
-                raise ValueError(f"{name} must be below 2**63, not {value}")
+            if not 1 <= value < 2**63:
+                raise ValueError(f"{name} must lie between 1 and 2**63 - 1, not {value}")
         self._block_size = block_size
         self._queue_depth = queue_depth
         self._single_submit = bool(single_submit)

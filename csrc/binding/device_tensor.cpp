@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -31,8 +32,16 @@ struct Slot {
   ~Slot() {
     while (job && !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
     }
+  }
+};
+
+// The same for the device: goes before the slots do.
+struct StreamEnd {
+  const c10::Stream stream;
+
+  ~StreamEnd() {
     try {
-      if (copy) copy->synchronize();
+      stream.synchronize();
     } catch (const c10::Error&) {  // the device has failed: it copies nothing more
     }
   }
@@ -90,7 +99,7 @@ StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
 void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
                                   const Interrupted& interrupted) {
   translated([&] {
-    const c10::NoGradGuard no_grad;
+    const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
     const c10::impl::VirtualGuardImpl device(flat_.device().type());
     // The side stream becomes current for this scope only; the caller's device and stream come back with it.
     const c10::StreamGuard side(device.getStreamFromGlobalPool(flat_.device()));
@@ -99,6 +108,7 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
     const auto total = static_cast<std::uint64_t>(flat_.numel());
     const std::size_t count = std::min<std::uint64_t>(kChunks, (total + kChunk - 1) / kChunk);
     std::array<Slot, kChunks> slots;
+    const StreamEnd end{side.current_stream()};
     std::optional<Failure> failure;
 
     const auto on_device = [&](const Slot& slot) {
@@ -162,7 +172,7 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
 void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
                                  const Interrupted& interrupted) {
   translated([&] {
-    const c10::NoGradGuard no_grad;
+    const c10::InferenceMode plain_memory;
     const auto total = static_cast<std::uint64_t>(flat_.numel());
     const at::Tensor stored = page_locked(flat_, std::min(total, kChunk));
     for (std::uint64_t position = 0; position < total; position += kChunk) {

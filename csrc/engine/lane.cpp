@@ -15,6 +15,7 @@ namespace nvme_ops {
 namespace {
 
 constexpr std::size_t kReapAtOnce = 16;               // then feed the queue again
+constexpr unsigned kTurn = 16;                        // pieces of one share planned before the next one's turn
 constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
 constexpr std::chrono::milliseconds kPause(1);        // before asking again a kernel that had no room
 
@@ -89,7 +90,7 @@ bool Lane::plan() {
   return false;
 }
 
-// Rests first, then the shares in turn, so that a small request need not wait for a large one before it.
+// Rests first, then the shares in order, but no large one keeps a small one behind it waiting to its end.
 Lane::Planned Lane::plan_next() {
   while (!rests_.empty()) {
     const Planned planned = plan_rest();
@@ -102,7 +103,10 @@ Lane::Planned Lane::plan_next() {
       end_planning(active);
       continue;
     }
-    if (planned != Planned::Stalled) planning_.splice(planning_.end(), planning_, active.self);
+    if (planned != Planned::Stalled && ++active.turn == kTurn) {
+      active.turn = 0;
+      planning_.splice(planning_.end(), planning_, active.self);
+    }
     return planned;
   }
   return Planned::Nothing;

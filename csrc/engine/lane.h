@@ -52,6 +52,7 @@ private:
     std::uint64_t position;  // in that extent
     std::uint64_t moved = 0;
     unsigned in_flight = 0;  // pieces in flight, and rests
+    unsigned turn = 0;       // pieces planned since it had its turn
     bool planned = false;    // to its end
     std::list<ActiveShare>::iterator self = {};
   };
