@@ -24,7 +24,7 @@ define quietly
 	@echo "pip install $(1)"; $(PIP) $(1) >$(LOG) 2>&1 || { cat $(LOG); exit 1; }
 endef
 
-NATIVE_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' | sort)
+NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device -name '*.h' -o -name '*.cpp' | sort)
 
 .PHONY: demo test build lint format bench gpu-test sanitize clean
 .DELETE_ON_ERROR:

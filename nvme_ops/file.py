@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
@@ -13,6 +13,11 @@ from nvme_ops.handle import aio_handle
 if TYPE_CHECKING:
     import torch
     from _typeshed import ReadableBuffer, WriteableBuffer
+
+    class _RawFile(io.RawIOBase, BinaryIO):  # what torch.save and others ask for
+        pass
+else:
+    _RawFile = io.RawIOBase
 
 _FLAGS = {
     "r": os.O_RDONLY,
@@ -48,7 +53,7 @@ def open(  # noqa: A001  (used as nvme_ops.open)
     return File(path, mode, handle=handle)
 
 
-class File(io.RawIOBase):
+class File(_RawFile):
     """An open file: a raw binary stream with a position, and tensor transfers at offsets beside it.
 
     Stream reads and writes of 256 KiB or more, and all tensor transfers, go through an ``aio_handle``. Nothing is
@@ -67,8 +72,8 @@ class File(io.RawIOBase):
         plain = mode.replace("b", "", 1)
         if plain not in _FLAGS:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
-        self.name = path
-        self.mode = plain
+        self._name = path
+        self._mode = plain
         self._handle = handle or _shared_handle()
         self._engine = self._handle._engine
         self._position = 0
@@ -76,6 +81,16 @@ class File(io.RawIOBase):
         self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
         if self.mode == "a":
             self._position = self._size()
+
+    @property
+    def name(self) -> Any:
+        """The path as it was given."""
+        return self._name
+
+    @property
+    def mode(self) -> str:
+        """``r``, ``w``, ``r+`` or ``a``."""
+        return self._mode
 
     # Tensors
 

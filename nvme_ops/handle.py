@@ -250,7 +250,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def submit_pread(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
-        Raises at once what is wrong with the arguments or with opening the file; later errors come from the future.
+        Raises at once what is wrong with the arguments, with opening the file or with its length; what goes wrong later
+        comes from the future.
         """
         return IoFuture(self._engine.submit(False, tensor, file, file_offset, False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import sys
+from typing import cast
 
 import torch
 
@@ -25,16 +26,17 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
         ValueError: a negative size.
         OSError: there is not enough memory (errno ENOMEM).
     """
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if any(not isinstance(length, int) for length in shape):
-        raise TypeError(f"size must consist of integers: {shape}")
-    if any(length < 0 for length in shape):  # type: ignore[operator]
+    given = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    if not all(isinstance(length, int) for length in given):
+        raise TypeError(f"size must consist of integers: {given}")
+    shape = cast("tuple[int, ...]", given)
+    if any(length < 0 for length in shape):
         raise ValueError(f"size must not be negative: {shape}")
     dtype = dtype or torch.get_default_dtype()
     elements = math.prod(shape)
     if elements == 0:
-        return torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+        return torch.empty(shape, dtype=dtype)
     if elements * dtype.itemsize > sys.maxsize:
         raise OSError(errno.ENOMEM, f"a tensor of {elements * dtype.itemsize} bytes does not fit any memory")
     buffer = native().Buffer(elements * dtype.itemsize)
-    return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)  # type: ignore[arg-type]
+    return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)

@@ -84,20 +84,27 @@ def unite(folder: Path, recipe: Recipe) -> list[Path]:
 def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
     from torch.utils import cpp_extension
 
-    # torch remembers builds by name and skips, or renames, a second one in the same process (after a failure, say)
-    cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(recipe.name, None)
-    cpp_extension.load(
-        name=recipe.name,
-        sources=[str(path) for path in units],
-        extra_cflags=_for_ninja(recipe.cxx_args),
-        extra_cuda_cflags=_for_ninja(recipe.nvcc_args),
-        extra_ldflags=_for_ninja(recipe.ldflags),
-        extra_include_paths=list(recipe.include_paths),
-        build_directory=str(folder),
-        with_cuda=False,
-        is_python_module=False,  # imported from its final place, under its full name
-        verbose=False,  # else torch prints the compiler's words instead of raising them
-    )
+    # torch remembers builds by name, and would skip or rename a second one of that name in this process: our own after
+    # a failure, or DeepSpeed's op, which is called the same
+    remembered = cpp_extension.JIT_EXTENSION_VERSIONER.entries
+    before = remembered.pop(recipe.name, None)
+    try:
+        cpp_extension.load(
+            name=recipe.name,
+            sources=[str(path) for path in units],
+            extra_cflags=_for_ninja(recipe.cxx_args),
+            extra_cuda_cflags=_for_ninja(recipe.nvcc_args),
+            extra_ldflags=_for_ninja(recipe.ldflags),
+            extra_include_paths=list(recipe.include_paths),
+            build_directory=str(folder),
+            with_cuda=False,
+            is_python_module=False,  # imported from its final place, under its full name
+            verbose=False,  # else torch prints the compiler's words instead of raising them
+        )
+    finally:
+        remembered.pop(recipe.name, None)
+        if before is not None:
+            remembered[recipe.name] = before
 
 
 def _for_ninja(flags: Sequence[str]) -> list[str]:

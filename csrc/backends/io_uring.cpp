@@ -132,12 +132,17 @@ public:
 
   std::size_t submit(const Request* requests, std::size_t count) override {
     std::size_t taken = 0;
-    unsigned tail = *sq_tail_;
-    while (taken < count && tail - load_acquire(sq_head_) < sq_entries_) {
-      prepare(sqes_[tail & sq_mask_], requests[taken++]);
-      store_release(sq_tail_, ++tail);
+    for (; taken < count; ++taken) {
+      if (broken_ != 0) {
+        refused_.push_back({requests[taken].token, -broken_});
+        continue;
+      }
+      const unsigned tail = *sq_tail_;
+      if (tail - load_acquire(sq_head_) == sq_entries_) break;
+      prepare(sqes_[tail & sq_mask_], requests[taken]);
+      store_release(sq_tail_, tail + 1);
       ++unsubmitted_;
-      if (single_submit_ && broken_ == 0) enter(0, nullptr);
+      if (single_submit_) enter(0, nullptr);
     }
     return taken;
   }
@@ -150,10 +155,7 @@ public:
       enter(ready < least ? static_cast<unsigned>(least) : 0, &wait);
     }
     std::size_t count = 0;
-    // What never entered the kernel fails with the error that kept it out.
-    for (; broken_ != 0 && unsubmitted_ > 0 && count < most; --unsubmitted_) {
-      completions[count++] = {sqes_[(*sq_tail_ - unsubmitted_) & sq_mask_].user_data, -broken_};
-    }
+    for (; count < most && !refused_.empty(); refused_.pop_back()) completions[count++] = refused_.back();
     unsigned head = *cq_head_;
     for (const unsigned tail = load_acquire(cq_tail_); head != tail && count < most; ++head) {
       const io_uring_cqe& cqe = cqes_[head & cq_mask_];
@@ -206,7 +208,11 @@ private:
       unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
     } else {
       broken_ = errno;
-      unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
+      // What never entered the kernel fails with the error that kept it out.
+      for (unsigned head = load_acquire(sq_head_); head != *sq_tail_; ++head) {
+        refused_.push_back({sqes_[head & sq_mask_].user_data, -broken_});
+      }
+      unsubmitted_ = 0;
       // Somebody closed all descriptors: the number may be somebody else's by now.
       if (broken_ == EBADF || broken_ == EOPNOTSUPP) ring_.release();
     }
@@ -228,6 +234,7 @@ private:
   const bool single_submit_;
   bool timed_waits_ = false;
   int broken_ = 0;  // errno
+  std::vector<Completion> refused_;
   bool buffer_table_ = false;
   UniqueFd ring_;
   Mapping sq_, cq_, sqe_memory_;

@@ -9,11 +9,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <optional>
 
 #include "base/error.h"
 #include "base/limits.h"
+#include "engine/validate.h"
 
 namespace nvme_ops {
 namespace {
@@ -114,12 +114,14 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
     const auto on_device = [&](const Slot& slot) {
       return flat_.narrow(0, static_cast<std::int64_t>(slot.position), static_cast<std::int64_t>(slot.bytes));
     };
+    // Memory and file misaligned alike, so that a chunk is transferred in place.
+    const std::uint64_t skew = offset % kPageSize;
     const auto on_host = [&](const Slot& slot) {
-      return slot.memory.narrow(0, 0, static_cast<std::int64_t>(slot.bytes));
+      return slot.memory.narrow(0, static_cast<std::int64_t>(skew), static_cast<std::int64_t>(slot.bytes));
     };
     const auto start_storage = [&](Slot& slot) {
       slot.job = std::make_shared<Job>(
-          op, std::vector<Extent>{{file, bytes_of(slot.memory), slot.bytes, offset + slot.position, true}});
+          op, std::vector<Extent>{{file, bytes_of(slot.memory) + skew, slot.bytes, offset + slot.position, true}});
       engine.submit(slot.job);
     };
     const auto end_storage = [&](Slot& slot) {
@@ -138,7 +140,7 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
       slot.copy.reset();
     };
     const auto begin = [&](Slot& slot, std::uint64_t position) {
-      if (!slot.memory.defined()) slot.memory = page_locked(flat_, std::min(total, kChunk));
+      if (!slot.memory.defined()) slot.memory = page_locked(flat_, skew + std::min(total, kChunk));
       slot.position = position;
       slot.bytes = std::min(kChunk, total - position);
       op == Op::Read ? start_storage(slot) : start_copy(slot);
@@ -183,9 +185,10 @@ void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& fi
       if (job->outcome()->failure()) raise(*job->outcome()->failure());
       const at::Tensor here =
           flat_.narrow(0, static_cast<std::int64_t>(position), static_cast<std::int64_t>(bytes)).to(c10::kCPU);
-      if (std::memcmp(here.const_data_ptr(), stored.const_data_ptr(), bytes) != 0) {
-        raise({Failure::Kind::Mismatch, EIO,
-               "validation: file and tensor differ after offset " + std::to_string(offset + position), file->path()});
+      const auto* const ours = static_cast<const std::byte*>(here.const_data_ptr());
+      const auto* const difference = std::mismatch(ours, ours + bytes, bytes_of(stored)).first;
+      if (difference != ours + bytes) {
+        raise(mismatch(offset + position + static_cast<std::uint64_t>(difference - ours), file->path()));
       }
     }
   });

@@ -54,7 +54,7 @@ public:
     wake_.notify_one();
   }
 
-  std::size_t staging_bytes() const { return held_.load(std::memory_order_relaxed); }
+  std::size_t staging_bytes() const { return lane_.staging_bytes(); }
 
   void abandon() noexcept { lane_.abandon(); }
 
@@ -65,7 +65,6 @@ private:
       if (incoming_.empty() && !lane_.busy()) {
         lock.unlock();  // giving memory back takes long enough to hold up a caller
         lane_.rest();
-        held_ = lane_.staging_bytes();
         lock.lock();
         asleep_ = true;
         wake_.wait(lock, [this] { return closing_ || !incoming_.empty(); });
@@ -78,13 +77,11 @@ private:
       for (; !incoming_.empty(); incoming_.pop_front()) lane_.add(std::move(incoming_.front()));
       lock.unlock();
       lane_.step(milliseconds(kInterruptMilliseconds));
-      held_.store(lane_.staging_bytes(), std::memory_order_relaxed);
       lock.lock();
     }
   }
 
   Lane lane_;
-  std::atomic<std::size_t> held_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Share> incoming_;
@@ -142,10 +139,9 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
 }
 
 std::size_t Engine::staging_bytes() const {
-  std::size_t bytes = 0;
+  std::size_t bytes = inline_lane_.staging_bytes();
   for (const auto& thread : threads_) bytes += thread->staging_bytes();
-  const std::unique_lock<std::mutex> lock(inline_mutex_, std::try_to_lock);
-  return bytes + (lock.owns_lock() ? inline_lane_.staging_bytes() : 0);
+  return bytes;
 }
 
 void Engine::abandon() noexcept {

@@ -50,7 +50,7 @@ private:
   class LaneThread;
 
   const LaneOptions options_;
-  mutable std::mutex inline_mutex_;
+  std::mutex inline_mutex_;
   Lane inline_lane_;
   std::vector<std::unique_ptr<LaneThread>> threads_;
   std::mutex submit_mutex_;

@@ -40,8 +40,11 @@ bool Lane::step(std::chrono::milliseconds timeout) {
   submit();
   finish_shares();
   if (in_kernel_ == 0) {
-    if (!ready_.empty()) std::this_thread::sleep_for(kPause);
-    return ready_.empty();
+    if (ready_.empty()) return true;
+    std::this_thread::sleep_for(kPause);  // the queue takes nothing at the moment
+    drop_stopped();
+    finish_shares();
+    return false;
   }
   const std::size_t batch = options_.overlap_events || planning_.empty() ? 1 : std::max(1U, in_kernel_ / 8);
   std::array<Completion, kReapAtOnce> completions;
@@ -68,6 +71,11 @@ bool Lane::open_queue() {
       if (backend != options_.backends.back()) continue;  // another one may do
       for (const ActiveShare& active : planning_) active.share.job->fail(error.failure());
       while (!planning_.empty()) end_planning(planning_.front());
+      for (const Rest& rest : rests_) {
+        rest.share->share.job->fail(error.failure());
+        let_go(*rest.share);
+      }
+      rests_.clear();
       finish_shares();
       return false;
     }
@@ -222,11 +230,21 @@ void Lane::submit() {
   ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken_in_all));
 }
 
+// Planned pieces of jobs that have failed or were interrupted need not wait for a queue that takes them.
+void Lane::drop_stopped() {
+  const auto stopped = [this](unsigned slot) { return flights_[slot].share->share.job->stopped(); };
+  const auto kept = std::stable_partition(ready_.begin(), ready_.end(), [&](unsigned slot) { return !stopped(slot); });
+  for (auto slot = kept; slot != ready_.end(); ++slot) release(flights_[*slot]);
+  ready_.erase(kept, ready_.end());
+}
+
 void Lane::complete(const Completion& completion) {
   --in_kernel_;
   Flight& flight = flights_[completion.token];
-  const bool again = completion.result == -EAGAIN || completion.result == -EINTR;
-  if (again && ++flight.retries <= kMaxRetries) {
+  // A staged read that ended before the wanted bytes says nothing of them, unless it is tried for ever.
+  const bool fell_short = completion.result > 0 && static_cast<std::uint64_t>(completion.result) <= flight.piece.lead;
+  const bool again = completion.result == -EAGAIN || completion.result == -EINTR || fell_short;
+  if (again && ++flight.retries <= (fell_short ? kPatience : kMaxRetries)) {
     if (flight.retries > kPatience) std::this_thread::sleep_for(kPause);
     ready_.push_back(static_cast<unsigned>(completion.token));
     return;

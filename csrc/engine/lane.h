@@ -83,6 +83,7 @@ private:
   bool stage(const Job& job, const Piece& piece, std::byte* memory, Request* request, StagingBlock* block);
   bool registered(const StagingBlock& block);
   void submit();
+  void drop_stopped();
   void complete(const Completion& completion);
   void judge(Flight& flight, std::int64_t result);
   void release(Flight& flight);

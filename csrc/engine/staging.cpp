@@ -16,7 +16,13 @@ StagingBlock StagingArea::allocate(std::size_t bytes) {
     if (const StagingBlock block = allocate_in(chunks_[i], static_cast<int>(i), units)) return block;
   }
   if (!chunks_.empty() && (chunks_.size() == kMostChunks || !budget_->take())) return {};
-  chunks_.push_back({BufferPool::instance().allocate(kChunk), {}, kUnits});
+  try {
+    chunks_.push_back({BufferPool::instance().allocate(kChunk), {}, kUnits});
+  } catch (...) {
+    if (!chunks_.empty()) budget_->give_back();
+    throw;
+  }
+  held_.store(chunks_.size() * kChunk, std::memory_order_relaxed);
   return allocate_in(chunks_.back(), static_cast<int>(chunks_.size()) - 1, units);
 }
 
@@ -49,6 +55,7 @@ void StagingArea::trim() {
     chunks_.pop_back();
     if (!chunks_.empty()) budget_->give_back();
   }
+  held_.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace nvme_ops

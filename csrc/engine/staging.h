@@ -46,7 +46,7 @@ public:
   StagingArea& operator=(const StagingArea&) = delete;
   ~StagingArea();
 
-  std::size_t held_bytes() const { return chunks_.size() * kChunk; }
+  std::size_t held_bytes() const { return held_.load(std::memory_order_relaxed); }  // from any thread
   std::byte* chunk(int index) const { return chunks_[static_cast<std::size_t>(index)].memory; }
 
   // A block aligned to a page, or an empty one when all the memory allowed is in use.
@@ -70,6 +70,7 @@ private:
 
   const std::shared_ptr<StagingBudget> budget_;
   std::vector<Chunk> chunks_;
+  std::atomic<std::size_t> held_{0};
 };
 
 }  // namespace nvme_ops

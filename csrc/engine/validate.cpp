@@ -42,12 +42,14 @@ void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
       if (const auto& failure = back->outcome()->failure()) raise(*failure);
       if (std::memcmp(scratch.data(), extent.memory + position, bytes) == 0) continue;
       const auto difference = std::mismatch(scratch.data(), scratch.data() + bytes, extent.memory + position).first;
-      raise({Failure::Kind::Mismatch, EIO,
-             "validation failed: file and tensor differ at offset " +
-                 std::to_string(offset + static_cast<std::uint64_t>(difference - scratch.data())),
-             file->path()});
+      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.data()), file->path()));
     }
   }
+}
+
+Failure mismatch(std::uint64_t offset, const std::string& path) {
+  return {Failure::Kind::Mismatch, EIO, "validation failed: file and tensor differ at offset " + std::to_string(offset),
+          path};
 }
 
 }  // namespace nvme_ops

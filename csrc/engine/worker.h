@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -22,38 +23,57 @@ public:
   // Throws std::system_error where no thread can be had; so does post() when it is the first.
   void start() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!thread_.joinable()) thread_ = quiet_thread([this] { serve(); });
+    start_locked();
   }
 
   void post(std::function<void()> task) {
-    start();
     const std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    wake_.notify_one();
+    start_locked();
+    const std::lock_guard<std::mutex> queue_lock(queue_->mutex);
+    queue_->tasks.push_back(std::move(task));
+    queue_->wake.notify_one();
   }
 
-  // Runs what was posted, then ends the thread. A later post() starts it again.
+  // Runs what was posted, by those tasks too, then ends the thread. A later post() starts another.
   void stop() {
-    std::thread ending;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!thread_.joinable()) return;
-      tasks_.push_back(nullptr);
-      wake_.notify_one();
-      ending = std::move(thread_);
+    for (;;) {
+      std::thread ending;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!thread_.joinable()) return;
+        const std::lock_guard<std::mutex> queue_lock(queue_->mutex);
+        queue_->ending = true;
+        queue_->wake.notify_one();
+        ending = std::move(thread_);
+      }
+      // Called by one of its own tasks, it ends when that task does.
+      ending.get_id() == std::this_thread::get_id() ? ending.detach() : ending.join();
     }
-    // Called by one of its own tasks, it ends when that task does.
-    ending.get_id() == std::this_thread::get_id() ? ending.detach() : ending.join();
   }
 
 private:
-  void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
+  // Shared with the thread, which may outlive the worker when a task destroys it.
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::deque<std::function<void()>> tasks;
+    bool ending = false;
+  };
+
+  void start_locked() {
+    if (thread_.joinable()) return;
+    auto queue = std::make_shared<Queue>();
+    thread_ = quiet_thread([queue] { serve(*queue); });
+    queue_ = std::move(queue);
+  }
+
+  static void serve(Queue& queue) {
+    std::unique_lock<std::mutex> lock(queue.mutex);
     for (;;) {
-      wake_.wait(lock, [this] { return !tasks_.empty(); });
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      if (!task) return;
+      queue.wake.wait(lock, [&] { return queue.ending || !queue.tasks.empty(); });
+      if (queue.tasks.empty()) return;
+      std::function<void()> task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
       lock.unlock();
       task();
       task = nullptr;
@@ -62,8 +82,7 @@ private:
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::function<void()>> tasks_;
+  std::shared_ptr<Queue> queue_;
   std::thread thread_;
 };
 
