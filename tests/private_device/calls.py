@@ -1,0 +1,76 @@
+"""Every way in which a user moves one tensor: at a byte offset of a file, done when the call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import aio_handle
+
+Call = Callable[[aio_handle, torch.Tensor, Path, int], object]
+
+
+def _file_pwrite(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+    path.touch()
+    with nvme_ops.open(path, "r+", handle=handle) as file:
+        assert file.pwrite(tensor, offset) == tensor.nbytes
+
+
+def _file_pwrite_async(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+    path.touch()
+    with nvme_ops.open(path, "r+", handle=handle) as file:
+        assert file.pwrite_async(tensor, offset).result() == tensor.nbytes
+
+
+def _file_pread(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+    with nvme_ops.open(path, handle=handle) as file:
+        assert file.pread(tensor, offset) == tensor.nbytes
+
+
+def _file_pread_async(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+    with nvme_ops.open(path, handle=handle) as file:
+        assert file.pread_async(tensor, offset).result() == tensor.nbytes
+
+
+WRITES: dict[str, Call] = {
+    "write": lambda h, t, path, at: h.write(t, path, file_offset=at),
+    "write-validate": lambda h, t, path, at: h.write(t, path, True, file_offset=at),
+    "pwrite": lambda h, t, path, at: h.pwrite(t, path, False, False, at),
+    "pwrite-validate-async": lambda h, t, path, at: (h.pwrite(t, path, True, True, at), h.wait()),
+    "sync_pwrite": lambda h, t, path, at: h.sync_pwrite(t, path, at),
+    "async_pwrite": lambda h, t, path, at: (h.async_pwrite(t, path, at), h.wait()),
+    "submit_pwrite": lambda h, t, path, at: h.submit_pwrite(t, path, at).result(),
+    "submit_pwritev": lambda h, t, path, at: h.submit_pwritev([t], path, [at]).result(),
+    "File.pwrite": _file_pwrite,
+    "File.pwrite_async": _file_pwrite_async,
+}
+READS: dict[str, Call] = {
+    "read": lambda h, t, path, at: h.read(t, path, file_offset=at),
+    "read-validate": lambda h, t, path, at: h.read(t, path, True, file_offset=at),
+    "pread": lambda h, t, path, at: h.pread(t, path, False, False, at),
+    "pread-validate-async": lambda h, t, path, at: (h.pread(t, path, True, True, at), h.wait()),
+    "sync_pread": lambda h, t, path, at: h.sync_pread(t, path, at),
+    "async_pread": lambda h, t, path, at: (h.async_pread(t, path, at), h.wait()),
+    "submit_pread": lambda h, t, path, at: h.submit_pread(t, path, at).result(),
+    "submit_preadv": lambda h, t, path, at: h.submit_preadv([t], path, [at]).result(),
+    "File.pread": _file_pread,
+    "File.pread_async": _file_pread_async,
+}
+each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+each_read = pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+both_ways = pytest.mark.parametrize("ways", [WRITES, READS], ids=["write", "read"])
+
+# What a tensor of 600 x 500 elements can be written as.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda t: t[7:100],
+    "one element": lambda t: t[3, 4],
+    "transposed": lambda t: t.t(),
+    "columns": lambda t: t[:, 1:-1],
+    "every other": lambda t: t[::2],
+    "repeated": lambda t: t[5].expand(30, 500),
+    "channels last": lambda t: t.view(2, 3, 100, 500).contiguous(memory_format=torch.channels_last),
+}
