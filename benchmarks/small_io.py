@@ -1,0 +1,114 @@
+"""Small requests: many in one call, one at a time, and how soon a submission returns."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import nvme_ops
+from benchmarks import fio
+from benchmarks.contenders import Work
+from benchmarks.files import make_cold
+from benchmarks.measure import MIB, Row, Sample, latency, timed
+
+PAGE = 4096
+REQUESTS = 16384
+FIO_RANDOM = "fio randread 4k, depth 128"
+PYTHON_DIRECT = "python open(O_DIRECT) + preadv + close"
+_FIO_TIMES = 4  # fio's clock counts milliseconds: with more of the same requests that is fine enough
+_CALLS = 500  # of one kind in one round
+
+
+def random_rows(work: Work) -> list[Row]:
+    """16,384 random reads of 4 KiB past the page cache: operations per second."""
+    count = min(REQUESTS, work.size // PAGE)
+    generator = random.Random(1)
+    offsets = [generator.randrange(work.size // PAGE) * PAGE for _ in range(count)]
+    amount = count * PAGE * _FIO_TIMES
+
+    def row(name: str, memory: torch.Tensor) -> Row:
+        def read() -> None:
+            work.handle.submit_preadv(memory, work.path, offsets).result()
+
+        def check() -> None:
+            for index in (0, count // 2, count - 1):
+                assert memory[index].numpy().tobytes() == _read(work.path, offsets[index]), f"request {index} differs"
+
+        return Row(name, lambda: timed(read, count), lambda: make_cold(work.path), check)
+
+    return [
+        Row(FIO_RANDOM, lambda: fio.run("randread", work.path, amount, fio.RANDOM, True), lambda: make_cold(work.path)),
+        row("nvme_ops submit_preadv, nvme_ops.empty", nvme_ops.empty(count, PAGE, dtype=torch.uint8)),
+        row("nvme_ops submit_preadv, pageable", torch.zeros(count, PAGE, dtype=torch.uint8)),
+    ]
+
+
+def latency_rows(work: Work) -> list[Row]:
+    """One blocking read of 4 KiB by path, each at an offset of its own, past the page cache."""
+    generator = random.Random(2)
+    tensor = torch.zeros(PAGE + 64, dtype=torch.uint8)[1 : PAGE + 1]  # an odd address: direct I/O cannot use it
+    aligned = mmap.mmap(-1, PAGE)
+
+    def offset() -> int:
+        return generator.randrange(work.size // PAGE) * PAGE
+
+    def by_handle(position: int) -> None:
+        work.handle.read(tensor, work.path, False, position)
+
+    def by_python(position: int) -> None:
+        descriptor = os.open(work.path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            os.preadv(descriptor, [aligned], position)
+        finally:
+            os.close(descriptor)
+
+    def check() -> None:
+        by_handle(PAGE)
+        assert tensor.numpy().tobytes() == _read(work.path, PAGE), "tensor and file differ"
+
+    def row(name: str, call: Callable[[int], None], check: Callable[[], None] = lambda: None) -> Row:
+        def run() -> Sample:
+            return _median([latency(partial(call, offset())) for _ in range(_CALLS)])
+
+        return Row(name, run, lambda: make_cold(work.path), check)
+
+    return [row(PYTHON_DIRECT, by_python), row("nvme_ops handle.read, misaligned tensor", by_handle, check)]
+
+
+def submit_rows(work: Work) -> list[Row]:
+    """How soon ``submit_pread`` returns; ``result()``, not timed, follows each."""
+
+    def row(name: str, tensor: torch.Tensor) -> Row:
+        def run() -> Sample:
+            times = []
+            for number in range(_CALLS):
+                futures: list[nvme_ops.IoFuture] = []
+                position = number * tensor.nbytes % (work.size - tensor.nbytes + 1)
+                times.append(latency(partial(submit, futures, position)))
+                futures[0].result()
+            return _median(times)
+
+        def submit(futures: list[nvme_ops.IoFuture], position: int) -> None:
+            futures.append(work.handle.submit_pread(tensor, work.path, position))
+
+        return Row(name, run, lambda: make_cold(work.path))
+
+    return [
+        row("submit_pread of 4 KiB", torch.zeros(PAGE, dtype=torch.uint8)),
+        row("submit_pread of 1 MiB", torch.zeros(MIB, dtype=torch.uint8)),
+    ]
+
+
+def _median(times: list[float]) -> Sample:
+    return Sample(sorted(times)[len(times) // 2], 1)
+
+
+def _read(path: str, offset: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(PAGE)
