@@ -137,8 +137,7 @@ def test_asynchronous_tensors_arrive_and_close_waits_for_them(path):
 
 def test_torch_save_and_load_work_through_it(path):
     state: dict[str, Any] = {"weight": torch.randn(1024, 513), "half": torch.randn(77).half(), "step": 3}
-    file: Any = nvme_ops.open(path, "w")
-    with file:
+    with nvme_ops.open(path, "w") as file:
         torch.save(state, file)
     sources: list[Any] = [path, nvme_ops.open(path)]
     for source in sources:

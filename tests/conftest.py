@@ -1,0 +1,233 @@
+"""What the tests of the op share: places to write, backends, data, handles, and processes to break things in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops._native import native
+
+REPOSITORY = Path(__file__).parent.parent
+BACKENDS = ("io_uring", "libaio", "threads")
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+NOBODY = 65534
+
+
+def pattern(size: int, seed: int = 0) -> torch.Tensor:
+    """``size`` bytes that tell where they belong."""
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def contents(path: Path) -> torch.Tensor:
+    """The file's bytes, by way of the page cache."""
+    return torch.frombuffer(bytearray(path.read_bytes() or b"\0"), dtype=torch.uint8)[: path.stat().st_size]
+
+
+def store(path: Path, data: torch.Tensor) -> Path:
+    """Writes a file without the op under test, and asks the page cache to forget it."""
+    with path.open("wb") as file:
+        file.write(data.numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def takes_direct_io(folder: Path) -> bool:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder on a file system with O_DIRECT."""
+    if takes_direct_io(tmp_path):
+        yield tmp_path
+        return
+    for base in ("/var/tmp", str(Path.home()), str(REPOSITORY)):
+        if os.access(base, os.W_OK) and takes_direct_io(Path(base)):
+            with tempfile.TemporaryDirectory(dir=base) as path:
+                yield Path(path)
+            return
+    pytest.skip(f"neither {tmp_path} nor /var/tmp is on a file system with O_DIRECT")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn."""
+    reason = native().backends()[request.param]
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+    return str(request.param)
+
+
+def round_trip(handle: aio_handle, path: Path, size: int = 3 * MIB + 5) -> None:
+    """Fails unless the handle writes and reads, blocking and asynchronous."""
+    data = pattern(size)
+    back = torch.zeros_like(data)
+    assert handle.sync_pwrite(data, path) == 1
+    assert handle.sync_pread(back, path) == 1
+    assert torch.equal(back, data)
+    back.zero_()
+    assert handle.submit_pread(back, path).result() == size
+    assert torch.equal(back, data)
+
+
+HandleFactory = Callable[..., aio_handle]
+
+
+@pytest.fixture
+def make_handle(backend: str) -> HandleFactory:
+    """``aio_handle`` for each backend in turn."""
+    return functools.partial(aio_handle, backend=backend)
+
+
+@pytest.fixture
+def handle(make_handle: HandleFactory) -> aio_handle:
+    """A handle as it comes, for each backend in turn."""
+    return make_handle()
+
+
+def run_python(program: str, *arguments: object, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a program in an interpreter of its own."""
+    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if check:
+        assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def _serve_child(body: Callable[[], object], report: int) -> NoReturn:
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)  # a child that hangs ends too
+        torch.set_num_threads(1)  # OpenMP's threads are the parent's
+        body()
+    except BaseException:
+        os.write(report, traceback.format_exc().encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def in_child(body: Callable[[], object]) -> None:
+    """Runs ``body`` in a forked child, where limits, rights and filters can be given up; fails with its traceback."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _serve_child(body, writing)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        report = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, report or f"the child ended with status {status}"
+
+
+def give_up_root() -> None:
+    """Becomes nobody, without any capability. Does nothing without root."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+def open_to_all(path: Path) -> None:
+    """Lets other users come to ``path``: pytest's folders are private."""
+    path.chmod(0o777)
+    for parent in path.parents:
+        if Path(tempfile.gettempdir()) in parent.parents:
+            parent.chmod(parent.stat().st_mode | 0o011)
+
+
+def _command(*words: object) -> str:
+    return subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True).stdout.strip()
+
+
+class LoopDevice:
+    """A block device over a file."""
+
+    def __init__(self, image: Path, size: int, sector: int) -> None:
+        self.image = image
+        with image.open("wb") as file:
+            file.truncate(size)
+        self.path = Path(_command("losetup", "--find", "--show", "--sector-size", sector, image))
+
+    def close(self) -> None:
+        _command("losetup", "--detach", self.path)
+        self.image.unlink()
+
+
+@pytest.fixture
+def make_device(folder: Path) -> Iterator[Callable[..., LoopDevice]]:
+    """Makes loop devices: ``make_device(size, sector=512)``. Needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root")
+    for tool in ("losetup", "mkfs.ext4", "mount", "umount"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    with contextlib.ExitStack() as stack:
+
+        def make(size: int, sector: int = 512) -> LoopDevice:
+            try:
+                device = LoopDevice(folder / f"device{len(list(folder.iterdir()))}", size, sector)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no loop device: {error.stderr.strip()}")
+            stack.callback(device.close)
+            return device
+
+        yield make
+
+
+@pytest.fixture
+def make_file_system(make_device: Callable[..., LoopDevice], folder: Path) -> Iterator[Callable[..., Path]]:
+    """Makes and mounts small ext4 file systems: ``make_file_system(size, sector=512)``. Needs root."""
+    with contextlib.ExitStack() as stack:
+
+        def make(size: int, sector: int = 512) -> Path:
+            device = make_device(size, sector)
+            mounted = folder / f"mounted{device.path.name}"
+            mounted.mkdir()
+            # no journal and no reserve: a small device is for the test's data
+            _command("mkfs.ext4", "-q", "-F", "-m", 0, "-b", 4096, "-O", "^has_journal", device.path)
+            try:
+                _command("mount", device.path, mounted)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"cannot mount: {error.stderr.strip()}")
+            stack.callback(_command, "umount", mounted)
+            return mounted
+
+        yield make
+
+
+@pytest.fixture
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The exceptions that went to ``sys.unraisablehook``."""
+    caught: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: caught.append(event.exc_value))
+    return caught

@@ -1,0 +1,173 @@
+"""Forking with a handle at work: the parent's transfers end, the child starts afresh."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MIB, HandleFactory, contents, in_child, pattern, store
+from torch.utils.data import DataLoader, Dataset
+
+import nvme_ops
+from nvme_ops import aio_handle
+
+HANDLE = aio_handle()  # of the module, as programs have it; DataLoader's workers inherit it
+
+
+def test_both_processes_go_on(make_handle: HandleFactory, folder: Path) -> None:
+    for lanes in (1, 2):
+        handle, data = make_handle(intra_op_parallelism=lanes), pattern(3 * MIB + 1)
+        path = store(folder / "file", data)
+        back = torch.zeros_like(data)
+        handle.sync_pread(back, path)
+        handle.submit_pread(back, path).result()
+
+        def child(handle: aio_handle = handle, data: torch.Tensor = data, path: Path = path) -> None:
+            assert handle.wait() == 0
+            for _ in range(3):
+                back = torch.zeros_like(data)
+                assert handle.sync_pread(back, path) == 1
+                assert torch.equal(back, data)
+                back.zero_()
+                assert handle.submit_pread(back, path).result() == len(data)
+                assert torch.equal(back, data)
+                handle.async_pwrite(data, folder / "child")
+                assert handle.wait() == 1
+                assert torch.equal(contents(folder / "child"), data)
+
+        in_child(child)
+        back.zero_()
+        assert handle.sync_pread(back, path) == 1
+        assert torch.equal(back, data)
+
+
+def test_fork_with_work_pending(make_handle: HandleFactory, folder: Path) -> None:
+    handle = make_handle(block_size=4096, queue_depth=2, intra_op_parallelism=2, cache="direct")
+    data, other = pattern(16 * MIB), pattern(100_000, 1)
+    path, small = store(folder / "file", data), store(folder / "small", other)
+    back = torch.zeros_like(data)
+    handle.async_pwrite(data, folder / "copy")
+    handle.async_pread(back, path)
+    future = handle.submit_pread(torch.zeros_like(data), path)
+
+    def child() -> None:
+        target = torch.zeros_like(other)
+        for _ in range(2):  # as good the second time
+            for call in (handle.sync_pread, handle.read, lambda *a: handle.submit_pread(*a).result()):
+                target.zero_()
+                call(target, small)
+                assert torch.equal(target, other)
+            handle.async_pread(target, small)
+            assert handle.wait() == 1
+        assert handle.wait() == 0
+
+    in_child(child)
+    assert future.result() == len(data)
+    assert handle.wait() == 2
+    assert torch.equal(back, data)
+    assert torch.equal(contents(folder / "copy"), data)
+
+
+def test_a_parents_future_in_the_child(make_handle: HandleFactory, folder: Path) -> None:
+    handle = make_handle(block_size=512, queue_depth=1, cache="direct")
+    path = folder / "file"
+    with path.open("wb") as file:
+        file.truncate(96 * MIB)
+    ended = handle.submit_pread(torch.zeros(4), path)
+    assert ended.result() == 16
+    pending = handle.submit_pread(torch.empty(96 * MIB, dtype=torch.uint8), path)
+
+    def child() -> None:
+        assert ended.result() == 16
+        assert not pending.done()
+        for call in (pending.result, pending.exception, lambda: pending.result(1)):
+            with pytest.raises(RuntimeError, match="only the parent can wait"):
+                call()
+
+    in_child(child)
+    assert pending.result() == 96 * MIB
+
+
+def test_a_child_that_exits_normally(make_handle: HandleFactory, folder: Path) -> None:
+    """With work of the parent's pending, through atexit and the interpreter's end."""
+    handle = make_handle(block_size=4096, queue_depth=1, cache="direct")
+    data = pattern(4 * MIB)
+    path = store(folder / "file", data)
+    back = torch.zeros_like(data)
+    handle.async_pread(back, path)
+    process = multiprocessing.get_context("fork").Process(target=_read, args=(handle, path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert handle.wait() == 1
+    assert torch.equal(back, data)
+
+
+def _read(handle: aio_handle, path: Path) -> None:
+    torch.set_num_threads(1)
+    handle.submit_pread(torch.zeros(10), path)
+    handle.read(torch.zeros(1000), path)
+
+
+def test_children_of_children(handle: aio_handle, folder: Path) -> None:
+    path = store(folder / "file", pattern(MIB))
+
+    def read() -> None:
+        back = torch.zeros(MIB, dtype=torch.uint8)
+        assert handle.submit_pread(back, path).result() == MIB
+        assert torch.equal(back, pattern(MIB))
+
+    def child() -> None:
+        read()
+        in_child(read)
+        read()
+
+    read()
+    in_child(child)
+    read()
+
+
+def test_pooled_memory_is_the_childs_own(handle: aio_handle, folder: Path) -> None:
+    path, tensor = store(folder / "file", pattern(MIB)), nvme_ops.empty(MIB, dtype=torch.uint8)
+    tensor.fill_(7)
+
+    def child() -> None:
+        handle.sync_pread(tensor, path)
+        assert torch.equal(tensor, pattern(MIB))
+
+    in_child(child)
+    assert (tensor == 7).all()
+
+
+class Rows(Dataset):
+    def __init__(self, path: Path, rows: int, width: int) -> None:
+        self.path, self.rows, self.width = path, rows, width
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> tuple[int, int, torch.Tensor]:
+        tensor = torch.zeros(self.width, dtype=torch.uint8)
+        HANDLE.sync_pread(tensor, self.path, row * self.width)
+        return row, os.getpid(), tensor
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_data_loader(folder: Path, used_before: bool) -> None:
+    rows, width = 40, 10_007
+    data = pattern(rows * width).view(rows, width)
+    path = store(folder / "file", data)
+    if used_before:
+        HANDLE.submit_pread(torch.zeros(4), path).result()
+        HANDLE.async_pread(torch.zeros(100_000, dtype=torch.uint8), path)
+    loader = DataLoader(Rows(path, rows, width), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    processes = set()
+    for batch, process, tensors in loader:
+        assert torch.equal(tensors, data[batch])
+        processes |= set(process.tolist())
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+    assert HANDLE.wait() == int(used_before)
