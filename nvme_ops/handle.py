@@ -16,6 +16,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.future import IoFuture
+from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -206,9 +207,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         pending = self._own_pending()
         ended: list[Operation] = []
         try:
-            while pending:
-                ended.append(pending.popleft())
-                ended[-1].wait(None)
+            while (operation := _first(pending)) is not None:
+                ended.append(operation)
+                operation.wait(None)
         except BaseException:  # interrupted: the next call waits for them
             pending.extendleft(reversed(ended))
             raise
@@ -307,7 +308,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example).__name__}")
         if num_elem < 0:
             raise ValueError(f"num_elem must not be negative: {num_elem}")
-        buffer = native().Buffer(max(1, num_elem) * example.element_size())
+        buffer = pool_buffer(max(1, num_elem) * example.element_size())
         if not buffer.lock():
             warnings.warn(
                 "the system refused to lock this tensor's memory; it works but may be swapped out "
@@ -384,6 +385,13 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
         else:
             raise ValueError("dest must be contiguous where its shape or dtype differs from src's")
     return 0
+
+
+def _first(pending: deque[Operation]) -> Operation | None:
+    try:
+        return pending.popleft()
+    except IndexError:  # another thread took it
+        return None
 
 
 def _plain(offsets: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import errno
 import math
 import sys
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from nvme_ops._native import native
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Buffer
+
+
+def pool_buffer(size: int) -> Buffer:
+    """``size`` bytes of the pool. Raises OSError (ENOMEM) for more than there can be."""
+    if size > sys.maxsize:
+        raise OSError(errno.ENOMEM, f"a tensor of {size} bytes does not fit any memory")
+    return cast("Buffer", native().Buffer(size))
 
 
 def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -33,10 +43,10 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
     if any(length < 0 for length in shape):
         raise ValueError(f"size must not be negative: {shape}")
     dtype = dtype or torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
     elements = math.prod(shape)
     if elements == 0:
         return torch.empty(shape, dtype=dtype)
-    if elements * dtype.itemsize > sys.maxsize:
-        raise OSError(errno.ENOMEM, f"a tensor of {elements * dtype.itemsize} bytes does not fit any memory")
-    buffer = native().Buffer(elements * dtype.itemsize)
+    buffer = pool_buffer(elements * dtype.itemsize)
     return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)
