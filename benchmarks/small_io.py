@@ -82,6 +82,7 @@ def latency_rows(work: Work) -> list[Row]:
 
 def submit_rows(work: Work) -> list[Row]:
     """How soon ``submit_pread`` returns; ``result()``, not timed, follows each."""
+    path = os.fspath(work.path)
 
     def row(name: str, tensor: torch.Tensor) -> Row:
         def run() -> Sample:
@@ -94,7 +95,7 @@ def submit_rows(work: Work) -> list[Row]:
             return _median(times)
 
         def submit(futures: list[nvme_ops.IoFuture], position: int) -> None:
-            futures.append(work.handle.submit_pread(tensor, work.path, position))
+            futures.append(work.handle.submit_pread(tensor, path, position))
 
         return Row(name, run, lambda: make_cold(work.path))
 

@@ -28,6 +28,9 @@ public:
   virtual std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
                            std::chrono::milliseconds timeout) = 0;
 
+  // Whether a lone small request may be a plain system call of the waiting thread instead, which is served sooner.
+  virtual bool may_be_passed_by() const { return true; }
+
   // The queue has failed: what it took has been or will be answered, but it should be replaced.
   virtual bool broken() const { return false; }
 

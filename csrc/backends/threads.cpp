@@ -1,7 +1,4 @@
 // pread(2) and pwrite(2) on threads: works everywhere, and is what the others are measured against.
-#include <errno.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
@@ -12,6 +9,7 @@
 
 #include "backends/registry.h"
 #include "base/thread.h"
+#include "base/transfer.h"
 
 namespace nvme_ops {
 namespace {
@@ -80,13 +78,6 @@ private:
       completions_.push_back(completion);
       if (completions_.size() >= least_) done_.notify_one();
     }
-  }
-
-  static std::int64_t transfer(const Request& request) {
-    const ssize_t moved = request.op == Op::Read
-                              ? ::pread(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset))
-                              : ::pwrite(request.fd, request.data, request.bytes, static_cast<off_t>(request.offset));
-    return moved < 0 ? -errno : moved;
   }
 
   const std::size_t most_threads_;

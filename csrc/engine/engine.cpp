@@ -15,6 +15,8 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
+constexpr std::chrono::microseconds kLinger(100);
+
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
   const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
@@ -39,6 +41,7 @@ public:
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       closing_ = true;
+      arrived_ = true;
     }
     wake_.notify_one();
     thread_.join();
@@ -49,6 +52,7 @@ public:
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!thread_.joinable()) thread_ = quiet_thread([this] { drive(); });
       incoming_.push_back(std::move(share));
+      arrived_.store(true, std::memory_order_release);
       if (!asleep_) return;
     }
     wake_.notify_one();
@@ -65,6 +69,7 @@ private:
       if (incoming_.empty() && !lane_.busy()) {
         lock.unlock();  // giving memory back takes long enough to hold up a caller
         lane_.rest();
+        linger();
         lock.lock();
         asleep_ = true;
         wake_.wait(lock, [this] { return closing_ || !incoming_.empty(); });
@@ -74,6 +79,7 @@ private:
         std::this_thread::yield();
         lock.lock();
       }
+      arrived_.store(false, std::memory_order_relaxed);
       for (; !incoming_.empty(); incoming_.pop_front()) lane_.add(std::move(incoming_.front()));
       lock.unlock();
       lane_.step(milliseconds(kInterruptMilliseconds));
@@ -81,7 +87,14 @@ private:
     }
   }
 
+  // Whoever waits for one transfer after the other asks again at once, and need not wake anybody then.
+  void linger() {
+    const auto end = Clock::now() + kLinger;
+    while (!arrived_.load(std::memory_order_acquire) && Clock::now() < end) std::this_thread::yield();
+  }
+
   Lane lane_;
+  std::atomic<bool> arrived_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Share> incoming_;
@@ -108,7 +121,7 @@ void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted
   auto asked = Clock::now();
   bool stop = false;
   while (inline_lane_.busy()) {
-    const bool progress = inline_lane_.step(milliseconds(kInterruptMilliseconds));
+    const bool progress = inline_lane_.step(milliseconds(kInterruptMilliseconds), true);
     const auto now = Clock::now();
     if (stop || !inline_lane_.busy() || (progress && now - asked < milliseconds(kInterruptMilliseconds))) continue;
     asked = now;

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdio>
+#include <cstring>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -30,7 +32,9 @@ struct Status {
 
 private:
   std::uint32_t word(std::size_t at) const {
-    return *reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const char*>(&base) + at);
+    std::uint32_t value;
+    std::memcpy(&value, reinterpret_cast<const char*>(&base) + at, sizeof value);
+    return value;
   }
 };
 static_assert(sizeof(struct statx) == 256);
@@ -91,18 +95,18 @@ std::shared_ptr<File> File::open_as(const std::string& name, std::string path, O
   std::shared_ptr<File> file(new File(std::move(path), op, cache));
   const int flags = access_mode(op) | (op == Op::Write ? O_CREAT : 0);
   const std::string operation = std::string("opening the file to ") + name_of(op);
-  // Opening a pipe would wait for somebody at its other end.
-  struct stat status;
-  if (::stat(name.c_str(), &status) == 0) require_storage(status.st_mode, file->path_);
+  // O_NONBLOCK until it is known to be no pipe: that would wait for somebody at its other end.
   if (cache != Cache::Buffered) {
-    file->direct_ = UniqueFd(open_retrying(name.c_str(), flags | O_DIRECT));
+    file->direct_ = UniqueFd(open_retrying(name.c_str(), flags | O_NONBLOCK | O_DIRECT));
     if (!file->direct_ && errno != EINVAL && errno != EOPNOTSUPP) raise(system_failure(errno, operation, file->path_));
   }
   if (!file->direct_) {
-    file->buffered_ = UniqueFd(open_retrying(name.c_str(), flags));
+    file->buffered_ = UniqueFd(open_retrying(name.c_str(), flags | O_NONBLOCK));
     if (!file->buffered_) raise(system_failure(errno, operation, file->path_));
   }
   file->inspect();
+  const int fd = file->direct_ ? file->direct_.get() : file->buffered_.get();
+  ::fcntl(fd, F_SETFL, file->direct_ ? O_DIRECT : 0);
   return file;
 }
 
@@ -175,7 +179,7 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
   }
   const std::uint64_t end = offset + bytes;
   if (op == Op::Read || !regular_) {
-    if (end <= size_) return;
+    if (end <= size_ || bytes == 0) return;
     if (op == Op::Read) raise(end_of_file(bytes, offset, size_, path_));
     raise(transfer_failure(ENOSPC, op, bytes, offset, path_));
   }
@@ -201,6 +205,8 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
     const std::uint64_t blocks = ::geteuid() == 0 ? disk.f_bfree : disk.f_bavail;
     if (blocks * static_cast<std::uint64_t>(disk.f_bsize) < end - start) error = ENOSPC;
   }
+  struct rlimit largest;
+  if (::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) error = EFBIG;
   if (error == 0 && (::fallocate(fd, FALLOC_FL_KEEP_SIZE, from, length) < 0 || ::fallocate(fd, 0, from, length) < 0)) {
     error = errno;
   }

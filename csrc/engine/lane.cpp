@@ -6,15 +6,18 @@
 #include <algorithm>
 #include <array>
 #include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "base/limits.h"
+#include "base/transfer.h"
 #include "engine/copy.h"
 
 namespace nvme_ops {
 namespace {
 
-constexpr std::size_t kReapAtOnce = 16;               // then feed the queue again
+constexpr std::size_t kMostReaped = 16;
+constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // memory that completions may ask to be copied
 constexpr unsigned kTurn = 16;                        // pieces of one share planned before the next one's turn
 constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
 constexpr std::chrono::milliseconds kPause(1);        // before asking again a kernel that had no room
@@ -24,6 +27,7 @@ constexpr std::chrono::milliseconds kPause(1);        // before asking again a k
 Lane::Lane(LaneOptions options)
     : options_(std::move(options)),
       depth_(static_cast<unsigned>(std::min(options_.queue_depth, kMaxQueueDepth))),
+      reap_at_once_(std::clamp<std::size_t>(kReapBurst / options_.block_size, 1, kMostReaped)),
       staging_(options_.staging),
       registered_(StagingArea::kMostChunks) {}
 
@@ -34,22 +38,24 @@ void Lane::add(Share share) {
   planning_.back().self = std::prev(planning_.end());
 }
 
-bool Lane::step(std::chrono::milliseconds timeout) {
+bool Lane::step(std::chrono::milliseconds timeout, bool blocking) {
   if (!queue_ && !open_queue()) return true;
   const bool more = plan();
-  submit();
+  if (std::exchange(pause_, false)) {
+    std::this_thread::sleep_for(kPause);
+    drop_stopped();
+  }
+  if (!(blocking && serve_alone())) submit();
   finish_shares();
   if (in_kernel_ == 0) {
     if (ready_.empty()) return true;
-    std::this_thread::sleep_for(kPause);  // the queue takes nothing at the moment
-    drop_stopped();
-    finish_shares();
+    pause_ = true;  // the queue takes nothing at the moment
     return false;
   }
   const std::size_t batch = options_.overlap_events || planning_.empty() ? 1 : std::max(1U, in_kernel_ / 8);
-  std::array<Completion, kReapAtOnce> completions;
+  std::array<Completion, kMostReaped> completions;
   const std::size_t count =
-      queue_->reap(completions.data(), completions.size(), more ? 0 : std::min(batch, kReapAtOnce), timeout);
+      queue_->reap(completions.data(), reap_at_once_, more ? 0 : std::min(batch, reap_at_once_), timeout);
   for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
   if (queue_->broken() && in_kernel_ == 0 && ready_.empty()) {
     rest();
@@ -238,6 +244,17 @@ void Lane::drop_stopped() {
   ready_.erase(kept, ready_.end());
 }
 
+// A lone small request is a plain system call: waking up for its completion would take longer.
+bool Lane::serve_alone() {
+  if (ready_.size() != 1 || in_kernel_ != 0 || !planning_.empty() || !queue_->may_be_passed_by()) return false;
+  const Request& request = flights_[ready_.front()].request;
+  if (request.bytes > kInPlaceBytes) return false;
+  ready_.clear();
+  ++in_kernel_;
+  complete({request.token, transfer(request)});
+  return true;
+}
+
 void Lane::complete(const Completion& completion) {
   --in_kernel_;
   Flight& flight = flights_[completion.token];
@@ -245,7 +262,7 @@ void Lane::complete(const Completion& completion) {
   const bool fell_short = completion.result > 0 && static_cast<std::uint64_t>(completion.result) <= flight.piece.lead;
   const bool again = completion.result == -EAGAIN || completion.result == -EINTR || fell_short;
   if (again && ++flight.retries <= (fell_short ? kPatience : kMaxRetries)) {
-    if (flight.retries > kPatience) std::this_thread::sleep_for(kPause);
+    pause_ |= flight.retries > kPatience;
     ready_.push_back(static_cast<unsigned>(completion.token));
     return;
   }

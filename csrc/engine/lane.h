@@ -34,8 +34,9 @@ public:
   bool busy() const { return !planning_.empty() || !draining_.empty(); }
 
   // Plans and submits what fits, then collects completions, waiting at most `timeout` when there is nothing else to do.
-  // Returns false when the wait brought nothing: a good moment to look for signals.
-  bool step(std::chrono::milliseconds timeout);
+  // Returns false when the wait brought nothing: a good moment to look for signals. `blocking`: the thread that drives
+  // the lane has nothing else to take in, so it may serve a lone small request itself.
+  bool step(std::chrono::milliseconds timeout, bool blocking = false);
 
   // Nothing is in flight: gives the staging memory back.
   void rest();
@@ -84,6 +85,7 @@ private:
   bool registered(const StagingBlock& block);
   void submit();
   void drop_stopped();
+  bool serve_alone();
   void complete(const Completion& completion);
   void judge(Flight& flight, std::int64_t result);
   void release(Flight& flight);
@@ -93,6 +95,7 @@ private:
 
   const LaneOptions options_;
   const unsigned depth_;
+  const std::size_t reap_at_once_;  // then the queue is fed again
   std::unique_ptr<Queue> queue_;
   StagingArea staging_;
   std::vector<bool> registered_;  // by staging chunk
@@ -104,6 +107,7 @@ private:
   std::vector<unsigned> free_flights_;
   std::vector<unsigned> ready_;  // planned, not yet taken by the queue
   unsigned in_kernel_ = 0;
+  bool pause_ = false;        // the kernel had no room for something
   std::uint64_t copied_ = 0;  // since the queue was last fed
 };
 

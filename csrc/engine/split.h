@@ -19,7 +19,7 @@ struct Share {
   std::uint64_t skip, stop;
 };
 
-// At most `lanes` shares of nearly equal size that together cover the job once. No two share an edge() of a file.
+// At most `lanes` shares of nearly equal size that together cover the job once. No two share an edge() of an extent.
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes);
 
 enum class Route : std::uint8_t {

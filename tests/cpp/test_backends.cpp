@@ -1,0 +1,205 @@
+// Every backend that is usable here, through the interface that the engine uses.
+#include <pthread.h>
+#include <signal.h>
+#include <sys/time.h>
+
+#include <set>
+
+#include "backends/registry.h"
+#include "base/error.h"
+#include "base/limits.h"
+#include "check.h"
+#include "engine/buffer_pool.h"
+#include "support.h"
+
+using namespace nvme_ops;
+using std::chrono::milliseconds;
+using support::Bytes;
+using support::directory;
+using support::Memory;
+using support::pattern;
+
+namespace {
+
+constexpr std::uint64_t kBlock = 8192;
+
+template <class Action>
+void on_every_backend(Action&& action) {
+  for (const Backend* backend : backends()) {
+    const check::Context context(std::string("backend ") + backend->name);
+    if (probe(*backend).usable) {
+      action(*backend);
+    } else {
+      check::skipped(std::string(backend->name) + ": " + probe(*backend).reason);
+    }
+  }
+}
+
+// Moves `memory` block by block with at most `depth` in flight; every request must be answered once with its length.
+void move(Queue& queue, Op op, int fd, const Memory& memory, std::size_t depth, int buffer = -1) {
+  const std::size_t count = memory.size() / kBlock;
+  std::vector<Request> requests;
+  for (std::size_t i = 0; i < count; ++i) {
+    requests.push_back({op, fd, memory.data() + i * kBlock, kBlock, i * kBlock, buffer, 1000 + i});
+  }
+  std::set<std::uint64_t> answered;
+  std::size_t offered = 0;
+  while (answered.size() < count) {
+    const std::size_t room = std::min(depth - (offered - answered.size()), count - offered);
+    if (room > 0) offered += queue.submit(requests.data() + offered, room);
+    std::array<Completion, 5> completions;
+    const std::size_t got = queue.reap(completions.data(), completions.size(), 1, milliseconds(50));
+    CHECK(got <= completions.size(), "at most 5 completions, got " << got);
+    for (std::size_t i = 0; i < got; ++i) {
+      CHECK_EQUAL(completions[i].result, std::int64_t{kBlock});
+      CHECK(answered.insert(completions[i].token).second, "one answer to each request");
+    }
+    if (check::failures() > 0) return;
+  }
+  CHECK(*answered.begin() == 1000 && *answered.rbegin() == 999 + count, "the tokens that were given");
+}
+
+Completion one(Queue& queue, const Request& request) {
+  Completion completion{0, -9999};
+  while (queue.submit(&request, 1) == 0) {
+  }
+  while (queue.reap(&completion, 1, 1, milliseconds(50)) == 0) {
+  }
+  return completion;
+}
+
+void round_trip(const Backend& backend, unsigned depth, bool single_submit, bool direct) {
+  const std::string path = directory() / "round_trip";
+  support::write_file(path, {});
+  const Bytes data = pattern(60 * kBlock, depth + single_submit);
+  Memory source(data.size()), target(data.size());
+  source.set(data);
+  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0)));
+  if (!fd) {
+    check::skipped("no O_DIRECT in TMPDIR");
+    return;
+  }
+  const auto queue = backend.open({depth, 4, single_submit});
+  move(*queue, Op::Write, fd.get(), source, depth);
+  CHECK(support::read_file(path) == data, "the file to hold what was written");
+  move(*queue, Op::Read, fd.get(), target, depth);
+  CHECK_EQUAL(support::difference(target.data(), data.data(), data.size()), data.size());
+  CHECK(target.guards_intact(), "nothing written beside the memory");
+}
+
+}  // namespace
+
+TEST(bytes_make_the_round_trip) {
+  on_every_backend([](const Backend& backend) {
+    for (const unsigned depth : {1U, 3U, 64U}) {
+      for (const bool single_submit : {false, true}) {
+        for (const bool direct : {false, true}) round_trip(backend, depth, single_submit, direct);
+      }
+    }
+  });
+}
+
+TEST(a_registered_buffer_serves_and_can_be_refused) {
+  on_every_backend([](const Backend& backend) {
+    const std::string path = directory() / "registered";
+    const Bytes data = pattern(kBlock, 1);
+    support::write_file(path, data);
+    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    std::byte* const memory = BufferPool::instance().allocate(kHugePage);
+    {
+      const auto queue = backend.open({4, 2, false});
+      for (int round = 0; round < 3; ++round) {
+        std::memset(memory, 0, kBlock);
+        const bool registered = queue->register_buffer(1, memory, kHugePage);
+        if (!registered && round == 0) check::skipped(std::string(backend.name) + " registers no buffers here");
+        const Completion done = one(*queue, {Op::Read, fd.get(), memory, kBlock, 0, registered ? 1 : -1, 5});
+        CHECK_EQUAL(done.result, std::int64_t{kBlock});
+        CHECK_EQUAL(support::difference(memory, data.data(), kBlock), kBlock);
+        if (registered) queue->unregister_buffer(1);
+      }
+    }
+    BufferPool::instance().release(memory, 0);
+  });
+}
+
+TEST(errors_and_ends_come_as_results) {
+  on_every_backend([](const Backend& backend) {
+    const std::string path = directory() / "short";
+    support::write_file(path, pattern(100, 1));
+    const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    const UniqueFd folder(::open((directory() / ".").c_str(), O_RDONLY | O_CLOEXEC));
+    const Memory memory(kBlock);
+    const auto queue = backend.open({4, 0, false});
+    CHECK_EQUAL(one(*queue, {Op::Read, fd.get(), memory.data(), kBlock, 0, -1, 1}).result, std::int64_t{100});
+    CHECK_EQUAL(one(*queue, {Op::Read, fd.get(), memory.data(), kBlock, 100, -1, 2}).result, std::int64_t{0});
+    const auto bad_address = reinterpret_cast<std::byte*>(std::uintptr_t{8});
+    CHECK_EQUAL(one(*queue, {Op::Write, fd.get(), bad_address, 10, 0, -1, 3}).result, std::int64_t{-EFAULT});
+    CHECK_EQUAL(one(*queue, {Op::Read, fd.get(), memory.data(), 100, 0, -1, 4}).token, std::uint64_t{4});
+  });
+}
+
+TEST(a_reap_with_nothing_to_collect_returns) {
+  on_every_backend([](const Backend& backend) {
+    const auto queue = backend.open({4, 0, false});
+    Completion completion;
+    CHECK_EQUAL(queue->reap(&completion, 1, 0, milliseconds(10)), std::size_t{0});
+    CHECK_EQUAL(queue->reap(&completion, 1, 1, milliseconds(10)), std::size_t{0});
+    CHECK_EQUAL(queue->reap(&completion, 1, 1, milliseconds(0)), std::size_t{0});
+  });
+}
+
+TEST(a_storm_of_signals_loses_nothing) {
+  struct sigaction action{}, before{};
+  action.sa_handler = [](int) {};
+  ::sigaction(SIGPROF, &action, &before);  // without SA_RESTART
+  const itimerval storm{{0, 300}, {0, 300}}, calm{};
+  on_every_backend([&](const Backend& backend) {
+    ::setitimer(ITIMER_PROF, &storm, nullptr);
+    for (int round = 0; round < 5; ++round) round_trip(backend, 4, round % 2 == 1, true);
+    ::setitimer(ITIMER_PROF, &calm, nullptr);
+  });
+  ::sigaction(SIGPROF, &before, nullptr);
+}
+
+TEST(a_queue_is_closed_with_nothing_leaked) {
+  on_every_backend([](const Backend& backend) {
+    const auto count = [] {
+      return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
+    };
+    const auto before = count();
+    for (int i = 0; i < 20; ++i) backend.open({8, 2, false});
+    CHECK_EQUAL(count(), before);
+  });
+}
+
+TEST(backends_are_chosen_by_name) {
+  ::unsetenv("NVME_OPS_BACKEND");
+  const auto failure = check::failure_of([] { choose_backends("nonsense"); });
+  CHECK_FAILURE(failure, Argument, 0, "backend='nonsense' is not one of auto, io_uring, libaio, threads");
+  CHECK_EQUAL(std::string(choose_backends("threads").front()->name), std::string("threads"));
+  CHECK(choose_backends("auto") == support::usable_backends(), "auto to mean all usable ones, best first");
+  CHECK(choose_backends("") == choose_backends("auto"), "nothing to mean auto");
+  ::setenv("NVME_OPS_BACKEND", "threads", 1);
+  CHECK(choose_backends("").front() == &kThreads, "the environment to choose");
+  CHECK(choose_backends("auto") == support::usable_backends(), "an argument to go before the environment");
+  ::setenv("NVME_OPS_BACKEND", "abacus", 1);
+  CHECK_FAILURE(check::failure_of([] { choose_backends(""); }), Argument, 0, "NVME_OPS_BACKEND='abacus'");
+  ::unsetenv("NVME_OPS_BACKEND");
+  for (const Backend* backend : backends()) {
+    if (probe(*backend).usable) continue;
+    CHECK_FAILURE(check::failure_of([&] { choose_backends(backend->name); }), Internal, 0, probe(*backend).reason);
+  }
+}
+
+// Default stacks larger than the address space: no thread can be started, as where a container's pids limit is reached.
+TEST(requests_are_served_where_no_thread_can_be_started) {
+  pthread_attr_t before, huge;
+  pthread_getattr_default_np(&before);
+  pthread_getattr_default_np(&huge);
+  pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
+  CHECK_EQUAL(pthread_setattr_default_np(&huge), 0);
+  round_trip(kThreads, 4, false, false);
+  pthread_setattr_default_np(&before);
+  pthread_attr_destroy(&before);
+  pthread_attr_destroy(&huge);
+}

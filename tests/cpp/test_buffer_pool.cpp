@@ -1,0 +1,124 @@
+// BufferPool: aligned, reused, bounded, never two owners.
+#include <set>
+#include <thread>
+
+#include "base/limits.h"
+#include "check.h"
+#include "engine/buffer_pool.h"
+#include "support.h"
+
+using namespace nvme_ops;
+using support::between;
+using support::Random;
+
+namespace {
+
+BufferPool& pool() {
+  return BufferPool::instance();
+}
+
+}  // namespace
+
+TEST(memory_is_aligned_for_its_size) {
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{4097}, kHugePage - 1, kHugePage,
+                                  kHugePage + 1, 5 * kHugePage + 12345}) {
+    std::byte* const memory = pool().allocate(bytes);
+    const std::size_t alignment = bytes >= kHugePage ? kHugePage : kPageSize;
+    CHECK(reinterpret_cast<std::uintptr_t>(memory) % alignment == 0,
+          "alignment to " << alignment << " for " << bytes << " bytes");
+    std::memset(memory, 1, bytes);
+    pool().release(memory);
+  }
+  pool().trim();
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+}
+
+TEST(released_memory_serves_the_next_of_about_its_size) {
+  std::byte* const first = pool().allocate(16 * kHugePage);
+  pool().release(first);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 16 * kHugePage);
+  std::byte* const second = pool().allocate(15 * kHugePage);
+  CHECK(second == first, "15 huge pages to reuse the block of 16");
+  CHECK_EQUAL(pool().statistics().live_bytes, 16 * kHugePage);
+  std::byte* const third = pool().allocate(15 * kHugePage);
+  CHECK(third != first, "live memory not to be handed out again");
+  pool().release(second);
+  std::byte* const small = pool().allocate(kHugePage);
+  CHECK(small != first, "a block of 16 not to be spent on one huge page");
+  pool().release(third);
+  pool().release(small);
+  pool().trim();
+}
+
+TEST(what_is_kept_stays_within_the_bound) {
+  const std::size_t bound = 4 * kHugePage;
+  std::vector<std::byte*> blocks;
+  for (int i = 0; i < 6; ++i) blocks.push_back(pool().allocate(kHugePage));
+  for (std::byte* const block : blocks) {
+    pool().release(block, bound);
+    CHECK(pool().statistics().cached_bytes <= bound, "at most " << bound << " bytes kept");
+  }
+  CHECK_EQUAL(pool().statistics().cached_bytes, bound);
+  pool().release(pool().allocate(8 * kHugePage), bound);
+  CHECK_EQUAL(pool().statistics().cached_bytes, bound);
+  pool().trim();
+  for (int i = 0; i < 20; ++i) blocks.push_back(pool().allocate(20 * kHugePage));
+  blocks.erase(blocks.begin(), blocks.begin() + 6);
+  for (std::byte* const block : blocks) pool().release(block);
+  CHECK(pool().statistics().cached_bytes <= kPoolBytes, "at most " << kPoolBytes << " bytes kept by default");
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+  pool().trim();
+}
+
+TEST(contains_knows_what_is_live) {
+  std::byte* const memory = pool().allocate(3 * kHugePage);
+  CHECK(pool().contains(memory, 3 * kHugePage), "the whole block to be contained");
+  CHECK(pool().contains(memory + 100, 3 * kHugePage - 100), "its tail to be contained");
+  CHECK(!pool().contains(memory + 1, 3 * kHugePage), "what passes its end not to be contained");
+  CHECK(!pool().contains(memory - 1, 1), "what lies before it not to be contained");
+  CHECK(!pool().contains(memory + 1, SIZE_MAX), "a length that wraps not to be contained");
+  pool().release(memory);
+  CHECK(!pool().contains(memory, 1), "released memory not to be contained");
+  pool().trim();
+}
+
+TEST(a_stranger_released_changes_nothing) {
+  std::byte local{};
+  pool().release(&local);
+  pool().release(nullptr);
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+}
+
+TEST(more_than_there_is_raises) {
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX); }), System, ENOMEM, "allocating");
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX / 4); }), System, ENOMEM, "allocating");
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+}
+
+TEST(threads_never_own_the_same_memory) {
+  std::vector<std::thread> threads;
+  for (unsigned id = 1; id <= 4; ++id) {
+    threads.emplace_back([id] {
+      Random random(id);
+      std::vector<std::pair<std::byte*, std::size_t>> mine;
+      for (int step = 0; step < 400; ++step) {
+        if (mine.size() > 8 || (support::one_in(random, 2) && !mine.empty())) {
+          const auto [memory, bytes] = mine.back();
+          CHECK(memory[0] == std::byte(id) && memory[bytes - 1] == std::byte(id), "memory of one owner");
+          mine.pop_back();
+          pool().release(memory, between(random, 0, 3) * kHugePage);
+          continue;
+        }
+        const std::size_t bytes = between(random, 1, std::uint64_t{1} << between(random, 1, 23));
+        std::byte* const memory = pool().allocate(bytes);
+        memory[0] = memory[bytes - 1] = std::byte(id);
+        mine.emplace_back(memory, bytes);
+      }
+      for (const auto& [memory, bytes] : mine) pool().release(memory);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+  pool().trim();
+}

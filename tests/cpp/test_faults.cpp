@@ -1,0 +1,391 @@
+// What the kernel does rarely, done on demand: every fault ends in the right bytes or in exactly one failure, and
+// leaves an engine that works.
+#include <signal.h>
+#include <sys/resource.h>
+
+#include <atomic>
+
+#include "check.h"
+#include "engine/engine.h"
+#include "fake_backend.h"
+#include "support.h"
+
+using namespace nvme_ops;
+using fake::Script;
+using fake::Verdict;
+using support::Bytes;
+using support::directory;
+using support::engine_options;
+using support::extent;
+using support::job_of;
+using support::Memory;
+using support::never;
+using support::pattern;
+
+namespace {
+
+constexpr std::size_t kBytes = (300 << 10) + 1234;
+constexpr std::uint64_t kOffset = 1000;
+
+// An engine on the fake backend, a file of known contents, and both directions on one or all lanes.
+class Bench {
+public:
+  explicit Bench(std::uint64_t depth = 4)
+      : script_(fake::new_script()), engine_(engine_options(fake::kFake, 20480, depth, 2)) {}
+
+  Script& script() { return script_; }
+  Engine& engine() { return engine_; }
+
+  // The outcome of one transfer through staging, checked to be right when it succeeds.
+  std::optional<Failure> transfer(Op op, bool all_lanes, const Interrupted& interrupted = never) {
+    const std::string path = directory() / "faults";
+    Bytes expected = pattern(kOffset + kBytes + 5000, 1);
+    support::write_file(path, expected);
+    const Bytes data = pattern(kBytes, ++seed_);
+    Memory memory(kBytes, 8);
+    if (op == Op::Write) {
+      memory.set(data);
+      std::copy(data.begin(), data.end(), expected.begin() + kOffset);
+    }
+    std::atomic<int> settled{0};
+    const auto job = job_of(op, {extent(path, op, memory, kOffset)});
+    job->outcome()->then([&] { ++settled; });
+    std::optional<Failure> raised;
+    check::finishes("a transfer", [&] {
+      raised = check::failure_of([&] {
+        all_lanes ? engine_.submit(job) : engine_.run(job, interrupted);
+        wait(*job, interrupted);
+      });
+    });
+    CHECK(job->outcome()->done(), "the job to have ended when the call returns");
+    CHECK(!raised || raised->kind == Failure::Kind::Interrupted, "nothing raised, got " << check::described(raised));
+    while (settled == 0) std::this_thread::yield();
+    CHECK_EQUAL(settled.load(), 1);
+    CHECK(memory.guards_intact(), "nothing written beside the memory");
+    if (job->outcome()->failure()) return job->outcome()->failure();
+    CHECK_EQUAL(job->outcome()->bytes(), kBytes);
+    CHECK(support::read_file(path) == expected, "the file as it was with the bytes written in their place");
+    CHECK_EQUAL(support::difference(memory.data(), expected.data() + kOffset, kBytes), kBytes);
+    return std::nullopt;
+  }
+
+  void change(const std::function<void(Script&)>& action) {
+    const std::lock_guard<std::mutex> lock(script_.mutex);
+    action(script_);
+  }
+
+  // Everything back to normal: the engine must work as if nothing had been.
+  void must_work() {
+    change([](Script& script) {
+      script.judge = nullptr, script.take = nullptr, script.breaks = nullptr, script.before_open = nullptr,
+      script.choose = nullptr;
+    });
+    for (const Op op : {Op::Write, Op::Read}) {
+      for (const bool all_lanes : {false, true}) must_succeed(op, all_lanes);
+    }
+    CHECK_EQUAL(engine_.staging_bytes(), std::size_t{0});
+  }
+
+  void must_succeed(Op op, bool all_lanes) {
+    const auto failure = transfer(op, all_lanes);
+    CHECK(!failure, "a " << name_of(op) << " to succeed, not " << check::described(failure));
+  }
+
+private:
+  Script& script_;
+  Engine engine_;
+  std::uint64_t seed_ = 1;
+};
+
+// Both directions, on the caller's thread and on the lanes.
+template <class Action>
+void each_way(Action&& action) {
+  for (const Op op : {Op::Read, Op::Write}) {
+    for (const bool all_lanes : {false, true}) {
+      const check::Context context(std::string(name_of(op)) + (all_lanes ? " on lanes" : " inline"));
+      action(op, all_lanes);
+    }
+  }
+}
+
+// A script whose verdict may depend on how often it was asked.
+std::function<Verdict(const Request&, bool)> counted(
+    std::function<Verdict(unsigned long, const Request&, bool)> judge) {
+  return [judge = std::move(judge), count = 0UL](const Request& request, bool direct) mutable {
+    return judge(++count, request, direct);
+  };
+}
+
+}  // namespace
+
+TEST(a_perfect_kernel_is_used_well) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.must_succeed(op, all_lanes);
+    CHECK_EQUAL(bench.script().opened, all_lanes ? 2UL : 1UL);
+  });
+  Script& script = fake::new_script();
+  Engine engine(engine_options(fake::kFake, 1 << 20, 4, 1));
+  const Memory memory(4 << 20, 8);
+  const auto job = job_of(Op::Write, {extent(directory() / "large", Op::Write, memory)});
+  const bool direct = job->extents()[0].file->direct_possible();
+  engine.run(job, never);
+  if (direct) {
+    CHECK(script.registered > 0 && script.through_registered > 0, "large staging blocks to be registered");
+  }
+}
+
+TEST(an_error_in_mid_request_is_one_failure) {
+  each_way([](Op op, bool all_lanes) {
+    for (const unsigned long at : {1UL, 7UL, 15UL}) {
+      Bench bench;
+      bench.script().judge = counted(
+          [at](unsigned long count, const Request&, bool) { return count == at ? Verdict{3000, EIO} : Verdict{}; });
+      const auto failure = bench.transfer(op, all_lanes);
+      CHECK_FAILURE(failure, System, EIO, name_of(op));
+      CHECK(failure && failure->path == directory() / "faults", "the file named");
+      bench.must_work();
+    }
+  });
+}
+
+TEST(all_requests_failing_is_one_failure) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().judge = [](const Request&, bool) { return Verdict{0, ENOSPC, 3}; };
+    CHECK_FAILURE(bench.transfer(op, all_lanes), System, ENOSPC, "bytes at offset");
+    bench.must_work();
+  });
+}
+
+TEST(short_transfers_go_on_where_they_ended) {
+  each_way([](Op op, bool all_lanes) {
+    for (const std::uint64_t bytes : {512U, 513U, 1024U, 4095U, 4096U, 5000U, 20479U}) {
+      const check::Context context("short by " + std::to_string(bytes));
+      Bench bench;
+      bench.script().judge = counted(
+          [bytes](unsigned long count, const Request&, bool) { return count % 3 == 0 ? Verdict{} : Verdict{bytes}; });
+      bench.must_succeed(op, all_lanes);
+    }
+  });
+}
+
+// Whatever the file system: NFS and FUSE may end a direct read at any byte.
+TEST(a_read_that_ends_before_the_wanted_bytes_goes_on) {
+  for (const std::uint64_t bytes : {1U, 100U, 488U}) {
+    const check::Context context("short by " + std::to_string(bytes));
+    Bench bench;
+    bench.script().judge = counted([bytes](unsigned long count, const Request&, bool direct) {
+      return direct && count <= 8 ? Verdict{bytes} : Verdict{};
+    });
+    bench.must_succeed(Op::Read, false);
+  }
+}
+
+TEST(nothing_moved_is_a_failure) {
+  for (const bool all_lanes : {false, true}) {
+    for (const Op op : {Op::Read, Op::Write}) {
+      Bench bench;
+      bench.script().judge =
+          counted([](unsigned long count, const Request&, bool) { return Verdict{count % 5 == 0 ? 0 : UINT64_MAX}; });
+      const auto failure = bench.transfer(op, all_lanes);
+      if (op == Op::Write) CHECK_FAILURE(failure, System, EIO, "write");
+      if (op == Op::Read) CHECK_FAILURE(failure, EndOfFile, 0, "passes the end of the file");
+      bench.must_work();
+    }
+  }
+}
+
+TEST(storms_of_again_and_interrupted_are_weathered) {
+  each_way([](Op op, bool all_lanes) {
+    for (const int error : {EAGAIN, EINTR}) {
+      Bench bench;
+      bench.script().judge = counted([error](unsigned long count, const Request&, bool) {
+        return count % 20 == 0 ? Verdict{} : Verdict{0, error};
+      });
+      bench.must_succeed(op, all_lanes);
+    }
+  });
+}
+
+TEST(again_for_ever_is_a_failure_in_the_end) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench(1);
+    bench.script().judge = [](const Request&, bool) { return Verdict{0, EAGAIN}; };
+    CHECK_FAILURE(bench.transfer(op, all_lanes), System, EAGAIN, "bytes at offset");
+    bench.must_work();
+  });
+}
+
+TEST(completions_in_any_order_are_told_apart) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().judge = counted([](unsigned long count, const Request&, bool) {
+      return Verdict{UINT64_MAX, 0, static_cast<unsigned>(count * 7 % 5)};
+    });
+    bench.script().choose = [](std::size_t finished) { return finished - 1; };
+    bench.must_succeed(op, all_lanes);
+  });
+}
+
+TEST(partial_submits_offer_the_rest_again) {
+  each_way([](Op op, bool all_lanes) {
+    for (const std::size_t most : {1U, 2U, 3U}) {
+      Bench bench;
+      bench.script().take = [most](std::size_t) { return most; };
+      bench.must_succeed(op, all_lanes);
+      bench.change([](Script& script) {
+        script.take = [calls = 0](std::size_t offered) mutable { return ++calls % 4 == 0 ? offered : 0; };
+      });
+      bench.must_succeed(op, all_lanes);
+    }
+  });
+}
+
+TEST(a_queue_that_takes_nothing_can_be_interrupted) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().take = [](std::size_t) { return std::size_t{0}; };
+    CHECK_FAILURE(bench.transfer(op, all_lanes, [] { return true; }), Interrupted, 0, "interrupted");
+    bench.must_work();
+  });
+}
+
+TEST(direct_io_refused_goes_through_the_cache) {
+  for (const int error : {EINVAL, EOPNOTSUPP}) {
+    each_way([error](Op op, bool all_lanes) {
+      for (const unsigned long from : {1UL, 9UL}) {
+        Bench bench;
+        bench.script().judge = counted([=](unsigned long count, const Request&, bool direct) {
+          return direct && count >= from ? Verdict{0, error} : Verdict{UINT64_MAX, 0, static_cast<unsigned>(count % 3)};
+        });
+        bench.must_succeed(op, all_lanes);
+      }
+    });
+  }
+}
+
+TEST(cached_io_refused_is_a_failure) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().judge = [](const Request&, bool) { return Verdict{0, EINVAL}; };
+    CHECK_FAILURE(bench.transfer(op, all_lanes), System, EINVAL, "bytes at offset");
+    bench.must_work();
+  });
+}
+
+TEST(refused_buffers_are_done_without) {
+  Script& script = fake::new_script();
+  script.registers = false;
+  Engine engine(engine_options(fake::kFake, 1 << 20, 4, 1));
+  const Bytes data = pattern(8 << 20, 1);
+  Memory memory(data.size(), 8);
+  memory.set(data);
+  const std::string path = directory() / "unregistered";
+  const auto job = job_of(Op::Write, {extent(path, Op::Write, memory)});
+  engine.run(job, never);
+  CHECK(!job->outcome()->failure(), "success, not " << check::described(job->outcome()->failure()));
+  CHECK(support::read_file(path) == data, "what was written");
+  CHECK(script.refused_registrations <= 1, "one attempt, got " << script.refused_registrations);
+}
+
+// Its descriptor was closed by someone, say.
+TEST(a_queue_that_fails_is_replaced) {
+  each_way([](Op op, bool all_lanes) {
+    for (const int at : {1, 4}) {
+      Bench bench;
+      bench.script().judge = [](const Request&, bool) { return Verdict{UINT64_MAX, 0, 2}; };
+      bench.script().breaks = [at, calls = 0]() mutable { return ++calls == at ? EOPNOTSUPP : 0; };
+      CHECK_FAILURE(bench.transfer(op, all_lanes), System, EOPNOTSUPP, "bytes at offset");
+      const unsigned long opened = bench.script().opened;
+      bench.must_work();
+      CHECK(bench.script().opened > opened, "a new queue");
+    }
+  });
+}
+
+TEST(a_queue_that_fails_and_cannot_be_replaced_is_one_failure) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().judge = [](const Request&, bool) { return Verdict{5000, 0, 2}; };  // all leave rests
+    bench.script().breaks = [calls = 0]() mutable { return ++calls == 3 ? EBADF : 0; };
+    bench.script().before_open = [calls = 0]() mutable {
+      if (++calls > 1) fake::raise(EMFILE, "opening a queue");
+    };
+    const auto failure = bench.transfer(op, all_lanes);
+    CHECK(failure && failure->kind == Failure::Kind::System, "a failure, not " << check::described(failure));
+    bench.must_work();
+  });
+}
+
+TEST(jobs_behind_one_that_met_a_failed_queue_end_too) {
+  Script& script = fake::new_script();
+  script.judge = [](const Request&, bool) { return Verdict{UINT64_MAX, 0, 3}; };
+  script.breaks = [calls = 0]() mutable { return ++calls == 5 ? EBADF : 0; };
+  Engine engine(engine_options(fake::kFake, 16384, 4, 1));
+  const std::string path = directory() / "behind";
+  support::write_file(path, pattern(1 << 20, 1));
+  const Memory memory(1 << 20, 8);
+  std::vector<std::shared_ptr<Job>> jobs;
+  for (int i = 0; i < 20; ++i) jobs.push_back(job_of(Op::Read, {extent(path, Op::Read, memory)}));
+  check::finishes("jobs on a queue that failed", [&] {
+    for (const auto& job : jobs) engine.submit(job);
+    for (const auto& job : jobs) wait(*job, never);
+  });
+}
+
+TEST(a_fault_of_one_job_is_not_another_jobs) {
+  for (const std::uint64_t lanes : {1U, 3U}) {
+    Script& script = fake::new_script();
+    Engine engine(engine_options(fake::kFake, 16384, 8, lanes));
+    const std::string good = directory() / "good", bad = directory() / "bad";
+    const Bytes data = pattern(1 << 20, 1);
+    support::write_file(good, data);
+    support::write_file(bad, data);
+    struct stat status{};
+    ::stat(bad.c_str(), &status);
+    script.judge = counted([inode = status.st_ino](unsigned long count, const Request& request, bool) {
+      struct stat now{};
+      ::fstat(request.fd, &now);
+      return Verdict{UINT64_MAX, now.st_ino == inode ? EIO : 0, static_cast<unsigned>(count % 4)};
+    });
+    std::vector<std::unique_ptr<Memory>> memories;
+    std::vector<std::shared_ptr<Job>> jobs;
+    for (int i = 0; i < 9; ++i) {
+      memories.push_back(std::make_unique<Memory>(data.size(), 8));
+      jobs.push_back(job_of(Op::Read, {extent(i % 3 == 1 ? bad : good, Op::Read, *memories.back())}));
+    }
+    for (const auto& job : jobs) engine.submit(job);
+    for (std::size_t i = 0; i < jobs.size(); ++i) {
+      wait(*jobs[i], never);
+      const auto& failure = jobs[i]->outcome()->failure();
+      if (i % 3 == 1) {
+        CHECK_FAILURE(failure, System, EIO, "read");
+      } else {
+        CHECK(!failure, "success, not " << check::described(failure));
+        CHECK_EQUAL(support::difference(memories[i]->data(), data.data(), data.size()), data.size());
+      }
+    }
+  }
+}
+
+// A full disk: what the kernel itself says in mid transfer.
+TEST(a_file_that_may_not_grow_fails_on_every_backend) {
+  ::signal(SIGXFSZ, SIG_IGN);
+  for (const Backend* backend : support::usable_backends()) {
+    const check::Context context(std::string("backend ") + backend->name);
+    Engine engine(engine_options(*backend));
+    const std::string path = directory() / "limited";
+    support::write_file(path, {});
+    const Memory memory(600000, 8);
+    const auto file = File::open(path, Op::Write, Cache::Direct);  // not prepared: nothing is preallocated
+    const auto job = job_of(Op::Write, {{file, memory.data(), memory.size(), 0, false}});
+    rlimit before{};
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const rlimit tight{200000, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &tight);
+    engine.run(job, never);
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    CHECK_FAILURE(job->outcome()->failure(), System, EFBIG, "write");
+  }
+}
