@@ -101,11 +101,17 @@ def test_a_killed_build_blocks_nobody(sandbox: Sandbox) -> None:
     assert not any(path.name.startswith(".") for path in (sandbox.cache / "nvme_ops").iterdir())
 
 
+def replace(library: Path, content: bytes) -> None:
+    """Gives the path another file: the one there is mapped into this process, which would die of a change."""
+    library.unlink()
+    library.write_bytes(content)
+
+
 def test_what_torch_leaves_of_a_killed_build_is_ignored(here: Sandbox) -> None:
     entry = jit.build(TinyBuilder().recipe())
     entry.discard()
     (entry.folder / "lock").touch()  # torch waits for this file to go, for ever
-    entry.library.write_bytes(b"half a library")
+    replace(entry.library, b"half a library")
     assert jit.build(TinyBuilder().recipe()).record() is not None
     assert not (entry.folder / "lock").exists()
     assert here.compilations() == 2
@@ -113,15 +119,14 @@ def test_what_torch_leaves_of_a_killed_build_is_ignored(here: Sandbox) -> None:
 
 def test_a_truncated_library_is_built_anew(here: Sandbox) -> None:
     entry = jit.build(TinyBuilder().recipe())
-    with entry.library.open("r+b") as library:
-        library.truncate(100)
+    replace(entry.library, entry.library.read_bytes()[:100])
     assert not TinyBuilder().is_cached()
     assert here.run(ANSWER) == "42"
 
 
 def test_a_library_that_cannot_be_loaded_is_built_anew(here: Sandbox) -> None:
     entry = jit.build(TinyBuilder().recipe())
-    entry.library.write_bytes(bytes(entry.library.stat().st_size))
+    replace(entry.library, bytes(entry.library.stat().st_size))
     process = here.start(ANSWER)
     output, errors = process.communicate(timeout=300)
     assert output == "42\n", errors

@@ -15,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::microseconds kLinger(100);
+constexpr std::chrono::microseconds kLinger(50);
 
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
