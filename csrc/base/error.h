@@ -30,6 +30,9 @@ private:
   Failure failure_;
 };
 
+// The words for an errno, or for one of cuFile's codes, which all lie above 5000.
+std::string error_text(int error);
+
 // What the kernel refused: "read of 4096 bytes at offset 512: Input/output error".
 Failure system_failure(int error, const std::string& operation, const std::string& path = {});
 Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t offset, const std::string& path);

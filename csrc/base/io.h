@@ -21,6 +21,7 @@ struct Request {
   std::uint64_t offset;
   int buffer;
   std::uint64_t token;
+  void* file = nullptr;  // what the backend knows the file as, if it registers files
 };
 
 // `result` is the bytes moved, or a negated errno.

@@ -17,16 +17,18 @@ inline constexpr std::uint64_t kMaxEdge = 64 << 10;        // st_blksize beyond 
 inline constexpr std::size_t kHugePage = 2 << 20;
 
 inline constexpr std::size_t kStagingBytes = 64 << 20;  // per handle, shared by its lanes; one huge page each at least
-inline constexpr std::size_t kIdleBytes = kHugePage;    // staging memory the process keeps when nothing moves
-inline constexpr std::size_t kPoolBytes = 256 << 20;    // freed tensor memory kept for reuse; NVME_OPS_POOL_BYTES
+inline constexpr std::size_t kLaneStagingBytes = 20 << 20;  // of one lane: more leaves the processor's cache meanwhile
+inline constexpr std::size_t kIdleBytes = kHugePage;        // staging memory the process keeps when nothing moves
+inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memory kept for reuse; NVME_OPS_POOL_BYTES
 
 inline constexpr std::uint64_t kInPlaceBytes = 64 << 10;     // aligned transfers up to this are not worth a copy
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // growth below this is left to the file system
-inline constexpr unsigned kPatience = 16;          // consecutive EAGAIN or EINTR of one request before we pause
-inline constexpr unsigned kMaxRetries = 1024;      // consecutive EAGAIN or EINTR of one request
-inline constexpr int kInterruptMilliseconds = 50;  // how often a waiting thread looks for Ctrl-C
+inline constexpr unsigned kPatience = 16;             // consecutive EAGAIN or EINTR of one request before we pause
+inline constexpr unsigned kMaxRetries = 1024;         // consecutive EAGAIN or EINTR of one request
+inline constexpr unsigned kDescriptorPatience = 256;  // milliseconds until a lack of descriptors is an error
+inline constexpr int kInterruptMilliseconds = 50;     // how often a waiting thread looks for Ctrl-C
 
-static_assert(kStagingBytes % kHugePage == 0);
+static_assert(kStagingBytes % kHugePage == 0 && kLaneStagingBytes % kHugePage == 0);
 static_assert(kMaxTransfer % kPageSize == 0);
 
 }  // namespace nvme_ops

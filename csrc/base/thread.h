@@ -1,5 +1,4 @@
-// Starts threads that stay out of the program's way: they leave every signal to its own threads, so that Ctrl-C reaches
-// the one that waits, and when woken they do not push the thread that woke them off its processor.
+// Starts threads that leave every signal to those of the program, so that Ctrl-C reaches the one that waits.
 #pragma once
 
 #include <pthread.h>

@@ -1,13 +1,21 @@
 // The module `async_io`: the engine for Python, and the DeepNVMe interface that nvme_ops.handle builds on it.
 #include <Python.h>
 
+#include <string>
+#include <vector>
+
 #include "backends/registry.h"
+#include "base/crc.h"
+#include "base/error.h"
 #include "binding/buffer.h"
+#include "binding/device_path.h"
 #include "binding/engine_type.h"
 #include "binding/memory.h"
-#include "binding/operation.h"
+#include "binding/module.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
+#include "engine/file.h"
+#include "engine/fresh_memory.h"
 
 namespace nvme_ops {
 namespace {
@@ -42,16 +50,74 @@ PyObject* trim_pool(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* shut_down(PyObject*, PyObject*) {
-  return guarded([]() -> PyObject* {
-    shut_down_engines();
-    stop_callbacks();
+// With the GIL released once for all of them.
+PyObject* checksums(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    const char* name;
+    PyObject* objects;
+    if (!PyArg_ParseTuple(arguments, "sO", &name, &objects)) throw PythonError();
+    const bool castagnoli = std::string(name) == "crc32c";
+    if (!castagnoli && std::string(name) != "crc32") {
+      raise(bad_argument(std::string("a checksum is 'crc32c' or 'crc32', not '") + name + "'"));
+    }
+    const std::vector<Memory> memories = memories_of(objects, Op::Write, "buffers");
+    for (const Memory& memory : memories) {
+      if (memory.device) raise(bad_argument("buffers must lie in CPU memory"));
+    }
+    std::vector<std::uint32_t> found(memories.size());
+    {
+      const WithoutGil released;
+      for (std::size_t i = 0; i < memories.size(); ++i) {
+        found[i] = checksum(castagnoli ? Crc::Crc32c : Crc::Crc32, memories[i].data, memories[i].bytes);
+      }
+    }
+    Ref list = checked(PyList_New(static_cast<Py_ssize_t>(found.size())));
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromUnsignedLong(found[i])).release());
+    }
+    return list.release();
+  });
+}
+
+PyObject* expect_to_fill_buffer(PyObject*, PyObject* buffer) {
+  return guarded([&]() -> PyObject* {
+    const Memory memory = memory_of(buffer, Op::Read, "buffer");
+    if (!memory.device && !memory.fast) expect_to_fill(memory.data, memory.bytes);
     Py_RETURN_NONE;
+  });
+}
+
+PyObject* count_cached_pages(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    int fd;
+    unsigned long long offset, bytes;
+    if (!PyArg_ParseTuple(arguments, "iKK", &fd, &offset, &bytes)) throw PythonError();
+    const auto pages = cached_pages(fd, offset, bytes);
+    if (!pages) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(*pages);
+  });
+}
+
+PyObject* joined_checksum(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    const char* name;
+    unsigned int first, second;
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(arguments, "sIIK", &name, &first, &second, &bytes)) throw PythonError();
+    const Crc kind = std::string(name) == "crc32c" ? Crc::Crc32c : Crc::Crc32;
+    return PyLong_FromUnsignedLong(joined(kind, first, second, bytes));
   });
 }
 
 PyMethodDef functions[] = {
     {"backends", list_backends, METH_NOARGS, "backends() -> dict[str, str | None]. Why each is not usable, or None."},
+    {"checksums", checksums, METH_VARARGS, "checksums(kind, buffers) -> list[int]. crc32c or crc32 of each buffer."},
+    {"joined_checksum", joined_checksum, METH_VARARGS,
+     "joined_checksum(kind, first, second, bytes) -> int. Of two runs of data, the second of so many bytes."},
+    {"cached_pages", count_cached_pages, METH_VARARGS,
+     "cached_pages(fd, offset, bytes) -> int | None. Of the range, with 0 bytes to the end; None where nobody tells."},
+    {"expect_to_fill", expect_to_fill_buffer, METH_O,
+     "expect_to_fill(buffer). Huge pages for memory that has no pages yet and will be written as a whole."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
     {"pool_statistics", pool_statistics, METH_NOARGS, "pool_statistics() -> dict[str, int]. Bytes in use, bytes kept."},
     {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Gives the pool's unused memory back to the system."},
@@ -61,37 +127,26 @@ PyMethodDef functions[] = {
 PyModuleDef definition{
     PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
-// Python's side of the op: the handle, the future and the functions of deepnvme's interface.
-void add_interface(PyObject* module) {
-  const Ref interface = checked(PyImport_ImportModule("nvme_ops.handle"));
-  const Ref names = checked(PyObject_GetAttrString(interface.get(), "__all__"));
-  const Ref list = checked(PySequence_Fast(names.get(), "nvme_ops.handle.__all__"));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.get()); ++i) {
-    PyObject* const name = PySequence_Fast_GET_ITEM(list.get(), i);
-    const Ref value = checked(PyObject_GetAttr(interface.get(), name));
-    if (PyObject_SetAttr(module, name, value.get()) != 0) throw PythonError();
+class BouncePath final : public DevicePath {
+  void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) override {
+    extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, extent.bytes, interrupted);
+    account("bounce", "the only way of this op", extent.bytes);
   }
-}
-
-void run_at_exit(PyObject* module) {
-  const Ref atexit = checked(PyImport_ImportModule("atexit"));
-  const Ref function = checked(PyObject_GetAttrString(module, "shut_down"));
-  checked(PyObject_CallMethod(atexit.get(), "register", "O", function.get()));
-}
+};
 
 }  // namespace
+
+std::shared_ptr<DevicePath> make_device_path(const EngineOptions&) {
+  return std::make_shared<BouncePath>();
+}
+
 }  // namespace nvme_ops
 
 PyMODINIT_FUNC PyInit_async_io() {
   using namespace nvme_ops;
   return guarded([]() -> PyObject* {
-    Ref module = checked(PyModule_Create(&definition));
-    find_tensor_class();
-    if (!add_engine_type(module.get()) || !add_operation_type(module.get()) || !add_buffer_type(module.get())) {
-      throw PythonError();
-    }
-    add_interface(module.get());
-    run_at_exit(module.get());
+    Ref module(make_module(&definition, "nvme_ops.handle"));
+    if (!add_buffer_type(module.get())) throw PythonError();
     return module.release();
   });
 }

@@ -18,8 +18,10 @@
 namespace nvme_ops {
 namespace {
 
-constexpr std::uint64_t kChunk = 8 << 20;
-constexpr std::size_t kChunks = 8;
+// torch's allocator of page-locked memory rounds up to powers of two: a chunk and its skew together are one.
+constexpr std::uint64_t kChunk = (8 << 20) - kPageSize;
+constexpr std::size_t kChunks = 5;        // 40 MiB
+constexpr std::size_t kOnDeviceSide = 2;  // of them; the others are between memory and storage, the slower side
 
 // One page-locked block on its way: first filled (from storage or the device), then emptied to the other side.
 struct Slot {
@@ -76,9 +78,11 @@ void translated(Body&& body) {
 class StagedDeviceTensor final : public DeviceTensor {
 public:
   explicit StagedDeviceTensor(const at::Tensor& tensor);
-  void transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
-                const Interrupted& interrupted) override;
-  void compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
+  void bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
+              std::uint64_t position, std::uint64_t bytes, const Interrupted& interrupted) override;
+  std::byte* data() const override { return bytes_of(flat_); }
+  void synchronize() const override;
+  void compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
                const Interrupted& interrupted) override;
 
 private:
@@ -96,8 +100,12 @@ StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
   });
 }
 
-void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
-                                  const Interrupted& interrupted) {
+void StagedDeviceTensor::synchronize() const {
+  translated([&] { before_->synchronize(); });
+}
+
+void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
+                                std::uint64_t position, std::uint64_t total, const Interrupted& interrupted) {
   translated([&] {
     const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
     const c10::impl::VirtualGuardImpl device(flat_.device().type());
@@ -105,14 +113,14 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
     const c10::StreamGuard side(device.getStreamFromGlobalPool(flat_.device()));
     before_->block(side.current_stream());
 
-    const auto total = static_cast<std::uint64_t>(flat_.numel());
     const std::size_t count = std::min<std::uint64_t>(kChunks, (total + kChunk - 1) / kChunk);
     std::array<Slot, kChunks> slots;
     const StreamEnd end{side.current_stream()};
     std::optional<Failure> failure;
 
     const auto on_device = [&](const Slot& slot) {
-      return flat_.narrow(0, static_cast<std::int64_t>(slot.position), static_cast<std::int64_t>(slot.bytes));
+      return flat_.narrow(0, static_cast<std::int64_t>(position + slot.position),
+                          static_cast<std::int64_t>(slot.bytes));
     };
     // Memory and file misaligned alike, so that a chunk is transferred in place.
     const std::uint64_t skew = offset % kPageSize;
@@ -120,8 +128,8 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
       return slot.memory.narrow(0, static_cast<std::int64_t>(skew), static_cast<std::int64_t>(slot.bytes));
     };
     const auto start_storage = [&](Slot& slot) {
-      slot.job = std::make_shared<Job>(
-          op, std::vector<Extent>{{file, bytes_of(slot.memory) + skew, slot.bytes, offset + slot.position, true}});
+      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory) + skew, slot.bytes,
+                                                                offset + slot.position, true, false, true}});
       engine.submit(slot.job);
     };
     const auto end_storage = [&](Slot& slot) {
@@ -139,10 +147,10 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
       if (slot.copy) slot.copy->synchronize();
       slot.copy.reset();
     };
-    const auto begin = [&](Slot& slot, std::uint64_t position) {
+    const auto begin = [&](Slot& slot, std::uint64_t at) {
       if (!slot.memory.defined()) slot.memory = page_locked(flat_, skew + std::min(total, kChunk));
-      slot.position = position;
-      slot.bytes = std::min(kChunk, total - position);
+      slot.position = at;
+      slot.bytes = std::min(kChunk, total - at);
       op == Op::Read ? start_storage(slot) : start_copy(slot);
     };
     // The second half follows as soon as the first has ended.
@@ -156,7 +164,8 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
     };
 
     const std::uint64_t chunks = (total + kChunk - 1) / kChunk;
-    const std::uint64_t lead = std::max<std::size_t>(1, count / 2);  // first halves under way ahead of the second ones
+    // First halves under way ahead of the second ones.
+    const std::size_t lead = op == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
     for (std::uint64_t i = 0; i < chunks + lead; ++i) {
       if (i < chunks && !failure) {
         Slot& slot = slots[i % count];
@@ -171,7 +180,7 @@ void StagedDeviceTensor::transfer(Engine& engine, Op op, const std::shared_ptr<F
   });
 }
 
-void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
+void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
                                  const Interrupted& interrupted) {
   translated([&] {
     const c10::InferenceMode plain_memory;
@@ -180,7 +189,7 @@ void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& fi
     for (std::uint64_t position = 0; position < total; position += kChunk) {
       const std::uint64_t bytes = std::min(kChunk, total - position);
       const auto job = std::make_shared<Job>(
-          Op::Read, std::vector<Extent>{{file, bytes_of(stored), bytes, offset + position, true}});
+          Op::Read, std::vector<Extent>{{file, bytes_of(stored), bytes, offset + position, true, false, true}});
       engine.run(job, interrupted);
       if (job->outcome()->failure()) raise(*job->outcome()->failure());
       const at::Tensor here =
@@ -188,7 +197,7 @@ void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<File>& fi
       const auto* const ours = static_cast<const std::byte*>(here.const_data_ptr());
       const auto* const difference = std::mismatch(ours, ours + bytes, bytes_of(stored)).first;
       if (difference != ours + bytes) {
-        raise(mismatch(offset + position + static_cast<std::uint64_t>(difference - ours), file->path()));
+        raise(mismatch(offset + position + static_cast<std::uint64_t>(difference - ours), file->file().path()));
       }
     }
   });

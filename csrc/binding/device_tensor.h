@@ -1,7 +1,8 @@
-// Tensors on an accelerator: chunks pass through page-locked memory while storage and copies overlap. Only torch's
-// device-generic interfaces are used, so no CUDA header is needed.
+// Tensors on an accelerator and the way that every one can take: chunks pass through page-locked memory while storage
+// and copies overlap. Only torch's device-generic interfaces are used, so no CUDA header is needed.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -17,12 +18,17 @@ class DeviceTensor {
 public:
   virtual ~DeviceTensor() = default;
 
-  // Moves the whole tensor from or to `file`; when it returns the data are in place for every stream. Throws IoError.
-  virtual void transfer(Engine& engine, Op op, const std::shared_ptr<File>& file, std::uint64_t offset,
-                        const Interrupted& interrupted) = 0;
+  // Moves `bytes` of the tensor from `position` on, from or to `file` at `offset`; when it returns the data are in
+  // place for every stream. The file is held and prepared. Throws IoError.
+  virtual void bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
+                      std::uint64_t position, std::uint64_t bytes, const Interrupted& interrupted) = 0;
+
+  // The tensor's memory, for who moves it by other means, and the wait for what is queued on it.
+  virtual std::byte* data() const = 0;
+  virtual void synchronize() const = 0;
 
   // Compares the tensor with what the file holds. Throws IoError.
-  virtual void compare(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t offset,
+  virtual void compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
                        const Interrupted& interrupted) = 0;
 };
 

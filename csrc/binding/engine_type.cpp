@@ -1,134 +1,21 @@
 #include "binding/engine_type.h"
 
-#include <algorithm>
-#include <list>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
-#include <tuple>
 
 #include "backends/registry.h"
 #include "base/limits.h"
+#include "binding/bound_engine.h"
+#include "binding/file_name.h"
 #include "binding/memory.h"
 #include "binding/operation.h"
 #include "binding/python.h"
-#include "engine/fork.h"
-#include "engine/worker.h"
+#include "engine/fresh_memory.h"
+#include "engine/spans.h"
 
 namespace nvme_ops {
 namespace {
-
-// Everything here is touched with the GIL held only, so a fork finds it whole.
-class BoundEngine {
-public:
-  BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) { all().insert(this); }
-  ~BoundEngine() {
-    finish();
-    all().erase(this);
-  }
-
-  static std::set<BoundEngine*>& all() {
-    static auto* const engines = new std::set<BoundEngine*>;
-    return *engines;
-  }
-
-  const EngineOptions& options() const { return options_; }
-  Cache cache() const { return cache_; }
-  const char* backend() { return running().engine->backend(); }
-
-  std::uint64_t run(const Transfer& transfer, bool all_lanes) {
-    const std::shared_ptr<Engine> engine = running().engine;
-    const WithoutGil released;
-    return transfer.execute(*engine, all_lanes, signal_raised);
-  }
-
-  std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories) {
-    sweep();
-    Running& current = running();
-    if (transfer.plain()) {
-      auto operation = std::make_shared<Operation>(transfer.job->outcome(), transfer.job, std::move(memories));
-      live_.push_back(operation);
-      current.engine->submit(transfer.job);
-      return operation;
-    }
-    auto outcome = std::make_shared<Outcome>();
-    auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
-    current.service->start();
-    live_.push_back(operation);
-    current.service->post([engine = current.engine, outcome, transfer = std::move(transfer)]() mutable {
-      std::uint64_t moved = 0;
-      std::optional<Failure> failure;
-      try {
-        moved = transfer.execute(*engine, true, [] { return false; });
-      } catch (const IoError& error) {
-        failure = error.failure();
-      } catch (const std::exception& error) {
-        failure = Failure{Failure::Kind::Internal, 0, error.what(), {}};
-      }
-      transfer = {};  // its files are closed before anybody hears of the end
-      failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
-    });
-    return operation;
-  }
-
-  // What has ended lets go of its memory, also where nobody holds its future.
-  void sweep() {
-    std::list<std::shared_ptr<Operation>> ended;  // letting go runs Python code, which may come back here
-    for (auto operation = live_.begin(); operation != live_.end();) {
-      const auto next = std::next(operation);
-      if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
-      operation = next;
-    }
-  }
-
-  std::size_t staging_bytes() { return running().engine->staging_bytes(); }
-
-  // Waits for all work and ends the threads. A signal stops what has not been started.
-  void finish() {
-    const std::list<std::shared_ptr<Operation>> ending = std::exchange(live_, {});
-    if (running_.engine && running_.generation != fork_generation()) return leave_to_parent();
-    Running stopping = std::exchange(running_, {});
-    const WithoutGil released;
-    for (const auto& operation : ending) {
-      while (!operation->outcome->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
-        if (!signal_raised()) continue;
-        const WithGil gil;
-        PyErr_WriteUnraisable(nullptr);
-        for (const auto& other : ending) other->job->fail(interrupted_failure());
-      }
-    }
-    stopping = {};
-  }
-
-private:
-  struct Running {
-    std::shared_ptr<Engine> engine;
-    std::unique_ptr<Worker> service;  // for what takes several steps: validation, accelerators
-    unsigned long generation = 0;
-  };
-
-  // In a forked child the parent's engine is left alone, and a new one made at first use.
-  Running& running() {
-    if (running_.engine && running_.generation == fork_generation()) return running_;
-    if (running_.engine) leave_to_parent();
-    running_ = {std::make_shared<Engine>(options_), std::make_unique<Worker>(), fork_generation()};
-    return running_;
-  }
-
-  void leave_to_parent() {
-    live_.clear();
-    running_.engine->abandon();
-    new std::shared_ptr<Engine>(std::move(running_.engine));  // never destroyed: its threads are the parent's
-    static_cast<void>(running_.service.release());
-    running_ = {};
-  }
-
-  const EngineOptions options_;
-  const Cache cache_;
-  Running running_;
-  std::list<std::shared_ptr<Operation>> live_;
-};
 
 struct EngineObject {
   PyObject_HEAD BoundEngine* engine;
@@ -163,63 +50,57 @@ std::uint64_t offset_of(PyObject* object) {
   return static_cast<std::uint64_t>(offset);
 }
 
-// A file as the caller named it: a path (str, bytes or os.PathLike) or a descriptor.
-struct FileName {
-  std::string path;
-  int fd = -1;
-
-  bool operator<(const FileName& other) const { return std::tie(fd, path) < std::tie(other.fd, other.path); }
-
-  std::shared_ptr<File> open(Op op, Cache cache) const {
-    return fd >= 0 ? File::adopt(fd, op, cache) : File::open(path, op, cache);
-  }
-};
-
-bool is_descriptor(PyObject* object) {
-  return PyLong_Check(object) && !PyBool_Check(object);
-}
-
-FileName name_of(PyObject* object) {
-  if (is_descriptor(object)) {
-    int overflow = 0;
-    const long fd = PyLong_AsLongAndOverflow(object, &overflow);
-    if (overflow != 0 || fd < 0 || fd > INT32_MAX)
-      raise(bad_argument("a file descriptor must lie between 0 and 2**31 - 1"));
-    return {{}, static_cast<int>(fd)};
-  }
-  PyObject* encoded = nullptr;
-  if (PyBool_Check(object) || PyUnicode_FSConverter(object, &encoded) == 0) {
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError();
-    PyErr_Clear();
-    raise_type_error(std::string("a file must be a path or a file descriptor, not ") + Py_TYPE(object)->tp_name);
-  }
-  const Ref owned(encoded);
-  return {std::string(PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded))), -1};
-}
-
 // Gathers what one call moves.
 class TransferBuilder {
 public:
   TransferBuilder(Op op, bool validate, bool whole) : transfer_{op, nullptr, {}, validate}, whole_(whole) {}
 
-  void add(const Memory& memory, const std::shared_ptr<File>& file, std::uint64_t offset) {
-    file->prepare(transfer_.op, offset, memory.bytes, whole_);
+  void add(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) {
+    check_range(offset, memory.bytes);
     if (memory.device) {
-      transfer_.device.push_back({memory.device, file, offset, memory.bytes});
-    } else if (memory.bytes > 0) {
-      extents_.push_back({file, memory.data, memory.bytes, offset, memory.fast});
+      transfer_.device.push_back({memory.device, file, offset, memory.bytes, whole_});
+      return;
+    }
+    if (transfer_.op == Op::Read && !memory.fast) expect_to_fill(memory.data, memory.bytes);
+    if (whole_ || !joins(memory, file, offset)) {
+      end_run();
+      extents_.push_back({file, memory.data, memory.bytes, offset, memory.fast, whole_});
+    } else {
+      // What lies in one run of the file is moved as one, however small or misaligned its parts.
+      Extent& run = extents_.back();
+      if (!spans_) {
+        spans_ = std::make_shared<Spans>();
+        spans_->add({run.memory, run.bytes});
+      }
+      spans_->add({memory.data, memory.bytes});
+      run.bytes += memory.bytes;
     }
   }
 
   Transfer take() {
+    end_run();
     transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_));
     return std::move(transfer_);
   }
 
 private:
+  // Large parts in fast memory are better off by themselves: they are moved in place.
+  bool joins(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) const {
+    if (extents_.empty()) return false;
+    const Extent& run = extents_.back();
+    const bool in_place = run.fast_memory && memory.fast && !spans_;
+    return run.file == file && run.offset + run.bytes == offset && !in_place;
+  }
+
+  void end_run() {
+    if (spans_) extents_.back().spans = std::move(spans_);
+    spans_ = nullptr;
+  }
+
   Transfer transfer_;
   const bool whole_;
   std::vector<Extent> extents_;
+  std::shared_ptr<Spans> spans_;  // of the last extent, while it grows
 };
 
 struct SingleCall {
@@ -235,12 +116,10 @@ struct SingleCall {
 
   Transfer transfer(BoundEngine& engine, const Memory& lent) const {
     // Without an offset the tensor is the whole file, which then ends with it. A descriptor's file is never cut.
-    const FileName name = name_of(file);
-    const bool whole = write && offset == Py_None && name.fd < 0;
-    const std::uint64_t at = offset_of(offset);
+    const FileName name(file);
+    const bool whole = write && offset == Py_None && !name.by_descriptor();
     TransferBuilder builder(op(), validate != 0, whole);
-    const WithoutGil released;
-    builder.add(lent, name.open(op(), engine.cache()), at);
+    builder.add(lent, name.share(op(), engine.cache()), offset_of(offset));
     return builder.take();
   }
 };
@@ -266,11 +145,6 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
   });
 }
 
-bool one_file(PyObject* files) {
-  return is_descriptor(files) || PyUnicode_Check(files) || PyBytes_Check(files) ||
-         PyObject_HasAttrString(files, "__fspath__") == 1;
-}
-
 // The entries of a sequence, or one for all.
 Ref entries(PyObject* object, Py_ssize_t count, const std::string& name, const std::string& kind) {
   const std::string message = name + " must be " + kind;
@@ -291,30 +165,27 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     BoundEngine& engine = engine_of(self);
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
     const std::size_t count = memories.size();
-    const bool single = one_file(files);
+    const bool single = is_file(files);
     const bool whole = offsets == Py_None;
     if (whole && single) raise(bad_argument("file_offsets is needed when all tensors share one file"));
     const auto length = static_cast<Py_ssize_t>(count);
     const Ref names = single ? Ref() : entries(files, length, "files", "a path, a descriptor, or a sequence of them");
     const Ref places = whole ? Ref() : entries(offsets, length, "file_offsets", "a sequence of integers");
 
-    std::map<FileName, std::shared_ptr<File>> opened;  // a name that comes again is opened once
-    std::vector<std::map<FileName, std::shared_ptr<File>>::iterator> file_of(count);
-    std::vector<std::uint64_t> offset_at(count, 0);
+    TransferBuilder builder(op, false, whole && op == Op::Write);
+    std::map<FileName, std::shared_ptr<SharedFile>> shared;  // a name that comes again is the same file
     PyObject* previous = nullptr;
+    std::shared_ptr<SharedFile> file;
     for (std::size_t i = 0; i < count; ++i) {
       const auto index = static_cast<Py_ssize_t>(i);
       PyObject* const name = single ? files : PySequence_Fast_GET_ITEM(names.get(), index);
-      file_of[i] = name == previous ? file_of[i - 1] : opened.try_emplace(name_of(name)).first;
-      previous = name;
-      if (!whole) offset_at[i] = offset_of(PySequence_Fast_GET_ITEM(places.get(), index));
-    }
-    TransferBuilder builder(op, false, whole && op == Op::Write);
-    {
-      const WithoutGil released;
-      for (auto& [name, file] : opened) file = name.open(op, engine.cache());
-      for (std::size_t i = 0; i < count; ++i) builder.add(memories[i], file_of[i]->second, offset_at[i]);
-      opened.clear();  // the job closes them when it ends
+      if (name != previous) {
+        const auto [known, fresh] = shared.try_emplace(FileName(name));
+        if (fresh) known->second = known->first.share(op, engine.cache());
+        file = known->second;
+        previous = name;
+      }
+      builder.add(memories[i], file, whole ? 0 : offset_of(PySequence_Fast_GET_ITEM(places.get(), index)));
     }
     return wrap_operation(engine.submit(builder.take(), std::move(memories)));
   });
@@ -326,6 +197,21 @@ PyObject* staging_bytes(PyObject* self, PyObject*) {
 
 PyObject* backend(PyObject* self, PyObject*) {
   return guarded([&] { return PyUnicode_FromString(engine_of(self).backend()); });
+}
+
+PyObject* paths(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    const DevicePath::Statistics now = engine_of(self).paths();
+    Ref uses = checked(PyDict_New());
+    for (const auto& [name, use] : now.uses) {
+      const Ref numbers =
+          checked(Py_BuildValue("{s:K,s:K}", "transfers", static_cast<unsigned long long>(use.transfers), "bytes",
+                                static_cast<unsigned long long>(use.bytes)));
+      if (PyDict_SetItemString(uses.get(), name.c_str(), numbers.get()) != 0) throw PythonError();
+    }
+    return Py_BuildValue("{s:z,s:s,s:N}", "last", now.last.empty() ? nullptr : now.last.c_str(), "why", now.why.c_str(),
+                         "uses", uses.release());
+  });
 }
 
 PyObject* sweep(PyObject* self, PyObject*) {
@@ -377,6 +263,7 @@ PyMethodDef engine_methods[] = {
      "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
     {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},
     {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
+    {"paths", paths, METH_NOARGS, "paths() -> dict. The ways that tensors on accelerators took, and why."},
     {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -388,7 +275,7 @@ PyType_Slot engine_slots[] = {
      const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
     {0, nullptr}};
 
-PyType_Spec engine_spec{"async_io.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
+PyType_Spec engine_spec{"nvme_ops.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
 
 }  // namespace
 

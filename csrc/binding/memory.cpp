@@ -18,6 +18,7 @@ namespace {
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
 
 PyTypeObject* tensor_class = nullptr;
+PyObject* implementation_address = nullptr;  // the descriptor of torch.Tensor._cdata: looking it up costs a microsecond
 
 bool is_tensor(PyObject* object) {
   return PyObject_TypeCheck(object, tensor_class);
@@ -25,8 +26,9 @@ bool is_tensor(PyObject* object) {
 
 // Through torch's `_cdata`, the address of the TensorImpl: the headers that unwrap a tensor take 15 s to compile.
 TensorPointer implementation(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("_cdata");
-  const Ref address = checked(PyObject_GetAttr(tensor, name));
+  PyTypeObject* const type = Py_TYPE(tensor);
+  const Ref address = checked(
+      Py_TYPE(implementation_address)->tp_descr_get(implementation_address, tensor, reinterpret_cast<PyObject*>(type)));
   auto* const pointer = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
   if (pointer == nullptr) throw PythonError();
   return TensorPointer::unsafe_reclaim_from_nonowning(pointer);
@@ -48,6 +50,17 @@ void require_memory(const c10::TensorImpl& tensor, const std::string& argument) 
   }
 }
 
+// Bytes of a contiguous tensor, all inside its storage, which may have been made smaller since.
+std::uint64_t bytes_of(const c10::TensorImpl& tensor, const std::string& argument) {
+  const std::uint64_t bytes = static_cast<std::uint64_t>(tensor.numel()) * tensor.itemsize();
+  const std::uint64_t start = static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
+  if (bytes > 0 && start + bytes > tensor.storage().nbytes()) {
+    raise(bad_argument(argument + " reaches beyond the " + std::to_string(tensor.storage().nbytes()) +
+                       " bytes of its storage"));
+  }
+  return bytes;
+}
+
 std::byte* data_of(const TensorPointer& tensor, Op op) {
   // Reading changes the tensor, which must split a copy-on-write storage; writing from it must not.
   const void* data = op == Op::Read ? tensor->mutable_data() : tensor->data();
@@ -67,7 +80,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
                             argument);
   }
   Memory memory;
-  memory.bytes = static_cast<std::uint64_t>(tensor->numel()) * tensor->itemsize();
+  memory.bytes = bytes_of(*tensor, argument);
   if (op == Op::Read && !tensor->is_inference()) tensor->bump_version();  // autograd must see the change
   if (memory.bytes > 0 && !tensor->is_cpu()) {
     memory.device = device_tensor(tensor.get());
@@ -122,6 +135,9 @@ void find_tensor_class() {
   Ref found = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
   if (!PyType_Check(found.get())) raise_type_error("torch.Tensor is not a class");
   tensor_class = reinterpret_cast<PyTypeObject*>(found.release());
+  Ref address = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_class), "_cdata"));
+  if (Py_TYPE(address.get())->tp_descr_get == nullptr) raise_type_error("torch.Tensor._cdata is not a descriptor");
+  implementation_address = address.release();
 }
 
 Memory memory_of(PyObject* object, Op op, const char* argument) {
@@ -139,6 +155,20 @@ std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) 
     memories.push_back(memory_of(PySequence_Fast_GET_ITEM(list.get(), i), op, argument));
   }
   return memories;
+}
+
+Memory device_memory_of(PyObject* object, const char* argument) {
+  const std::string name = argument;
+  if (!is_tensor(object)) raise_type_error(name + " must be a torch.Tensor, not " + Py_TYPE(object)->tp_name);
+  const TensorPointer tensor = implementation(object);
+  require_memory(*tensor, name);
+  if (tensor->is_cpu()) raise(bad_argument(name + " must be a tensor on an accelerator, not on the CPU"));
+  if (!tensor->is_contiguous()) raise(bad_argument(name + " must be contiguous"));
+  Memory memory;
+  memory.bytes = bytes_of(*tensor, name);
+  memory.data = static_cast<std::byte*>(const_cast<void*>(tensor->data()));
+  memory.keep = std::make_shared<c10::Storage>(tensor->storage());
+  return memory;
 }
 
 bool in_pool(PyObject* object) {

@@ -32,6 +32,9 @@ Memory memory_of(PyObject* object, Op op, const char* argument);
 // The same for each tensor of a sequence, or for each row of a contiguous tensor.
 std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument);
 
+// A contiguous tensor on an accelerator: its address and size, without any thought of transferring it.
+Memory device_memory_of(PyObject* tensor, const char* argument);
+
 // Whether the memory behind a CPU tensor came from the buffer pool.
 bool in_pool(PyObject* tensor);
 

@@ -1,16 +1,24 @@
 #include "binding/operation.h"
 
+#include <deque>
+#include <optional>
+
+#include "base/fork.h"
 #include "base/limits.h"
 #include "binding/device_tensor.h"
 #include "binding/python.h"
-#include "engine/fork.h"
 #include "engine/validate.h"
 #include "engine/worker.h"
 
 namespace nvme_ops {
 
-std::uint64_t Transfer::execute(Engine& engine, bool all_lanes, const Interrupted& interrupted) const {
-  if (validate) job->keep_files();
+std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes,
+                                const Interrupted& interrupted) const {
+  std::deque<FileHold> open;
+  if (validate) {
+    job->keep_extents();
+    for (const Extent& extent : job->extents()) open.emplace_back(extent.file);
+  }
   if (all_lanes) {
     engine.submit(job);
     wait(*job, interrupted);
@@ -18,18 +26,37 @@ std::uint64_t Transfer::execute(Engine& engine, bool all_lanes, const Interrupte
     engine.run(job, interrupted);
   }
   if (const auto& failure = job->outcome()->failure()) raise(*failure);
+  execute_device(engine, path, interrupted);
+  if (validate) nvme_ops::validate(engine, *job, interrupted);
+  for (FileHold& hold : open) end(hold);
   std::uint64_t moved = job->outcome()->bytes();
-  for (const DeviceExtent& extent : device) {
-    extent.tensor->transfer(engine, op, extent.file, extent.offset, interrupted);
-    moved += extent.bytes;
-  }
-  if (!validate) return moved;
-  nvme_ops::validate(engine, *job, interrupted);
-  for (const DeviceExtent& extent : device) {
-    const auto cache = op == Op::Write ? Cache::Direct : Cache::Buffered;
-    extent.tensor->compare(engine, extent.file->reader(cache), extent.offset, interrupted);
-  }
+  for (const DeviceExtent& extent : device) moved += extent.bytes;
   return moved;
+}
+
+void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const {
+  std::optional<FileHold> hold;
+  const SharedFile* held = nullptr;
+  for (const DeviceExtent& extent : device) {
+    if (extent.file.get() != held) {
+      if (hold) end(*hold);
+      hold.emplace(extent.file);
+      held = extent.file.get();
+    }
+    bool prepared = false;
+    extent.file->prepare(&prepared, op, extent.offset, extent.bytes, extent.whole);
+    path.transfer(engine, op, extent, interrupted);
+    if (!validate) continue;
+    const auto reader = reader_of(extent.file, op == Op::Write ? Cache::Direct : Cache::Buffered);
+    const FileHold reading(reader);
+    extent.tensor->compare(engine, reader, extent.offset, interrupted);
+  }
+  if (hold) end(*hold);
+}
+
+void Transfer::end(FileHold& hold) const {
+  const int error = hold.end();
+  if (error != 0 && op == Op::Write) raise(system_failure(error, "closing the file", hold.path()));
 }
 
 Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> moving, std::vector<Memory> lent)
@@ -166,7 +193,7 @@ PyType_Slot operation_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(operati
                                  {Py_tp_doc, const_cast<char*>("A transfer under way.")},
                                  {0, nullptr}};
 
-PyType_Spec operation_spec{"async_io.Operation", sizeof(OperationObject), 0,
+PyType_Spec operation_spec{"nvme_ops.Operation", sizeof(OperationObject), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots};
 
 PyTypeObject* operation_type = nullptr;

@@ -6,18 +6,11 @@
 #include <memory>
 #include <vector>
 
+#include "binding/device_path.h"
 #include "binding/memory.h"
 #include "engine/engine.h"
 
 namespace nvme_ops {
-
-// A tensor on an accelerator and where in which file it goes.
-struct DeviceExtent {
-  std::shared_ptr<DeviceTensor> tensor;
-  std::shared_ptr<File> file;
-  std::uint64_t offset;
-  std::uint64_t bytes;
-};
 
 struct Transfer {
   Op op;
@@ -28,7 +21,11 @@ struct Transfer {
   bool plain() const { return device.empty() && !validate; }
 
   // Everything, on this thread except for the lanes. Returns the bytes moved; throws IoError.
-  std::uint64_t execute(Engine& engine, bool all_lanes, const Interrupted& interrupted) const;
+  std::uint64_t execute(Engine& engine, DevicePath& path, bool all_lanes, const Interrupted& interrupted) const;
+
+private:
+  void execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const;
+  void end(FileHold& hold) const;
 };
 
 // Created and destroyed with the GIL held. A failure nobody asked for is reported when the last reference goes.

@@ -71,9 +71,13 @@ std::size_t bound_from_environment() {
 }  // namespace
 
 BufferPool::BufferPool() : bound_(bound_from_environment()) {
-  // A forked child must find the lock free.
+  // A forked child must find the lock free. It begins without cached memory: where that lies in reserved huge pages the
+  // first write would need another one, and kills when there is none.
   pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                 [] { instance().mutex_.unlock(); });
+                 [] {
+                   instance().free_cached(0);
+                   instance().mutex_.unlock();
+                 });
 }
 
 BufferPool& BufferPool::instance() {

@@ -15,6 +15,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -82,26 +83,22 @@ bool power_of_two(std::uint64_t value) {
 
 }  // namespace
 
-std::shared_ptr<File> File::open(const std::string& path, Op op, Cache cache) {
-  return open_as(path, path, op, cache);
-}
-
-std::shared_ptr<File> File::reader(Cache cache) const {
+std::unique_ptr<File> File::reader(Cache cache) const {
   const int fd = direct_ ? direct_.get() : buffered_.get();
-  return open_as("/proc/self/fd/" + std::to_string(fd), path_, Op::Read, cache);
+  return open("/proc/self/fd/" + std::to_string(fd), Op::Read, cache, path_);
 }
 
-std::shared_ptr<File> File::open_as(const std::string& name, std::string path, Op op, Cache cache) {
-  std::shared_ptr<File> file(new File(std::move(path), op, cache));
+std::unique_ptr<File> File::open(const std::string& path, Op op, Cache cache, std::string shown) {
+  std::unique_ptr<File> file(new File(std::move(shown), op, cache));
   const int flags = access_mode(op) | (op == Op::Write ? O_CREAT : 0);
   const std::string operation = std::string("opening the file to ") + name_of(op);
   // O_NONBLOCK until it is known to be no pipe: that would wait for somebody at its other end.
   if (cache != Cache::Buffered) {
-    file->direct_ = UniqueFd(open_retrying(name.c_str(), flags | O_NONBLOCK | O_DIRECT));
+    file->direct_ = UniqueFd(open_retrying(path.c_str(), flags | O_NONBLOCK | O_DIRECT));
     if (!file->direct_ && errno != EINVAL && errno != EOPNOTSUPP) raise(system_failure(errno, operation, file->path_));
   }
   if (!file->direct_) {
-    file->buffered_ = UniqueFd(open_retrying(name.c_str(), flags | O_NONBLOCK));
+    file->buffered_ = UniqueFd(open_retrying(path.c_str(), flags | O_NONBLOCK));
     if (!file->buffered_) raise(system_failure(errno, operation, file->path_));
   }
   file->inspect();
@@ -110,18 +107,18 @@ std::shared_ptr<File> File::open_as(const std::string& name, std::string path, O
   return file;
 }
 
-std::shared_ptr<File> File::adopt(int fd, Op op, Cache cache) {
+std::unique_ptr<File> File::adopt(int fd, Op op, Cache cache, int shown) {
+  const std::string called = "file descriptor " + std::to_string(shown);
   const std::string name = "/proc/self/fd/" + std::to_string(fd);
   char target[PATH_MAX];
   const ssize_t length = ::readlink(name.c_str(), target, sizeof target);
   const int flags = ::fcntl(fd, F_GETFL);
-  if (flags < 0) raise(system_failure(errno, "using file descriptor " + std::to_string(fd)));
-  std::shared_ptr<File> file(
+  if (flags < 0) raise(system_failure(errno, "using " + called));
+  std::unique_ptr<File> file(
       new File(length > 0 ? std::string(target, static_cast<std::size_t>(length)) : name, op, cache));
   const int mode = flags & O_ACCMODE;
   if (mode != O_RDWR && mode != access_mode(op)) {
-    raise(
-        system_failure(EBADF, "file descriptor " + std::to_string(fd) + " is not open to " + name_of(op), file->path_));
+    raise(system_failure(EBADF, called + " is not open to " + name_of(op), file->path_));
   }
   struct stat status;
   if (::fstat(fd, &status) == 0) require_storage(status.st_mode, file->path_);
@@ -130,11 +127,11 @@ std::shared_ptr<File> File::adopt(int fd, Op op, Cache cache) {
   if (!file->direct_) file->buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op)));
   if (!file->direct_ && !file->buffered_) {
     if ((flags & O_APPEND) != 0 && op == Op::Write) {
-      raise(bad_argument("file descriptor " + std::to_string(fd) +
+      raise(bad_argument(called +
                          " is in append mode and cannot be reopened: pass its path, or open it without O_APPEND"));
     }
     UniqueFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    if (!copy) raise(system_failure(errno, "duplicating file descriptor " + std::to_string(fd), file->path_));
+    if (!copy) raise(system_failure(errno, "duplicating " + called, file->path_));
     ((flags & O_DIRECT) != 0 ? file->direct_ : file->buffered_) = std::move(copy);
   }
   file->inspect();
@@ -172,11 +169,15 @@ std::uint64_t page_size() {
   return bytes;
 }
 
-void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
+void check_range(std::uint64_t offset, std::uint64_t bytes) {
   if (offset > INT64_MAX || bytes > INT64_MAX - offset) {
     raise(bad_argument("file_offset=" + std::to_string(offset) + " with " + std::to_string(bytes) +
                        " bytes passes the largest file offset, " + std::to_string(INT64_MAX)));
   }
+}
+
+void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
+  check_range(offset, bytes);
   const std::uint64_t end = offset + bytes;
   if (op == Op::Read || !regular_) {
     if (end <= size_ || bytes == 0) return;
@@ -236,7 +237,7 @@ int File::buffered() {
   return buffered_.get();
 }
 
-bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
+std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t offset, std::uint64_t bytes) {
   constexpr long kCachestat = 451;
   struct {
     std::uint64_t offset, bytes;
@@ -244,11 +245,15 @@ bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
   struct {
     std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
   } statistics{};
+  if (::syscall(kCachestat, fd, &range, &statistics, 0) != 0) return {};
+  return statistics.cached;
+}
+
+bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
   if (cachestat_works_.load(std::memory_order_relaxed)) {
-    if (::syscall(kCachestat, direct_.get(), &range, &statistics, 0) == 0) {
-      return statistics.cached >= (offset + bytes - 1) / page_size() - offset / page_size() + 1;
+    if (const auto pages = cached_pages(direct_.get(), offset, bytes)) {
+      return *pages >= (offset + bytes - 1) / page_size() - offset / page_size() + 1;
     }
-    // Older than Linux 6.5, or a file that is neither ours nor ours to write.
     cachestat_works_.store(false, std::memory_order_relaxed);
   }
   // A read that may not wait. It can start a readahead where it finds nothing, so one byte is all we ask.
@@ -257,19 +262,24 @@ bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
   return ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
 }
 
-std::uint64_t File::read_cached(std::byte* memory, std::uint64_t offset, std::uint64_t bytes) {
+std::uint64_t File::read_cached(const iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes) {
   try {
     if (!cached(offset, bytes)) return 0;
-    const iovec vector{memory, bytes};
-    const ssize_t got = ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT);
+    const ssize_t got = ::preadv2(buffered(), memory, parts, static_cast<off_t>(offset), RWF_NOWAIT);
     return got > 0 ? static_cast<std::uint64_t>(got) : 0;
   } catch (const IoError&) {  // no second descriptor to be had: a direct read does it too
     return 0;
   }
 }
 
+void File::attach(void* registration, std::function<void(void*)> undo) {
+  registration_ = registration;
+  undo_registration_ = std::move(undo);
+}
+
 int File::close() {
   int error = 0;
+  if (registration_ != nullptr) undo_registration_(std::exchange(registration_, nullptr));
   for (UniqueFd* fd : {&direct_, &buffered_}) {
     if (*fd && ::close(fd->release()) < 0 && errno != EINTR) error = errno;
   }

@@ -5,8 +5,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "base/io.h"
@@ -21,12 +23,14 @@ enum class Cache : std::uint8_t { Auto, Direct, Buffered };
 class File {
 public:
   // Throw IoError. A path is opened (created for Op::Write); a descriptor stays the caller's: it is reopened, or
-  // duplicated where /proc does not allow that.
-  static std::shared_ptr<File> open(const std::string& path, Op op, Cache cache);
-  static std::shared_ptr<File> adopt(int fd, Op op, Cache cache);
+  // duplicated where /proc does not allow that. `shown`: what messages call it.
+  static std::unique_ptr<File> open(const std::string& path, Op op, Cache cache, std::string shown);
+  static std::unique_ptr<File> open(const std::string& path, Op op, Cache cache) { return open(path, op, cache, path); }
+  static std::unique_ptr<File> adopt(int fd, Op op, Cache cache, int shown);
+  static std::unique_ptr<File> adopt(int fd, Op op, Cache cache) { return adopt(fd, op, cache, fd); }
 
   // The same file, opened again to read it back.
-  std::shared_ptr<File> reader(Cache cache) const;
+  std::unique_ptr<File> reader(Cache cache) const;
 
   // Checks that `bytes` at `offset` can be transferred: reads must lie inside the file. `whole`: a write that makes the
   // file exactly that long. Growth is preallocated, so that writes need not take turns extending the file.
@@ -41,7 +45,11 @@ public:
 
   // Reads what the page cache has of the range, from its start on and without waiting, if it has all of it. Returns
   // bytes.
-  std::uint64_t read_cached(std::byte* memory, std::uint64_t offset, std::uint64_t bytes);
+  std::uint64_t read_cached(const struct iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes);
+
+  // For a backend that registers files: what it knows this one as, and how to undo that before the file is closed.
+  void attach(void* registration, std::function<void(void*)> undo);
+  void* registration() const { return registration_; }
 
   // When nothing is in flight any more. Returns errno: some file systems report a failed write no earlier.
   int close();
@@ -57,7 +65,6 @@ public:
 
 private:
   File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
-  static std::shared_ptr<File> open_as(const std::string& name, std::string path, Op op, Cache cache);
   void inspect();
   // Never starts I/O on a kernel that can tell (cachestat, Linux 6.5). Throws IoError.
   bool cached(std::uint64_t offset, std::uint64_t bytes);
@@ -67,6 +74,8 @@ private:
   const Op op_;
   const Cache cache_;
   UniqueFd direct_, buffered_;
+  void* registration_ = nullptr;
+  std::function<void(void*)> undo_registration_;
   std::mutex opening_;
   std::atomic<bool> direct_possible_{false};
   std::atomic<bool> cachestat_works_{true};
@@ -77,6 +86,13 @@ private:
   std::uint64_t edge_ = 4096;
 };
 
+// Throws IoError when a file cannot have `bytes` at `offset`.
+void check_range(std::uint64_t offset, std::uint64_t bytes);
+
 std::uint64_t page_size();
+
+// How many pages of a file's range lie in the page cache; 0 bytes stand for all up to its end. Nothing where the kernel
+// does not tell: older than Linux 6.5, or a file that is neither ours nor ours to write.
+std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t offset, std::uint64_t bytes);
 
 }  // namespace nvme_ops

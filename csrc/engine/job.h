@@ -10,17 +10,22 @@
 #include <vector>
 
 #include "base/io.h"
-#include "engine/file.h"
 #include "engine/outcome.h"
+#include "engine/shared_file.h"
+#include "engine/spans.h"
 
 namespace nvme_ops {
 
 struct Extent {
-  std::shared_ptr<File> file;
+  std::shared_ptr<SharedFile> file;
   std::byte* memory;
   std::uint64_t bytes;
   std::uint64_t offset;
-  bool fast_memory;  // huge or page-locked pages: worth transferring in place
+  bool fast_memory;                              // huge or page-locked pages: worth transferring in place
+  bool whole = false;                            // a write that makes the file exactly this long
+  bool prepared = false;                         // the file is known to hold it, or has been made long enough
+  bool device = false;                           // memory of an accelerator: nothing here may touch it
+  std::shared_ptr<const Spans> spans = nullptr;  // instead of `memory`
 };
 
 class Job {
@@ -30,6 +35,12 @@ public:
   Op op() const { return op_; }
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
+
+  // By a lane that holds the extent's file and comes to it; does its work only once. Throws IoError.
+  void prepare(std::size_t extent) {
+    Extent& wanted = extents_[extent];
+    wanted.file->prepare(&wanted.prepared, op_, wanted.offset, wanted.bytes, wanted.whole);
+  }
 
   // The first failure counts. What is in flight ends; nothing new is started.
   void fail(Failure failure) {
@@ -43,7 +54,7 @@ public:
   void end_share(std::uint64_t moved) {
     moved_.fetch_add(moved, std::memory_order_relaxed);
     if (shares_.fetch_sub(1) != 1) return;
-    if (!keep_files_) close_files();
+    if (!keep_extents_) extents_ = {};  // whoever waits finds nothing of the files left open
     std::optional<Failure> failure;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -56,22 +67,13 @@ public:
     }
   }
 
-  // Whoever waits finds the files closed, unless it still has to read them back.
-  void keep_files() { keep_files_ = true; }
+  // For reading them back.
+  void keep_extents() { keep_extents_ = true; }
 
 private:
-  void close_files() {
-    for (; !extents_.empty(); extents_.pop_back()) {
-      std::shared_ptr<File>& file = extents_.back().file;
-      if (file.use_count() != 1) continue;
-      const int error = file->close();
-      if (error != 0 && op_ == Op::Write) fail(system_failure(error, "closing the file", file->path()));
-    }
-  }
-
   const Op op_;
   std::vector<Extent> extents_;
-  bool keep_files_ = false;
+  bool keep_extents_ = false;
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   std::atomic<std::size_t> shares_{0};
   std::atomic<std::uint64_t> moved_{0};

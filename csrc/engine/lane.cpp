@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <array>
@@ -20,7 +21,27 @@ constexpr std::size_t kMostReaped = 16;
 constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // memory that completions may ask to be copied
 constexpr unsigned kTurn = 16;                        // pieces of one share planned before the next one's turn
 constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
-constexpr std::chrono::milliseconds kPause(1);        // before asking again a kernel that had no room
+constexpr std::uint64_t kOpening = 64 << 10;          // memory that is copied while a file is opened
+constexpr std::uint64_t kStagingBlock = StagingArea::kChunk;
+constexpr int kMostVectors = 64;                // parts of a scattered read in one system call
+constexpr std::chrono::milliseconds kPause(1);  // before asking again a kernel that had no room
+
+// Between a staging block and the caller's memory.
+void copy(const Job& job, std::size_t index, std::uint64_t position, std::byte* block, std::uint64_t bytes) {
+  const Extent& extent = job.extents()[index];
+  if (extent.spans) {
+    extent.spans->copy(job.op(), block, position, bytes);
+  } else if (job.op() == Op::Write) {
+    copy_bytes(block, extent.memory + position, bytes);
+  } else {
+    copy_bytes(extent.memory + position, block, bytes);
+  }
+}
+
+void let_go_of(SharedFile& file, Job& job) {
+  const int error = file.let_go();
+  if (error != 0 && job.op() == Op::Write) job.fail(system_failure(error, "closing the file", file.path()));
+}
 
 }  // namespace
 
@@ -79,7 +100,7 @@ bool Lane::open_queue() {
       while (!planning_.empty()) end_planning(planning_.front());
       for (const Rest& rest : rests_) {
         rest.share->share.job->fail(error.failure());
-        let_go(*rest.share);
+        let_go(*rest.share, rest.extent);
       }
       rests_.clear();
       finish_shares();
@@ -136,8 +157,8 @@ Lane::Planned Lane::plan_rest() {
   rest.position += advanced;
   rest.bytes -= advanced;
   if (planned == Planned::Nothing || rest.bytes == 0) {
+    let_go(*rest.share, rest.extent);
     rests_.pop_front();
-    let_go(active);
   }
   return planned;
 }
@@ -145,7 +166,11 @@ Lane::Planned Lane::plan_rest() {
 Lane::Planned Lane::plan_share(ActiveShare& active) {
   const Share& share = active.share;
   const std::vector<Extent>& extents = share.job->extents();
-  while (!share.job->stopped()) {
+  while (!share.job->stopped() && !extents.empty()) {
+    if (!active.entered) {
+      const Planned entered = enter_extent(active);
+      if (entered != Planned::Piece) return entered;
+    }
     const std::uint64_t end = active.extent == share.last ? share.stop : extents[active.extent].bytes;
     if (active.position < end) {
       std::uint64_t advanced = 0;
@@ -156,7 +181,39 @@ Lane::Planned Lane::plan_share(ActiveShare& active) {
     if (active.extent == share.last) break;
     ++active.extent;
     active.position = 0;
+    active.entered = false;
   }
+  return Planned::Nothing;
+}
+
+// Piece: its pieces may be planned.
+Lane::Planned Lane::enter_extent(ActiveShare& active) {
+  Job& job = *active.share.job;
+  SharedFile* const file = job.extents()[active.extent].file.get();
+  try {
+    if (active.held != file) {
+      if (active.held != nullptr) let_go_of(*std::exchange(active.held, nullptr), job);
+      file->hold();
+      active.held = file;
+      copied_ += kOpening;
+    }
+    job.prepare(active.extent);
+  } catch (const IoError& error) {
+    return denied(active, error.failure());
+  }
+  active.entered = true;
+  active.denied = 0;
+  return Planned::Piece;
+}
+
+// Descriptors that transfers in flight will give back are waited for, others for a while.
+Lane::Planned Lane::denied(ActiveShare& active, const Failure& failure) {
+  if (failure.error == EMFILE || failure.error == ENFILE) {
+    if (in_kernel_ > 0 || !ready_.empty()) return Planned::Stalled;
+    pause_ = true;
+    if (++active.denied <= kDescriptorPatience) return Planned::Stalled;
+  }
+  active.share.job->fail(failure);
   return Planned::Nothing;
 }
 
@@ -165,33 +222,40 @@ Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint
                                std::uint64_t* advanced) {
   Job& job = *active.share.job;
   const Extent& extent = job.extents()[index];
-  File& file = *extent.file;
-  std::byte* const memory = extent.memory + position;
+  File& file = extent.file->file();
+  const bool scattered = extent.spans != nullptr;
+  std::byte* const memory = scattered ? nullptr : extent.memory + position;
   const std::uint64_t offset = extent.offset + position;
-  const Layout layout{file.direct_possible(), file.memory_alignment(), file.offset_alignment(), file.edge(),
-                      extent.fast_memory || extent.bytes <= kInPlaceBytes};
-  const Piece piece = next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, bytes,
-                                 options_.block_size, StagingArea::kChunk);
-  if (piece.route != Route::Buffered && job.op() == Op::Read && file.cache() == Cache::Auto) {
-    *advanced = file.read_cached(memory, offset, piece.bytes);
+  const Layout layout{file.direct_possible(),
+                      file.memory_alignment(),
+                      file.offset_alignment(),
+                      file.edge(),
+                      !scattered && (extent.fast_memory || extent.bytes <= kInPlaceBytes),
+                      extent.device};
+  const std::uint64_t block_size = scattered ? std::min(options_.block_size, kStagingBlock) : options_.block_size;
+  const Piece piece =
+      next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, bytes, block_size, kStagingBlock);
+  if (piece.route != Route::Buffered && !extent.device && job.op() == Op::Read && file.cache() == Cache::Auto) {
+    *advanced = read_cached(extent, position, piece.bytes);
     active.moved += *advanced;
     copied_ += *advanced;
     if (*advanced > 0) return Planned::Copied;
   }
   const unsigned slot = free_flights_.back();
-  Request request{job.op(), file.direct(), memory, piece.length, offset - piece.lead, -1, slot};
+  Request request{job.op(), file.direct(), memory, piece.length, offset - piece.lead, -1, slot, file.registration()};
   StagingBlock block;
   try {
     if (piece.route == Route::Buffered) request.fd = file.buffered();
-    if (piece.route == Route::Staged && !stage(job, piece, memory, &request, &block)) return Planned::Stalled;
+    const bool staged = scattered || piece.route == Route::Staged;
+    if (staged && !stage(job, index, position, piece, &request, &block)) return Planned::Stalled;
   } catch (const IoError& error) {
-    job.fail(error.failure());
-    return Planned::Nothing;
+    return denied(active, error.failure());
   } catch (const std::exception& error) {
     job.fail({Failure::Kind::Internal, 0, error.what(), {}});
     return Planned::Nothing;
   }
   free_flights_.pop_back();
+  extent.file->hold();
   flights_[slot] = {&active, index, position, piece, block, request, 0};
   ready_.push_back(slot);
   ++active.in_flight;
@@ -199,14 +263,29 @@ Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint
   return Planned::Piece;
 }
 
+// From the page cache, without waiting; bytes, 0 where they are not all there.
+std::uint64_t Lane::read_cached(const Extent& extent, std::uint64_t position, std::uint64_t bytes) {
+  std::array<iovec, kMostVectors> vectors;
+  int count = 0;
+  std::uint64_t wanted = 0;
+  while (wanted < bytes && count < kMostVectors) {
+    const Span part =
+        extent.spans ? extent.spans->at(position + wanted, bytes - wanted) : Span{extent.memory + position, bytes};
+    vectors[static_cast<std::size_t>(count++)] = {part.memory, part.bytes};
+    wanted += part.bytes;
+  }
+  return extent.file->file().read_cached(vectors.data(), count, extent.offset + position, wanted);
+}
+
 // False when all staging memory is in use.
-bool Lane::stage(const Job& job, const Piece& piece, std::byte* memory, Request* request, StagingBlock* block) {
+bool Lane::stage(const Job& job, std::size_t index, std::uint64_t position, const Piece& piece, Request* request,
+                 StagingBlock* block) {
   *block = staging_.allocate(piece.length);
   if (!*block) return false;
   request->data = block->data;
   if (registered(*block)) request->buffer = block->chunk;
   if (job.op() == Op::Write) {
-    copy_bytes(block->data, memory, piece.bytes);
+    copy(job, index, position, block->data, piece.bytes);
     copied_ += piece.bytes;
   }
   return true;
@@ -278,31 +357,33 @@ void Lane::judge(Flight& flight, std::int64_t result) {
   std::uint64_t got = 0;
   if (result < 0) {
     const int error = static_cast<int>(-result);
-    const bool refused = (error == EINVAL || error == EOPNOTSUPP) && piece.route != Route::Buffered;
+    const bool refused = (error == EINVAL || error == EOPNOTSUPP) && piece.route != Route::Buffered && !extent.device;
     if (!refused || queue_->broken()) {
-      job.fail(transfer_failure(error, job.op(), piece.bytes, piece.offset, extent.file->path()));
+      job.fail(transfer_failure(error, job.op(), piece.bytes, piece.offset, extent.file->file().path()));
       return;
     }
-    extent.file->refuse_direct();
+    extent.file->file().refuse_direct();
   } else {
     const auto moved = static_cast<std::uint64_t>(result);
     got = std::min(piece.bytes, moved - std::min(moved, piece.lead));
-    if (piece.route == Route::Staged && job.op() == Op::Read) {
-      copy_bytes(extent.memory + flight.position, flight.block.data + piece.lead, got);
+    if (flight.block && job.op() == Op::Read) {
+      copy(job, flight.extent, flight.position, flight.block.data + piece.lead, got);
     }
     flight.share->moved += got;
     if (got == 0 && job.op() == Op::Read) {
       struct stat now{};
       ::fstat(flight.request.fd, &now);
-      job.fail(end_of_file(piece.bytes, piece.offset, static_cast<std::uint64_t>(now.st_size), extent.file->path()));
+      job.fail(
+          end_of_file(piece.bytes, piece.offset, static_cast<std::uint64_t>(now.st_size), extent.file->file().path()));
       return;
     }
     if (got == 0) {
-      job.fail(transfer_failure(EIO, job.op(), piece.bytes, piece.offset, extent.file->path()));
+      job.fail(transfer_failure(EIO, job.op(), piece.bytes, piece.offset, extent.file->file().path()));
       return;
     }
   }
   if (got < piece.bytes) {
+    extent.file->hold();
     ++flight.share->in_flight;
     rests_.push_back({flight.share, flight.extent, flight.position + got, piece.bytes - got});
   }
@@ -311,16 +392,19 @@ void Lane::judge(Flight& flight, std::int64_t result) {
 void Lane::release(Flight& flight) {
   if (flight.block) staging_.release(flight.block);
   free_flights_.push_back(static_cast<unsigned>(&flight - flights_.data()));
-  let_go(*flight.share);
+  let_go(*flight.share, flight.extent);
 }
 
-void Lane::let_go(ActiveShare& active) {
+void Lane::let_go(ActiveShare& active, std::size_t extent) {
+  Job& job = *active.share.job;
+  let_go_of(*job.extents()[extent].file, job);
   --active.in_flight;
   if (active.planned && active.in_flight == 0) ended_.push_back(&active);
 }
 
 void Lane::end_planning(ActiveShare& active) {
   active.planned = true;
+  if (active.held != nullptr) let_go_of(*std::exchange(active.held, nullptr), *active.share.job);
   draining_.splice(draining_.end(), planning_, active.self);
   if (active.in_flight == 0) ended_.push_back(&active);
 }

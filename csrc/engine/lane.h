@@ -55,9 +55,12 @@ private:
     unsigned in_flight = 0;  // pieces in flight, and rests
     unsigned turn = 0;       // pieces planned since it had its turn
     bool planned = false;    // to its end
+    SharedFile* held = nullptr;
+    bool entered = false;  // holds the extent's file, which is prepared
+    unsigned denied = 0;   // descriptors, in a row
     std::list<ActiveShare>::iterator self = {};
   };
-  // Part of an extent that a short or refused transfer left behind.
+  // Part of an extent that a short or refused transfer left behind. Holds the file, as a flight does.
   struct Rest {
     ActiveShare* share;
     std::size_t extent;
@@ -79,9 +82,13 @@ private:
   Planned plan_next();
   Planned plan_rest();
   Planned plan_share(ActiveShare& active);
+  Planned enter_extent(ActiveShare& active);
+  Planned denied(ActiveShare& active, const Failure& failure);
   Planned plan_piece(ActiveShare& active, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
                      std::uint64_t* advanced);
-  bool stage(const Job& job, const Piece& piece, std::byte* memory, Request* request, StagingBlock* block);
+  std::uint64_t read_cached(const Extent& extent, std::uint64_t position, std::uint64_t bytes);
+  bool stage(const Job& job, std::size_t extent, std::uint64_t position, const Piece& piece, Request* request,
+             StagingBlock* block);
   bool registered(const StagingBlock& block);
   void submit();
   void drop_stopped();
@@ -90,7 +97,7 @@ private:
   void judge(Flight& flight, std::int64_t result);
   void release(Flight& flight);
   void end_planning(ActiveShare& active);
-  void let_go(ActiveShare& active);
+  void let_go(ActiveShare& active, std::size_t extent);
   void finish_shares();
 
   const LaneOptions options_;

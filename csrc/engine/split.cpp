@@ -66,11 +66,10 @@ std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes) {
   std::uint64_t taken = 0;
   for (std::size_t i = 0; i < extents.size(); ++i) {
     const Extent& extent = extents[i];
-    const std::uint64_t edge = extent.file->edge();
     std::uint64_t position = 0;
     while (shares.size() + 1 < lanes && taken + (extent.bytes - position) > target) {
       const std::uint64_t wanted = extent.offset + position + (target - taken);
-      const std::uint64_t cut = up(wanted, edge) - extent.offset;
+      const std::uint64_t cut = up(wanted, kMaxEdge) - extent.offset;
       if (cut >= extent.bytes) break;
       share.last = i;
       share.stop = cut;
@@ -94,6 +93,8 @@ std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes) {
 
 Piece next_piece(Op op, const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                  std::uint64_t block, std::uint64_t staging_block) {
+  if (layout.device)
+    return plain(Route::InPlace, offset, std::min(bytes, whole(block, kPageSize) - offset % kPageSize));
   if (!layout.direct) return plain(Route::Buffered, offset, std::min({bytes, block, kMaxTransfer}));
   return (op == Op::Read ? next_read : next_write)(layout, memory, offset, bytes, block, staging_block);
 }

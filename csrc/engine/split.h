@@ -19,7 +19,8 @@ struct Share {
   std::uint64_t skip, stop;
 };
 
-// At most `lanes` shares of nearly equal size that together cover the job once. No two share an edge() of an extent.
+// At most `lanes` shares of nearly equal size that together cover the job once and every extent of it, empty ones too.
+// They meet at multiples of kMaxEdge in the file, so that no two share an edge() of it.
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes);
 
 enum class Route : std::uint8_t {
@@ -44,7 +45,8 @@ struct Layout {
   std::uint64_t memory_alignment;
   std::uint64_t offset_alignment;
   std::uint64_t edge;
-  bool in_place;  // worth it where alignment allows
+  bool in_place;        // worth it where alignment allows
+  bool device = false;  // in place, whatever the alignment
 };
 
 // `block`: wanted request size; `staging_block`: most bytes through staging, a multiple of every alignment.

@@ -39,7 +39,7 @@ private:
 class StagingArea {
 public:
   static constexpr std::size_t kChunk = kHugePage;  // no block is larger
-  static constexpr std::size_t kMostChunks = kStagingBytes / kChunk;
+  static constexpr std::size_t kMostChunks = kLaneStagingBytes / kChunk;
 
   explicit StagingArea(std::shared_ptr<StagingBudget> budget) : budget_(std::move(budget)) {}
   StagingArea(const StagingArea&) = delete;

@@ -32,17 +32,19 @@ private:
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
   const Scratch scratch(kChunk);
   for (const Extent& extent : job.extents()) {
-    const std::shared_ptr<File> file = extent.file->reader(job.op() == Op::Write ? Cache::Direct : Cache::Buffered);
+    const std::shared_ptr<SharedFile> file =
+        reader_of(extent.file, job.op() == Op::Write ? Cache::Direct : Cache::Buffered);
+    const FileHold open(file);
     for (std::uint64_t position = 0; position < extent.bytes; position += kChunk) {
       const std::uint64_t bytes = std::min(kChunk, extent.bytes - position);
       const std::uint64_t offset = extent.offset + position;
-      const auto back =
-          std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true}});
+      const auto back = std::make_shared<Job>(
+          Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true, false, true}});
       engine.run(back, interrupted);
       if (const auto& failure = back->outcome()->failure()) raise(*failure);
       if (std::memcmp(scratch.data(), extent.memory + position, bytes) == 0) continue;
       const auto difference = std::mismatch(scratch.data(), scratch.data() + bytes, extent.memory + position).first;
-      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.data()), file->path()));
+      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.data()), file->file().path()));
     }
   }
 }

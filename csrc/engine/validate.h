@@ -9,7 +9,8 @@
 namespace nvme_ops {
 
 // Every extent's memory against its file, read past the page cache after a write and through it after a read, so that
-// the comparison takes another way than the transfer. Throws IoError: Mismatch with the offset of the first difference.
+// the comparison takes another way than the transfer. The caller holds the files. Throws IoError: Mismatch with the
+// offset of the first difference.
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted);
 
 // The first difference is at `offset` of the file.

@@ -57,13 +57,20 @@ private:
     std::mutex mutex;
     std::condition_variable wake;
     std::deque<std::function<void()>> tasks;
-    bool ending = false;
+    bool ending = false, ended = false;
   };
 
   void start_locked() {
     if (thread_.joinable()) return;
     auto queue = std::make_shared<Queue>();
-    thread_ = quiet_thread([queue] { serve(*queue); });
+    // A thread that still ends has tasks left, which come before those of the new one.
+    thread_ = quiet_thread([queue, before = queue_] {
+      if (before) {
+        std::unique_lock<std::mutex> lock(before->mutex);
+        before->wake.wait(lock, [&] { return before->ended; });
+      }
+      serve(*queue);
+    });
     queue_ = std::move(queue);
   }
 
@@ -71,7 +78,11 @@ private:
     std::unique_lock<std::mutex> lock(queue.mutex);
     for (;;) {
       queue.wake.wait(lock, [&] { return queue.ending || !queue.tasks.empty(); });
-      if (queue.tasks.empty()) return;
+      if (queue.tasks.empty()) {
+        queue.ended = true;
+        queue.wake.notify_all();
+        return;
+      }
       std::function<void()> task = std::move(queue.tasks.front());
       queue.tasks.pop_front();
       lock.unlock();

@@ -160,12 +160,14 @@ inline bool never() {
   return false;
 }
 
-// Opens and prepares one extent as the binding does.
+inline std::shared_ptr<nvme_ops::SharedFile> shared(const std::string& path, Op op, Cache cache = Cache::Direct) {
+  return std::make_shared<nvme_ops::SharedFile>(
+      path, [=](const std::string& name) { return nvme_ops::File::open(name, op, cache); });
+}
+
 inline nvme_ops::Extent extent(const std::string& path, Op op, const Memory& memory, std::uint64_t offset = 0,
                                Cache cache = Cache::Direct, bool fast_memory = false) {
-  auto file = nvme_ops::File::open(path, op, cache);
-  file->prepare(op, offset, memory.size(), false);
-  return {std::move(file), memory.data(), memory.size(), offset, fast_memory};
+  return {shared(path, op, cache), memory.data(), memory.size(), offset, fast_memory};
 }
 
 inline std::shared_ptr<nvme_ops::Job> job_of(Op op, std::vector<nvme_ops::Extent> extents) {

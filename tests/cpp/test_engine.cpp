@@ -103,7 +103,7 @@ TEST(many_extents_move_in_one_call) {
     support::write_file(path, data);
     support::evict(path);
     const Memory target(data.size());
-    const auto file = File::open(path, Op::Read, Cache::Direct);
+    const auto file = support::shared(path, Op::Read);
     for (const bool all_lanes : {false, true}) {
       std::memset(target.data(), 0, target.size());
       std::vector<Extent> extents;
@@ -127,11 +127,10 @@ TEST(neighbouring_extents_share_pages) {
     const Bytes data = pattern(300000, 9);
     Memory source(data.size(), 8);
     source.set(data);
-    const auto file = File::open(path, Op::Write, Cache::Auto);
+    const auto file = support::shared(path, Op::Write, Cache::Auto);
     std::vector<Extent> extents;
     for (std::size_t from = 0, bytes = 0; from < data.size(); from += bytes) {
       bytes = std::min<std::size_t>(1 + from % 9973, data.size() - from);
-      file->prepare(Op::Write, from, bytes, false);
       extents.push_back({file, source.data() + from, bytes, from, false});
     }
     const auto job = job_of(Op::Write, std::move(extents));
@@ -303,7 +302,8 @@ TEST(validation_finds_the_first_difference) {
     Memory source(data.size(), 8);
     source.set(data);
     const auto job = job_of(Op::Write, {extent(path, Op::Write, source, 50)});
-    job->keep_files();
+    const FileHold open(job->extents().front().file);
+    job->keep_extents();
     engine.run(job, never);
     validate(engine, *job, never);
     source.data()[200000] ^= std::byte{1};
@@ -385,7 +385,7 @@ TEST(jobs_may_share_a_file) {
     for (int round = 0; round < 10; ++round) {
       std::vector<std::unique_ptr<Memory>> memories;
       std::vector<std::shared_ptr<Job>> jobs;
-      auto file = File::open(path, Op::Read, Cache::Direct);
+      auto file = support::shared(path, Op::Read);
       for (int i = 0; i < 4; ++i) {
         memories.push_back(std::make_unique<Memory>(data.size(), 8));
         jobs.push_back(job_of(Op::Read, {{file, memories.back()->data(), data.size(), 0, false}}));

@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/uio.h>
 
 #include "base/limits.h"
 #include "check.h"
@@ -180,6 +181,15 @@ TEST(a_deleted_file_can_be_adopted_and_read_back) {
   CHECK_EQUAL(reader->size(), std::uint64_t{5000});
 }
 
+namespace {
+
+std::uint64_t read_cached(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes) {
+  const iovec vector{memory, bytes};
+  return file.read_cached(&vector, 1, offset, bytes);
+}
+
+}  // namespace
+
 TEST(what_is_in_the_page_cache_is_read_from_it) {
   const std::string path = directory() / "cached";
   const Bytes data = pattern(1 << 20, 7);
@@ -190,20 +200,20 @@ TEST(what_is_in_the_page_cache_is_read_from_it) {
     return;
   }
   const support::Memory memory(data.size(), 3);
-  CHECK_EQUAL(file->read_cached(memory.data(), 0, data.size()), data.size());
+  CHECK_EQUAL(read_cached(*file, memory.data(), 0, data.size()), data.size());
   CHECK_EQUAL(support::difference(memory.data(), data.data(), data.size()), data.size());
-  CHECK_EQUAL(file->read_cached(memory.data(), 4095, 2), std::uint64_t{2});
-  CHECK_EQUAL(file->read_cached(memory.data(), data.size() - 1, 1), std::uint64_t{1});
+  CHECK_EQUAL(read_cached(*file, memory.data(), 4095, 2), std::uint64_t{2});
+  CHECK_EQUAL(read_cached(*file, memory.data(), data.size() - 1, 1), std::uint64_t{1});
   support::evict(path);
-  if (file->read_cached(memory.data(), 0, 4096) > 0) {
+  if (read_cached(*file, memory.data(), 0, 4096) > 0) {
     check::skipped("this file system keeps its pages");
     return;
   }
   char byte;
   ::posix_fadvise(file->buffered(), 0, 0, POSIX_FADV_RANDOM);
   CHECK_EQUAL(::pread(file->buffered(), &byte, 1, 8192), ssize_t{1});
-  CHECK_EQUAL(file->read_cached(memory.data(), 8192, 4096), std::uint64_t{4096});
-  CHECK_EQUAL(file->read_cached(memory.data(), 0, data.size()), std::uint64_t{0});
+  CHECK_EQUAL(read_cached(*file, memory.data(), 8192, 4096), std::uint64_t{4096});
+  CHECK_EQUAL(read_cached(*file, memory.data(), 0, data.size()), std::uint64_t{0});
 }
 
 TEST(closing_closes_once) {

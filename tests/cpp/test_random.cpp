@@ -1,9 +1,11 @@
 // Anything goes: random transfers against a reference in memory, on every backend and through the fake one's mischief.
 // NVME_OPS_TEST_ITERATIONS says how many, NVME_OPS_TEST_SEED where to begin; a failure names its seed.
 #include <algorithm>
+#include <numeric>
 
 #include "check.h"
 #include "engine/engine.h"
+#include "engine/spans.h"
 #include "fake_backend.h"
 #include "support.h"
 
@@ -28,6 +30,7 @@ struct Plan {
   std::uint64_t file_bytes;
   std::vector<Range> ranges;
   std::vector<std::size_t> skews;
+  std::vector<std::vector<std::uint64_t>> parts;  // of each range, where its memory is scattered
   bool fast_memory, by_descriptor, all_lanes;
 
   std::string described(unsigned long seed) const {
@@ -38,7 +41,7 @@ struct Plan {
         (options.overlap_events ? ", overlap" : "") + ", file " + std::to_string(file_bytes) + " " + path + ", ranges";
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       text += " " + std::to_string(ranges[i].offset) + "+" + std::to_string(ranges[i].bytes) + "/" +
-              std::to_string(skews[i]);
+              std::to_string(skews[i]) + "/" + std::to_string(parts[i].size());
     }
     return text;
   }
@@ -69,10 +72,24 @@ Plan random_plan(Random& random, const std::vector<const Backend*>& backends, co
     plan.skews.push_back(one_in(random, 3)   ? 0
                          : one_in(random, 2) ? 512 * between(random, 0, 7)
                                              : between(random, 0, 4095));
+    plan.parts.emplace_back();
+    if (one_in(random, 2)) {
+      const std::uint64_t most = any_of<std::uint64_t>(random, {20, 4096, 70000, 3 << 20});
+      for (std::uint64_t left = bytes; left > 0; left -= plan.parts.back().back()) {
+        plan.parts.back().push_back(plan.parts.back().size() > 2000 ? left : between(random, 0, std::min(left, most)));
+      }
+    }
     offset += bytes + (one_in(random, 2) ? 0 : any_size(random, 20000));
     total += bytes;
   }
-  std::shuffle(plan.ranges.begin(), plan.ranges.end(), random);
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  const Plan sorted = plan;
+  for (std::size_t i = 0; i < count; ++i) {
+    plan.ranges[i] = sorted.ranges[order[i]];
+    plan.parts[i] = sorted.parts[order[i]];
+  }
   const std::uint64_t block =
       any_of<std::uint64_t>(random, {1, 511, 3000, 4096, 8192, 65536, 1 << 20, 5 << 20, std::uint64_t{1} << 40});
   plan.options = {{plan.backend},
@@ -85,6 +102,27 @@ Plan random_plan(Random& random, const std::vector<const Backend*>& backends, co
   plan.by_descriptor = one_in(random, 4);
   plan.all_lanes = one_in(random, 2);
   return plan;
+}
+
+// The parts lie in memory in the opposite order, so that none may be taken for its neighbour.
+Bytes reordered(const Bytes& data, const std::vector<std::uint64_t>& parts) {
+  Bytes result(data.size());
+  auto from = data.begin();
+  auto to = result.end();
+  for (const std::uint64_t part : parts) {
+    to -= static_cast<std::ptrdiff_t>(part);
+    std::copy_n(from, part, to);
+    from += static_cast<std::ptrdiff_t>(part);
+  }
+  return parts.empty() ? data : result;
+}
+
+std::shared_ptr<const Spans> spans_of(std::byte* memory, std::uint64_t bytes, const std::vector<std::uint64_t>& parts) {
+  if (parts.empty()) return nullptr;
+  const auto spans = std::make_shared<Spans>();
+  std::byte* place = memory + bytes;
+  for (const std::uint64_t part : parts) spans->add({place -= part, part});
+  return spans;
 }
 
 // Mischief that must not be noticed: nothing here is an error.
@@ -106,10 +144,11 @@ void script_mischief(std::uint64_t seed) {
   script.choose = [=](std::size_t finished) { return between(*random, 0, finished - 1); };
 }
 
-std::shared_ptr<File> open_file(const Plan& plan, Op op) {
-  if (!plan.by_descriptor) return File::open(plan.path, op, plan.cache);
-  const UniqueFd fd(::open(plan.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
-  return File::adopt(fd.get(), op, plan.cache);
+std::shared_ptr<SharedFile> file_of(const Plan& plan, Op op) {
+  if (!plan.by_descriptor) return support::shared(plan.path, op, plan.cache);
+  const auto fd = std::make_shared<UniqueFd>(::open(plan.path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  return std::make_shared<SharedFile>(
+      plan.path, [fd, op, cache = plan.cache](const std::string&) { return File::adopt(fd->get(), op, cache); });
 }
 
 // Some of it in the page cache, some not.
@@ -127,12 +166,14 @@ void stir_cache(Random& random, const Plan& plan) {
 }
 
 void move(Engine& engine, const Plan& plan, Op op, const std::vector<Memory>& memories) {
-  const auto file = open_file(plan, op);
+  const auto file = file_of(plan, op);
   std::vector<Extent> extents;
   std::uint64_t total = 0;
   for (std::size_t i = 0; i < plan.ranges.size(); ++i) {
-    if (plan.ranges[i].bytes > 0) file->prepare(op, plan.ranges[i].offset, plan.ranges[i].bytes, false);
-    extents.push_back({file, memories[i].data(), plan.ranges[i].bytes, plan.ranges[i].offset, plan.fast_memory});
+    const auto [offset, bytes] = plan.ranges[i];
+    extents.push_back({file, memories[i].data(), bytes, offset, plan.fast_memory});
+    extents.back().spans = spans_of(memories[i].data(), bytes, plan.parts[i]);
+    if (extents.back().spans) extents.back().memory = nullptr;
     total += plan.ranges[i].bytes;
   }
   const auto job = support::job_of(op, std::move(extents));
@@ -154,7 +195,7 @@ void round_trip(Random& random, const Plan& plan, unsigned long seed) {
     const auto [offset, bytes] = plan.ranges[i];
     const Bytes data = support::pattern(bytes, seed * 100 + i);
     sources.emplace_back(bytes, plan.skews[i]);
-    sources.back().set(data);
+    sources.back().set(reordered(data, plan.parts[i]));
     targets.emplace_back(bytes, plan.skews[plan.skews.size() - 1 - i]);
     if (bytes == 0) continue;
     expected.resize(std::max<std::size_t>(expected.size(), offset + bytes));

@@ -81,10 +81,10 @@ TEST(what_is_allowed_can_be_used_in_full_and_no_more) {
   }
 }
 
-TEST(one_area_never_holds_more_than_a_handle_may) {
+TEST(one_area_never_holds_more_than_a_lane_may) {
   StagingArea area(budget_of(1000));
   release(area, fill(area, kChunk));
-  CHECK_EQUAL(area.held_bytes(), kStagingBytes);
+  CHECK_EQUAL(area.held_bytes(), kLaneStagingBytes);
 }
 
 TEST(areas_share_a_budget_beyond_their_first_chunk) {

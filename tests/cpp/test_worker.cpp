@@ -1,5 +1,6 @@
 // Worker: tasks in order, none lost, stopped and started again.
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <vector>
@@ -69,6 +70,33 @@ TEST(a_task_may_destroy_its_worker) {
       });
       while (ran.load() < 1 || threads() > before) std::this_thread::yield();
     }
+  });
+}
+
+TEST(a_task_posted_while_it_stops_waits_for_those_before_it) {
+  check::finishes("a task behind a worker that stops", [] {
+    std::atomic<bool> begun{false}, release{false}, first_ended{false};
+    std::atomic<int> early{0}, ran{0};
+    Worker worker;
+    worker.post([&] {
+      begun = true;
+      while (!release.load()) std::this_thread::yield();
+      first_ended = true;
+    });
+    while (!begun.load()) std::this_thread::yield();
+    std::thread stops([&] { worker.stop(); });
+    for (int i = 0; i < 20; ++i) {
+      worker.post([&] {
+        if (!first_ended.load()) ++early;
+        ++ran;
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    release = true;
+    stops.join();
+    worker.stop();
+    CHECK_EQUAL(ran.load(), 20);
+    CHECK_EQUAL(early.load(), 0);
   });
 }
 

@@ -113,8 +113,11 @@ public:
 MemoryAllocator<Kind::Device> device_allocator;
 MemoryAllocator<Kind::Pinned> pinned_allocator;
 
+REGISTER_ALLOCATOR(kType, &device_allocator)
+
 class Hooks final : public at::PrivateUse1HooksInterface {
 public:
+  void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -184,7 +187,23 @@ at::Tensor as_strided(const at::Tensor& tensor, at::IntArrayRef size, at::IntArr
   return at::native::as_strided_tensorimpl(tensor, size, stride, offset);
 }
 
+// Makes it a view of a storage.
+at::Tensor& set_part(at::Tensor& tensor, at::Storage storage, std::int64_t offset, at::IntArrayRef size,
+                     at::IntArrayRef stride) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_sizes_and_strides(size, stride, offset);
+  return tensor;
+}
+
+at::Tensor& set_whole(at::Tensor& tensor, at::Storage storage) {
+  const auto count = static_cast<std::int64_t>(storage.nbytes() / tensor.element_size());
+  return set_part(tensor, std::move(storage), 0, {count}, {1});
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("set_.source_Storage", set_whole);
+  library.impl("set_.source_Storage_storage_offset", set_part);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);

@@ -1,4 +1,4 @@
-#include "engine/fork.h"
+#include "base/fork.h"
 
 #include <pthread.h>
 

@@ -1,0 +1,19 @@
+// Makes the CUDA context that owns a pointer current for the length of a scope, through the CUDA driver found at run
+// time. Does nothing for memory that is not CUDA's.
+#pragma once
+
+namespace nvme_ops {
+
+class CudaContextOf {
+public:
+  explicit CudaContextOf(const void* memory);
+  CudaContextOf(const CudaContextOf&) = delete;
+  CudaContextOf& operator=(const CudaContextOf&) = delete;
+  ~CudaContextOf();
+
+private:
+  void* before_ = nullptr;
+  bool changed_ = false;
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,11 @@
+// Requests on memory of a GPU, through cuFile. Not one of the backends to choose from: it serves device memory only.
+#pragma once
+
+#include "backends/backend.h"
+
+namespace nvme_ops {
+
+// Needs the driver to be open, and Request::file to be what CuFileDriver::register_file returned.
+extern const Backend kCuFile;
+
+}  // namespace nvme_ops

@@ -1,0 +1,206 @@
+#include "backends/cufile_driver.h"
+
+#include <errno.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "base/thread.h"
+
+namespace nvme_ops {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::seconds kOpeningPatience(4);  // opening takes well under a second, or for ever
+constexpr int kAllowCompatible = 1;                  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
+constexpr int kNoNvidiaFs = 5001;                    // CU_FILE_DRIVER_NOT_INITIALIZED
+constexpr const char* kNvidiaFsFix = " (fix: apt-get install nvidia-gds && modprobe nvidia-fs)";
+constexpr unsigned kPeerToPeer = 4;  // CU_FILE_P2P_SUPPORTED
+
+// The start of CUfileDrvProps_t, which grows with every version.
+struct Properties {
+  unsigned nvidia_fs_major, nvidia_fs_minor;
+  std::size_t poll_threshold, largest_direct;
+  unsigned status_flags, control_flags;
+  unsigned features;
+  unsigned char rest[4096];
+};
+
+struct State {
+  std::mutex mutex;
+  std::unique_ptr<CuFileDriver> driver;
+  std::optional<Failure> failure;
+  std::atomic<unsigned long> generation{0};  // read without the lock, which a fork may have left locked
+  std::atomic<bool> used{false};
+};
+
+State& state() {
+  static auto* const only = new State;  // outlives every user
+  return *only;
+}
+
+Failure cannot_work(const std::string& reason) {
+  return {Failure::Kind::Internal,
+          0,
+          "cuFile cannot work here: " + reason + " (NVME_OPS_GDS=off moves GPU tensors without cuFile)",
+          {}};
+}
+
+// Runs what may never return. Then its thread is lost, and so is cuFile for this process.
+bool returns_in_time(std::function<void()> work, Clock::time_point deadline) {
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool done = false;
+  };
+  const auto shared = std::make_shared<Shared>();
+  std::thread thread = quiet_thread([shared, work = std::move(work)] {
+    work();
+    const std::lock_guard<std::mutex> lock(shared->mutex);
+    shared->done = true;
+    shared->ended.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  const bool done = shared->ended.wait_until(lock, deadline, [&] { return shared->done; });
+  lock.unlock();
+  done ? thread.join() : thread.detach();
+  return done;
+}
+
+// While cuFile is opened: it would write cufile.log to the working folder. Its parameter for this has no effect
+// in 1.20.
+class NoLogFile {
+public:
+  NoLogFile() {
+    const char* const chosen = std::getenv(kVariable);
+    ours_ = (chosen == nullptr || *chosen == '\0') && std::getenv("CUFILE_ENV_PATH_JSON") == nullptr;
+    if (ours_) ::setenv(kVariable, "/dev/null", 1);
+  }
+  NoLogFile(const NoLogFile&) = delete;
+  NoLogFile& operator=(const NoLogFile&) = delete;
+  ~NoLogFile() {
+    if (ours_) ::unsetenv(kVariable);
+  }
+
+private:
+  static constexpr const char* kVariable = "CUFILE_LOGFILE_PATH";
+  bool ours_;
+};
+
+}  // namespace
+
+CuFileDriver::CuFileDriver(CuFileApi api) : api_(std::move(api)) {
+  // Without it cuFileDriverOpen reads an empty list of modules for ever.
+  if (!api_.fake && ::access("/proc/modules", F_OK) != 0) {
+    raise(cannot_work("/proc/modules is missing, and cuFile would wait for it for ever; fix: a kernel with modules"));
+  }
+  const NoLogFile no_log_file;
+  // In compatibility mode cuFile takes any file and does not tell that it goes through host memory. Without it a file
+  // that cannot go directly is refused, and then our own way serves it.
+  const bool strict = api_.set_flag_parameter != nullptr && api_.set_flag_parameter(kAllowCompatible, false).code == 0;
+  const Clock::time_point deadline = Clock::now() + kOpeningPatience;
+  int code = open_driver(deadline);
+  if (code != 0 && strict) {
+    why_not_direct_ = "cuFile opens in compatibility mode only: " + error_text(code);
+    if (code == kNoNvidiaFs) why_not_direct_ += kNvidiaFsFix;
+    api_.set_flag_parameter(kAllowCompatible, true);
+    code = open_driver(deadline);
+  }
+  if (code != 0) raise(cannot_work("cuFileDriverOpen: " + error_text(code)));
+  if (api_.version != nullptr) api_.version(&version_);
+  if (!strict) read_properties();
+}
+
+int CuFileDriver::open_driver(Clock::time_point deadline) const {
+  const auto status = std::make_shared<CuFileApi::Status>();
+  if (!returns_in_time([status, driver_open = api_.driver_open] { *status = driver_open(); }, deadline)) {
+    raise(cannot_work("cuFileDriverOpen of " + api_.path + " has not returned after " +
+                      std::to_string(kOpeningPatience.count()) + " s"));
+  }
+  return status->code;
+}
+
+void CuFileDriver::read_properties() {
+  Properties properties{};
+  const CuFileApi::Status status = api_.driver_properties(&properties);
+  if (status.code != 0) {
+    why_not_direct_ = "cuFile does not tell its properties: " + error_text(status.code);
+  } else if (properties.nvidia_fs_major == 0 && (properties.features >> kPeerToPeer & 1U) == 0) {
+    why_not_direct_ = std::string("nvidia-fs is not loaded and PCI peer-to-peer is not available") + kNvidiaFsFix;
+  }
+}
+
+CuFileDriver& CuFileDriver::open(const std::vector<std::string>& candidates) {
+  State& now = state();
+  if (now.used && now.generation != fork_generation()) {
+    raise(cannot_work("this process was forked after cuFile was used; fix: start processes with spawn"));
+  }
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  if (now.driver) return *now.driver;
+  if (now.failure) raise(*now.failure);
+  now.generation = fork_generation();
+  now.used = true;
+  try {
+    now.driver.reset(new CuFileDriver(load_cufile(candidates)));
+  } catch (const IoError& error) {
+    now.failure = error.failure();
+    throw;
+  }
+  return *now.driver;
+}
+
+CuFileDriver* CuFileDriver::current() {
+  State& now = state();
+  if (!now.used || now.generation != fork_generation()) return nullptr;
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  return now.driver.get();
+}
+
+void CuFileDriver::close() {
+  CuFileDriver* const driver = current();
+  if (driver == nullptr) return;
+  static_cast<void>(returns_in_time([close = driver->api_.driver_close] { close(); }, Clock::now() + kOpeningPatience));
+  State& now = state();
+  const std::lock_guard<std::mutex> lock(now.mutex);
+  static_cast<void>(now.driver.release());  // somebody may still hold a reference
+  now.failure = cannot_work("its driver has been closed");
+}
+
+void* CuFileDriver::register_file(int fd, const std::string& path) const {
+  CuFileApi::Description description{};
+  description.type = CuFileApi::kDescriptor;
+  description.file.fd = fd;
+  void* file = nullptr;
+  const CuFileApi::Status status = api_.register_file(&file, &description);
+  if (status.code != 0) raise(system_failure(status.code, "registering the file with cuFile", path));
+  return file;
+}
+
+void CuFileDriver::deregister_file(void* file) const {
+  api_.deregister_file(file);
+}
+
+void CuFileDriver::register_memory(const void* memory, std::size_t bytes) const {
+  const CuFileApi::Status status = api_.register_memory(memory, bytes, 0);
+  if (status.code != 0) {
+    raise(system_failure(status.code, "registering " + std::to_string(bytes) + " bytes of memory with cuFile"));
+  }
+}
+
+void CuFileDriver::deregister_memory(const void* memory) const {
+  static_cast<void>(api_.deregister_memory(memory));
+}
+
+}  // namespace nvme_ops

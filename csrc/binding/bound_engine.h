@@ -1,0 +1,164 @@
+// An engine as Python holds it: made anew after a fork, with the operations under way and the threads of those that
+// take several steps.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <list>
+#include <memory>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "base/fork.h"
+#include "base/limits.h"
+#include "binding/device_path.h"
+#include "binding/operation.h"
+#include "binding/python.h"
+#include "engine/worker.h"
+
+namespace nvme_ops {
+
+// Threads for what takes several steps: validation, accelerators. A large transfer keeps storage busy by itself, and
+// several would only take more page-locked memory; small ones must overlap.
+class Service {
+public:
+  Worker& of(const Transfer& transfer) {
+    std::uint64_t bytes = 0;
+    for (const DeviceExtent& extent : transfer.device) bytes += extent.bytes;
+    if (transfer.validate || bytes > kLarge) return workers_[0];
+    next_ = next_ % (workers_.size() - 1) + 1;
+    return workers_[next_];
+  }
+
+private:
+  static constexpr std::uint64_t kLarge = 32 << 20;
+
+  std::array<Worker, 4> workers_;
+  std::size_t next_ = 0;
+};
+
+// Everything here is touched with the GIL held only, so a fork finds it whole.
+class BoundEngine {
+public:
+  BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) {
+    running();  // reads what the environment says of it now
+    all().insert(this);
+  }
+  ~BoundEngine() {
+    finish();
+    all().erase(this);
+  }
+
+  static std::set<BoundEngine*>& all() {
+    static auto* const engines = new std::set<BoundEngine*>;
+    return *engines;
+  }
+
+  const EngineOptions& options() const { return options_; }
+  Cache cache() const { return cache_; }
+  const char* backend() { return running().engine->backend(); }
+
+  std::uint64_t run(const Transfer& transfer, bool all_lanes) {
+    Running& current = running();
+    const std::shared_ptr<Engine> engine = current.engine;
+    const std::shared_ptr<DevicePath> path = current.device_path;
+    const WithoutGil released;
+    return transfer.execute(*engine, *path, all_lanes, signal_raised);
+  }
+
+  std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories) {
+    sweep();
+    Running& current = running();
+    if (transfer.plain()) {
+      auto operation = std::make_shared<Operation>(transfer.job->outcome(), transfer.job, std::move(memories));
+      live_.push_back(operation);
+      current.engine->submit(transfer.job);
+      return operation;
+    }
+    auto outcome = std::make_shared<Outcome>();
+    auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
+    Worker& service = current.service->of(transfer);
+    service.start();
+    live_.push_back(operation);
+    service.post(
+        [engine = current.engine, path = current.device_path, outcome, transfer = std::move(transfer)]() mutable {
+          std::uint64_t moved = 0;
+          std::optional<Failure> failure;
+          try {
+            moved = transfer.execute(*engine, *path, true, [] { return false; });
+          } catch (const IoError& error) {
+            failure = error.failure();
+          } catch (const std::exception& error) {
+            failure = Failure{Failure::Kind::Internal, 0, error.what(), {}};
+          }
+          transfer = {};  // its files are closed before anybody hears of the end
+          failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
+        });
+    return operation;
+  }
+
+  // What has ended lets go of its memory, also where nobody holds its future.
+  void sweep() {
+    std::list<std::shared_ptr<Operation>> ended;  // letting go runs Python code, which may come back here
+    for (auto operation = live_.begin(); operation != live_.end();) {
+      const auto next = std::next(operation);
+      if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
+      operation = next;
+    }
+  }
+
+  DevicePath::Statistics paths() { return running().device_path->statistics(); }
+  std::size_t staging_bytes() { return running().engine->staging_bytes(); }
+
+  // Waits for all work and ends the threads. A signal stops what has not been started.
+  void finish() {
+    const std::list<std::shared_ptr<Operation>> ending = std::exchange(live_, {});
+    if (running_.engine && running_.generation != fork_generation()) return leave_to_parent();
+    Running stopping = std::exchange(running_, {});
+    const WithoutGil released;
+    for (const auto& operation : ending) {
+      while (!operation->outcome->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+        if (!signal_raised()) continue;
+        const WithGil gil;
+        PyErr_WriteUnraisable(nullptr);
+        for (const auto& other : ending) other->job->fail(interrupted_failure());
+      }
+    }
+    stopping = {};
+  }
+
+private:
+  struct Running {
+    std::shared_ptr<Engine> engine;
+    std::shared_ptr<DevicePath> device_path;
+    std::unique_ptr<Service> service;
+    unsigned long generation = 0;
+  };
+
+  // In a forked child the parent's engine is left alone, and a new one made at first use.
+  Running& running() {
+    if (running_.engine && running_.generation == fork_generation()) return running_;
+    if (running_.engine) leave_to_parent();
+    running_ = {std::make_shared<Engine>(options_), make_device_path(options_), std::make_unique<Service>(),
+                fork_generation()};
+    return running_;
+  }
+
+  void leave_to_parent() {
+    live_.clear();
+    running_.engine->abandon();
+    new std::shared_ptr<Engine>(std::move(running_.engine));           // never destroyed: its threads are the parent's
+    new std::shared_ptr<DevicePath>(std::move(running_.device_path));  // its threads too
+    static_cast<void>(running_.service.release());
+    running_ = {};
+  }
+
+  const EngineOptions options_;
+  const Cache cache_;
+  Running running_;
+  std::list<std::shared_ptr<Operation>> live_;
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,62 @@
+// Which way a tensor on an accelerator takes to its file. Each op has its own choice.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "binding/device_tensor.h"
+#include "engine/engine.h"
+
+namespace nvme_ops {
+
+// A tensor on an accelerator and where in which file it goes.
+struct DeviceExtent {
+  std::shared_ptr<DeviceTensor> tensor;
+  std::shared_ptr<SharedFile> file;
+  std::uint64_t offset;
+  std::uint64_t bytes;
+  bool whole;
+};
+
+class DevicePath {
+public:
+  virtual ~DevicePath() = default;
+
+  // The extent's file is held and prepared. Throws IoError.
+  virtual void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) = 0;
+
+  struct Use {
+    std::uint64_t transfers = 0, bytes = 0;
+  };
+  struct Statistics {
+    std::string last;  // the way of the last transfer; empty before the first
+    std::string why;   // it was taken
+    std::map<std::string, Use> uses;
+  };
+  Statistics statistics() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return statistics_;
+  }
+
+protected:
+  void account(const std::string& path, const std::string& why, std::uint64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    statistics_.last = path;
+    statistics_.why = why;
+    Use& use = statistics_.uses[path];
+    ++use.transfers;
+    use.bytes += bytes;
+  }
+
+private:
+  mutable std::mutex mutex_;
+  Statistics statistics_;
+};
+
+// For a handle of these options; every op defines it.
+std::shared_ptr<DevicePath> make_device_path(const EngineOptions& options);
+
+}  // namespace nvme_ops

@@ -1,0 +1,104 @@
+// The module `gds`: the engine with cuFile beside it, and memory of accelerators registered with cuFile.
+#include <Python.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backends/cufile_driver.h"
+#include "binding/gds_pins.h"
+#include "binding/memory.h"
+#include "binding/module.h"
+#include "binding/python.h"
+
+namespace nvme_ops {
+namespace {
+
+PyObject* described(const CuFileDriver& driver) {
+  return Py_BuildValue("{s:s,s:i,s:s,s:O}", "path", driver.api().path.c_str(), "version", driver.version(),
+                       "why_not_direct", driver.why_not_direct().c_str(), "fake",
+                       driver.api().fake ? Py_True : Py_False);
+}
+
+PyObject* open_driver(PyObject*, PyObject* objects) {
+  return guarded([&]() -> PyObject* {
+    const Ref list = checked(PySequence_Fast(objects, "candidates must be a sequence of paths"));
+    std::vector<std::string> candidates;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.get()); ++i) {
+      const char* const path = PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM(list.get(), i));
+      if (path == nullptr) throw PythonError();
+      candidates.emplace_back(path);
+    }
+    const CuFileDriver* driver;
+    {
+      const WithoutGil released;
+      driver = &CuFileDriver::open(candidates);
+    }
+    return described(*driver);
+  });
+}
+
+PyObject* pin(PyObject*, PyObject* tensor) {
+  return guarded([&]() -> PyObject* {
+    Memory memory = device_memory_of(tensor, "tensor");
+    if (memory.bytes == 0) raise(bad_argument("tensor has no elements: there is nothing to pin"));
+    Pins::instance().pin(std::move(memory), CuFileDriver::current());
+    Py_RETURN_TRUE;
+  });
+}
+
+PyObject* unpin(PyObject*, PyObject* tensor) {
+  return guarded([&] {
+    const Memory memory = device_memory_of(tensor, "tensor");
+    Memory kept;
+    {
+      const WithoutGil released;
+      kept = Pins::instance().unpin(memory);
+    }
+    return PyBool_FromLong(kept.bytes > 0);
+  });
+}
+
+PyObject* is_pinned(PyObject*, PyObject* tensor) {
+  return guarded([&] { return PyBool_FromLong(Pins::instance().holds(device_memory_of(tensor, "tensor"))); });
+}
+
+PyObject* shut_down_all(PyObject* self, PyObject* none) {
+  const Ref done(shut_down(self, none));
+  if (!done) return nullptr;
+  return guarded([]() -> PyObject* {
+    if (CuFileDriver::current() != nullptr) Pins::instance().clear();
+    {
+      const WithoutGil released;
+      CuFileDriver::close();
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef functions[] = {
+    {"open_driver", open_driver, METH_O, "open_driver(candidates) -> dict. Opens cuFile, once, and says what it is."},
+    {"pin", pin, METH_O, "pin(tensor) -> True. Registers a tensor's memory with cuFile, once."},
+    {"unpin", unpin, METH_O, "unpin(tensor) -> bool. Whether exactly this memory was registered, and now is not."},
+    {"is_pinned", is_pinned, METH_O, "is_pinned(tensor) -> bool. Whether all of its memory is registered."},
+    {"shut_down", shut_down_all, METH_NOARGS,
+     "shut_down(). Finishes all work, ends all threads, closes cuFile; runs at exit."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition{PyModuleDef_HEAD_INIT,
+                       "gds",
+                       "Tensors on a GPU through cuFile.",
+                       -1,
+                       functions,
+                       nullptr,
+                       nullptr,
+                       nullptr,
+                       nullptr};
+
+}  // namespace
+}  // namespace nvme_ops
+
+PyMODINIT_FUNC PyInit_gds() {
+  using namespace nvme_ops;
+  return guarded([] { return make_module(&definition, "nvme_ops.gds"); });
+}

@@ -1,0 +1,190 @@
+// The gds op's choice: cuFile where data can go straight between storage and the GPU; where they cannot, cuFile's
+// compatibility mode or our own bounce path, whichever has been faster so far.
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+
+#include "backends/cufile.h"
+#include "backends/cufile_driver.h"
+#include "base/error.h"
+#include "base/limits.h"
+#include "binding/device_path.h"
+#include "binding/gds_pins.h"
+
+namespace nvme_ops {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+constexpr std::uint64_t kPage = kPageSize;    // cuFile leaves the direct path for less
+constexpr std::uint64_t kTelling = 16 << 20;  // bytes below which a transfer's rate says little
+constexpr unsigned kTryAgain = 64;            // such transfers after which the slower way gets another chance
+constexpr double kNewWeight = 0.25;           // of the latest rate in the average
+
+enum class Mode : std::uint8_t { Auto, Require, Off };
+enum class Way : std::uint8_t { Bounce, Compatible, Direct };
+
+const char* name_of(Way way) {
+  switch (way) {
+    case Way::Direct:
+      return "gds";
+    case Way::Compatible:
+      return "compat";
+    default:
+      return "bounce";
+  }
+}
+
+Mode mode_of_environment() {
+  const char* const value = std::getenv("NVME_OPS_GDS");
+  const std::string mode = value != nullptr && *value != '\0' ? value : "auto";
+  if (mode == "auto") return Mode::Auto;
+  if (mode == "require") return Mode::Require;
+  if (mode == "off") return Mode::Off;
+  raise(bad_argument("NVME_OPS_GDS='" + mode + "' is not one of auto, require, off"));
+}
+
+// Two ways and the rates seen.
+class Contest {
+public:
+  Way choose(std::uint64_t bytes) {
+    if (bytes < kTelling) return faster();
+    if (rates_[0] == 0) return Way::Bounce;
+    if (rates_[1] == 0) return Way::Compatible;
+    return ++since_ % kTryAgain == 0 ? slower() : faster();
+  }
+
+  void note(Way way, std::uint64_t bytes, double seconds) {
+    if (bytes < kTelling || seconds <= 0) return;
+    double& rate = rates_[way == Way::Bounce ? 0 : 1];
+    const double now = static_cast<double>(bytes) / seconds;
+    rate = rate == 0 ? now : (1 - kNewWeight) * rate + kNewWeight * now;
+  }
+
+  std::string words() const {
+    if (rates_[0] == 0 || rates_[1] == 0) return "not measured yet";
+    return "bounce " + gigabytes(rates_[0]) + ", compat " + gigabytes(rates_[1]);
+  }
+
+private:
+  static std::string gigabytes(double rate) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.2f GB/s", rate / 1e9);
+    return text;
+  }
+  Way faster() const { return rates_[1] > rates_[0] ? Way::Compatible : Way::Bounce; }
+  Way slower() const { return faster() == Way::Bounce ? Way::Compatible : Way::Bounce; }
+
+  std::array<double, 2> rates_{};
+  unsigned since_ = 0;
+};
+
+class GdsPath final : public DevicePath {
+public:
+  explicit GdsPath(EngineOptions options) : options_(std::move(options)), mode_(mode_of_environment()) {
+    options_.backends = {&kCuFile};
+    options_.queue_depth = 1;  // cuFile's calls block: a lane has one
+  }
+
+  void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) override {
+    // Pages that are not wholly ours are left to the page cache.
+    const std::uint64_t end = extent.offset + extent.bytes;
+    const std::uint64_t head = std::min(extent.bytes, (kPage - extent.offset % kPage) % kPage);
+    const std::uint64_t tail = std::min(extent.bytes - head, end % kPage);
+    const std::uint64_t body = extent.bytes - head - tail;
+    std::string why = "less than a page";
+    const Way way = body == 0 ? Way::Bounce : choose(op, extent, head, body, &why);
+    const auto start = std::chrono::steady_clock::now();
+    if (way == Way::Bounce) {
+      extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, extent.bytes, interrupted);
+    } else {
+      through_cufile(op, extent, head, body, interrupted);
+      if (head > 0) extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, head, interrupted);
+      if (tail > 0) extent.tensor->bounce(engine, op, extent.file, end - tail, head + body, tail, interrupted);
+    }
+    const Seconds took = std::chrono::steady_clock::now() - start;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      contests_[op == Op::Read ? 0 : 1].note(way, extent.bytes, took.count());
+    }
+    account(name_of(way), why, extent.bytes);
+  }
+
+private:
+  Way choose(Op op, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes, std::string* why) {
+    if (mode_ == Mode::Off) {
+      *why = "NVME_OPS_GDS=off";
+      return Way::Bounce;
+    }
+    const CuFileDriver* const driver = CuFileDriver::current();
+    if (driver == nullptr) return fall_back("cuFile's driver is not open", why);
+    if (Pins::instance().borders_in(extent.tensor->data() + position, bytes)) {
+      return fall_back("only part of the tensor is pinned", why);
+    }
+    const bool direct = driver->why_not_direct().empty();
+    if (!direct && mode_ == Mode::Require) return fall_back(driver->why_not_direct(), why);
+    *why = "cuFile can reach the GPU directly";
+    if (!direct) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      Contest& contest = contests_[op == Op::Read ? 0 : 1];
+      *why = driver->why_not_direct() + "; " + contest.words();
+      if (contest.choose(bytes) == Way::Bounce) return Way::Bounce;
+    }
+    const std::string refused = refusal(*driver, extent);
+    if (!refused.empty()) return fall_back(refused, why);
+    return direct ? Way::Direct : Way::Compatible;
+  }
+
+  Way fall_back(const std::string& reason, std::string* why) const {
+    if (mode_ == Mode::Require) raise({Failure::Kind::Internal, 0, "NVME_OPS_GDS=require, but " + reason, {}});
+    *why = reason;
+    return Way::Bounce;
+  }
+
+  // Why cuFile does not take this file; registers it otherwise.
+  static std::string refusal(const CuFileDriver& driver, const DeviceExtent& extent) {
+    File& file = extent.file->file();
+    if (file.registration() != nullptr) return {};
+    if (!file.direct_possible()) return "the file system has no direct I/O, or the handle's cache mode is 'buffered'";
+    try {
+      file.attach(driver.register_file(file.direct(), file.path()),
+                  [&driver](void* registration) { driver.deregister_file(registration); });
+    } catch (const IoError& error) {
+      return error.failure().message + ": '" + error.failure().path + "'";
+    }
+    return {};
+  }
+
+  void through_cufile(Op op, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
+                      const Interrupted& interrupted) {
+    extent.tensor->synchronize();
+    Extent part{extent.file, extent.tensor->data() + position, bytes, extent.offset + position, true};
+    part.prepared = part.device = true;
+    const Pins::Use use(part.memory, bytes);
+    const auto job = std::make_shared<Job>(op, std::vector<Extent>{part});
+    cufile().submit(job);
+    wait(*job, interrupted);
+    if (job->outcome()->failure()) raise(*job->outcome()->failure());
+  }
+
+  Engine& cufile() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!cufile_) cufile_ = std::make_unique<Engine>(options_);
+    return *cufile_;
+  }
+
+  EngineOptions options_;
+  const Mode mode_;
+  std::mutex mutex_;
+  std::array<Contest, 2> contests_;  // reads, writes
+  std::unique_ptr<Engine> cufile_;
+};
+
+}  // namespace
+
+std::shared_ptr<DevicePath> make_device_path(const EngineOptions& options) {
+  return std::make_shared<GdsPath>(options);
+}
+
+}  // namespace nvme_ops

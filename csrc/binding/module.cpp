@@ -1,0 +1,47 @@
+#include "binding/module.h"
+
+#include "binding/engine_type.h"
+#include "binding/memory.h"
+#include "binding/operation.h"
+#include "binding/python.h"
+
+namespace nvme_ops {
+namespace {
+
+void add_interface(PyObject* module, const char* name) {
+  const Ref interface = checked(PyImport_ImportModule(name));
+  const Ref names = checked(PyObject_GetAttrString(interface.get(), "__all__"));
+  const Ref list = checked(PySequence_Fast(names.get(), "__all__ must be a sequence"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.get()); ++i) {
+    PyObject* const entry = PySequence_Fast_GET_ITEM(list.get(), i);
+    const Ref value = checked(PyObject_GetAttr(interface.get(), entry));
+    if (PyObject_SetAttr(module, entry, value.get()) != 0) throw PythonError();
+  }
+}
+
+void run_at_exit(PyObject* module) {
+  const Ref atexit = checked(PyImport_ImportModule("atexit"));
+  const Ref function = checked(PyObject_GetAttrString(module, "shut_down"));
+  checked(PyObject_CallMethod(atexit.get(), "register", "O", function.get()));
+}
+
+}  // namespace
+
+PyObject* make_module(PyModuleDef* definition, const char* interface) {
+  Ref module = checked(PyModule_Create(definition));
+  find_tensor_class();
+  if (!add_engine_type(module.get()) || !add_operation_type(module.get())) throw PythonError();
+  add_interface(module.get(), interface);
+  run_at_exit(module.get());
+  return module.release();
+}
+
+PyObject* shut_down(PyObject*, PyObject*) {
+  return guarded([]() -> PyObject* {
+    shut_down_engines();
+    stop_callbacks();
+    Py_RETURN_NONE;
+  });
+}
+
+}  // namespace nvme_ops

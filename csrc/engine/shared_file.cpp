@@ -1,0 +1,38 @@
+#include "engine/shared_file.h"
+
+namespace nvme_ops {
+
+File& SharedFile::hold() {
+  unsigned holders = holders_.load(std::memory_order_relaxed);
+  while (holders > 0) {
+    if (holders_.compare_exchange_weak(holders, holders + 1, std::memory_order_acquire)) return *file_;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!file_) file_ = open_(path_);
+  holders_.fetch_add(1, std::memory_order_release);
+  return *file_;
+}
+
+int SharedFile::let_go() {
+  if (holders_.fetch_sub(1, std::memory_order_acq_rel) > 1) return 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (holders_.load(std::memory_order_acquire) > 0 || !file_) return 0;  // held again by now, or closed by another
+  const int error = file_->close();
+  file_.reset();
+  return error;
+}
+
+void SharedFile::prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (*prepared) return;
+  file_->prepare(op, offset, bytes, whole);
+  *prepared = true;
+}
+
+std::shared_ptr<SharedFile> reader_of(std::shared_ptr<SharedFile> file, Cache cache) {
+  std::string path = file->file().path();
+  return std::make_shared<SharedFile>(
+      std::move(path), [file = std::move(file), cache](const std::string&) { return file->file().reader(cache); });
+}
+
+}  // namespace nvme_ops

@@ -1,0 +1,62 @@
+// A file as a job names it. It is open while somebody moves its data: the first who needs it opens it, the last closes
+// it. So a submitting thread waits for no file system, and a job of many files has only those open that it is at.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "engine/file.h"
+
+namespace nvme_ops {
+
+class SharedFile {
+public:
+  using Open = std::function<std::unique_ptr<File>(const std::string& path)>;  // throws IoError
+
+  // `path`: what messages call it while it is closed, and what `open` is given.
+  SharedFile(std::string path, Open open) : path_(std::move(path)), open_(std::move(open)) {}
+
+  const std::string& path() const { return path_; }
+
+  // Every hold needs its let_go, which returns errno: some file systems report a failed write only when it closes.
+  File& hold();
+  int let_go();
+
+  // The file of whoever holds it.
+  File& file() const { return *file_; }
+
+  // File::prepare, once for each `*prepared`, however many ask.
+  void prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
+
+private:
+  const std::string path_;
+  const Open open_;
+  std::mutex mutex_;
+  std::atomic<unsigned> holders_{0};
+  std::unique_ptr<File> file_;
+};
+
+// The same file to read back, opened by another way; `file` must be held when this one is.
+std::shared_ptr<SharedFile> reader_of(std::shared_ptr<SharedFile> file, Cache cache);
+
+// Holds a file until the end of a scope.
+class FileHold {
+public:
+  explicit FileHold(std::shared_ptr<SharedFile> file) : file_(std::move(file)) { file_->hold(); }
+  FileHold(const FileHold&) = delete;
+  FileHold& operator=(const FileHold&) = delete;
+  ~FileHold() { end(); }
+
+  int end() { return std::exchange(holds_, false) ? file_->let_go() : 0; }
+  const std::string& path() const { return file_->path(); }
+
+private:
+  const std::shared_ptr<SharedFile> file_;
+  bool holds_ = true;
+};
+
+}  // namespace nvme_ops
