@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import os
+import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.stream import Stream
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +28,10 @@ _FLAGS = {
     "a": os.O_WRONLY | os.O_CREAT,
 }
 
-# Bytes below which a read or write of the stream is left to the page cache, which gathers small ones.
-_SMALL = 256 * 1024
-
 
 @functools.cache
-def _shared_handle() -> aio_handle:
+def shared_handle() -> aio_handle:
+    """One for the whole process, with default settings."""
     return aio_handle()
 
 
@@ -54,10 +54,17 @@ def open(  # noqa: A001  (used as nvme_ops.open)
 
 
 class File(_RawFile):
-    """An open file: a raw binary stream with a position, and tensor transfers at offsets beside it.
+    """An open file: a binary stream with a position, and tensor transfers at offsets beside it.
 
-    Stream reads and writes of 256 KiB or more, and all tensor transfers, go through an ``aio_handle``. Nothing is
-    buffered here, so there is nothing to flush; ``sync`` makes what was written durable.
+    All goes through an ``aio_handle``. What the stream writes is gathered and moved in blocks while the program goes
+    on, and reads that follow each other are served from blocks that were read ahead: at most 16 MiB of memory each way,
+    from the first use until ``close``. So nothing is promised of the file's content before ``flush``, ``sync``,
+    ``close``, a ``seek`` elsewhere, a read or a tensor transfer; ``sync`` makes it durable too. What goes wrong with a
+    block is raised by the next call, by ``close`` at the latest.
+
+    What others change in the file is seen late, as in any file that reads ahead, but after a ``flush`` at once. Threads
+    may share a file. A forked child has nothing of what its parent had written and not flushed: the parent writes it.
+    Files are best closed; one that is dropped is flushed, with a ``ResourceWarning``.
     """
 
     def __init__(
@@ -74,13 +81,11 @@ class File(_RawFile):
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
         self._name = path
         self._mode = plain
-        self._handle = handle or _shared_handle()
+        self._handle = handle or shared_handle()
         self._engine = self._handle._engine
-        self._position = 0
         self._pending: list[IoFuture] = []
         self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
-        if self.mode == "a":
-            self._position = self._size()
+        self._stream = Stream(self._handle, self._fd, plain)
 
     @property
     def name(self) -> Any:
@@ -103,25 +108,30 @@ class File(_RawFile):
             ValueError: the tensor cannot be filled in place, or the file is closed.
         """
         self._require_readable()
+        self._stream.flush()
         return self._engine.run(False, tensor, self._fd, offset, False)
 
     def pwrite(self, tensor: torch.Tensor, offset: int) -> int:
         """Stores ``tensor`` from ``offset`` bytes into the file on; returns the bytes written. The position stays."""
         self._require_writable()
+        self._stream.give_way()
         return self._engine.run(True, tensor, self._fd, offset, False)
 
     def pread_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Like ``pread``, returning at once."""
         self._require_readable()
+        self._stream.flush()
         return self._remember(self._handle.submit_pread(tensor, self._fd, offset))
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Like ``pwrite``, returning at once."""
         self._require_writable()
+        self._stream.give_way()
         return self._remember(self._handle.submit_pwrite(tensor, self._fd, offset))
 
     def sync(self) -> None:
-        """Waits for pending transfers, then makes all that was written durable (``fsync``)."""
+        """Flushes, waits for pending transfers, then makes all that was written durable (``fsync``)."""
+        self.flush()
         self._settle()
         os.fsync(self.fileno())
 
@@ -143,59 +153,55 @@ class File(_RawFile):
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Reads into ``buffer`` from the position on; returns the bytes read, 0 at the end of the file."""
         self._require_readable()
-        with memoryview(buffer).cast("B") as view:
-            wanted = len(view)
-            if wanted < _SMALL:
-                count = os.preadv(self._fd, [view], self._position)
-            else:
-                count = max(0, min(wanted, self._size() - self._position))
-                with view[:count] as part:
-                    self._engine.run(False, part, self._fd, self._position, False)
-        self._position += count
-        return count
+        with memoryview(buffer) as whole, whole.cast("B") as view:
+            return self._stream.read_into(view)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """At most ``size`` bytes, fewer only at the end of the file; by default all that follow."""
+        self._require_readable()
+        return self._stream.read(self._size() if size is None or size < 0 else size)
 
     def readall(self) -> bytes:
         """Everything from the position to the end of the file."""
-        content = bytearray(max(0, self._size() - self._position))
-        count = self.readinto(content)
-        return bytes(content[:count]) if count < len(content) else bytes(content)
+        return self.read()
+
+    def peek(self, size: int = 1, /) -> bytes:
+        """Some of the bytes that are read next, at most ``size``, the position stays. Empty at the end of the file."""
+        self._require_readable()
+        return self._stream.peek(max(1, size))
 
     def write(self, buffer: ReadableBuffer, /) -> int:
         """Writes ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns the bytes written: all."""
         self._require_writable()
-        if self.mode == "a":
-            self._position = self._size()
         with memoryview(buffer) as whole, whole.cast("B") as view:
-            if len(view) >= _SMALL:
-                self._engine.run(True, view, self._fd, self._position, False)
-            else:
-                written = 0
-                while written < len(view):
-                    written += os.pwrite(self._fd, view[written:], self._position + written)
-            self._position += len(view)
+            self._stream.write(view)
             return len(view)
+
+    def flush(self) -> None:
+        """Returns when what the stream wrote is in the file, and reads anew what it read ahead.
+
+        Raises:
+            OSError: what went wrong with something that was written before.
+        """
+        self._require_open()
+        self._stream.give_way()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Moves the position, counted from the start, the position or the end; returns it."""
         self._require_open()
-        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size()}
-        if whence not in bases:
-            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
-        if bases[whence] + offset < 0:
-            raise ValueError(f"the position must not be negative: {bases[whence] + offset}")
-        self._position = bases[whence] + offset
-        return self._position
+        return self._stream.seek(offset, whence)
 
     def tell(self) -> int:
         """The position, in bytes."""
         self._require_open()
-        return self._position
+        return self._stream.tell()
 
     def truncate(self, size: int | None = None, /) -> int:
         """Cuts or extends the file to ``size`` bytes, the position by default; returns the size."""
         self._require_writable()
+        self._stream.give_way()
         self._settle()
-        size = self._position if size is None else size
+        size = self._stream.tell() if size is None else size
         os.ftruncate(self._fd, size)
         return size
 
@@ -205,17 +211,23 @@ class File(_RawFile):
         return self._fd
 
     def close(self) -> None:
-        """Waits for pending transfers and closes the file. Their errors stay with their futures."""
+        """Flushes, waits for pending transfers and closes the file. Errors of the latter stay with their futures."""
         if self.closed:
             return
+        fd, self._fd = self._fd, -1
         try:
-            if self._fd >= 0:
-                self._settle()
+            if fd >= 0:
+                self._stream.close()
         finally:
+            self._settle()
             super().close()
-            fd, self._fd = self._fd, -1
             if fd >= 0:
                 os.close(fd)
+
+    def __del__(self) -> None:
+        if not self.closed and self._fd >= 0:
+            warnings.warn(f"unclosed file {self!r}", ResourceWarning, stacklevel=2, source=self)
+            self.close()
 
     def __repr__(self) -> str:
         """For example ``<nvme_ops.File name='weights' mode='r'>``."""

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -98,9 +98,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._lanes = lanes
         self._pending: deque[Operation] = deque()
         self._process = os.getpid()
-        self._engine: Engine = native().Engine(
-            block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache
+        self._engine = self._make_engine(
+            (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache)
         )
+
+    def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
+        engine: Engine = native().Engine(*settings)
+        return engine
 
     def get_block_size(self) -> int:
         """The constructor's ``block_size``, in bytes."""
@@ -191,11 +195,14 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._transfer(True, buffer, filename, file_offset, False, False)
 
     def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
-        """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``."""
+        """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``.
+
+        The file is opened when its turn comes: what is wrong with it, its absence too, is raised by ``wait``.
+        """
         return self._transfer(False, buffer, filename, file_offset, False, True)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
-        """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``."""
+        """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``; like ``async_pread``."""
         return self._transfer(True, buffer, filename, file_offset, False, True)
 
     def wait(self) -> int:
@@ -251,8 +258,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def submit_pread(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
-        Raises at once what is wrong with the arguments, with opening the file or with its length; what goes wrong later
-        comes from the future.
+        Raises at once what is wrong with the arguments. The file is opened when its turn comes: what is wrong with it,
+        its absence too, comes from the future. So leave it where it is until then.
         """
         return IoFuture(self._engine.submit(False, tensor, file, file_offset, False))
 
@@ -270,7 +277,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
         Args:
             tensors: one for each request. A contiguous CPU tensor counts as its rows along the first dimension.
-            files: one for all requests, or one for each. A file named several times is opened once.
+            files: one for all requests, or one for each. A file named several times is opened once. There may be more
+                of them than the process may have open.
             file_offsets: one for each request, in bytes. None: offset 0 of each file.
         """
         return IoFuture(self._engine.submit_many(False, tensors, files, _plain(file_offsets)))

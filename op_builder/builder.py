@@ -51,9 +51,9 @@ class OpBuilder:
         self.jit_mode = False
         #: Whether the op is compiled without CUDA, as host-only ops always are.
         self.build_for_cpu = False
-        #: Why the op cannot be built here, after ``is_compatible`` returned False.
+        #: Why the op cannot be built here, after ``is_buildable`` or ``is_compatible`` returned False.
         self.error_log: str | None = None
-        #: What ``is_compatible`` found missing that the op can do without.
+        #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
     # What the op is made of
@@ -92,7 +92,11 @@ class OpBuilder:
 
     # What this machine offers
 
-    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op can be built, loaded and used here; ``error_log`` and ``warnings`` as in ``is_buildable``."""
+        return self.is_buildable(verbose)
+
+    def is_buildable(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
         """Whether ``load`` can succeed here: the op is built already, or a compiler that works and ninja are present.
 
         On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
@@ -248,7 +252,7 @@ class OpBuilder:
             except ImportError as error:  # copied from another machine, say
                 warn(f"the cached {self.name} op is built anew, because it cannot be loaded: {error}")
                 entry.discard()
-        if not self.is_compatible(verbose):
+        if not self.is_buildable(verbose):
             self._refuse()
         if verbose:
             say(f"Building the {self.name} op, once for this torch and compiler ...")

@@ -1,37 +1,44 @@
-"""The ``gds`` op: tensors to and from files through cuFile. Its native code is not part of this version."""
+"""The ``gds`` op: tensors on a GPU to and from files through cuFile."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
-from . import probes
-from .builder import OpBuilder
+from . import cufile
+from .engine import EngineOpBuilder
 
 
-class GDSBuilder(OpBuilder):
-    """Stands in for the op's builder and says that the op is not available."""
+class GDSBuilder(EngineOpBuilder):
+    """Builds ``gds``, whose handle is ``gds_handle``. Neither CUDA's toolkit nor cuFile is needed to build it."""
 
     BUILD_VAR: ClassVar[str] = "NVME_BUILD_GDS"
     NAME: ClassVar[str] = "gds"
 
     def __init__(self) -> None:
-        super().__init__(self.NAME)
+        super().__init__()
+        #: Stands before the paths of the files that tell of GPU, driver and cuFile.
+        self.root = Path("/")
+
+    def pieces(self) -> list[cufile.Piece]:
+        """What the op needs beyond a compiler, the GPU first; what it can do without comes last."""
+        import torch
+
+        return cufile.pieces(str(torch.__version__), torch.version.cuda, self.root)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """False, with the reason in ``error_log``."""
-        self.error_log = "The gds op is not part of this version of nvme_ops. GPU tensors work with the async_io op."
+        """Whether the op can be built and ``gds_handle`` can work here; ``load`` needs no more than ``is_buildable``.
+
+        On False ``error_log`` names everything that is missing, a line each, with its fix. What the op can do without
+        is added to ``warnings``. Only files are looked at: neither CUDA nor cuFile's driver is touched.
+        """
+        problems = [] if self.is_buildable(verbose) else [str(self.error_log)]
+        missing = [(piece.needed, f"{piece.missing}; fix: {piece.fix}") for piece in self.pieces() if not piece.found]
+        problems += [text for needed, text in missing if needed]
+        hints = [text for needed, text in missing if not needed]
+        self.error_log = "\n".join(problems) or None
+        self.warnings += [f"{self.NAME}: {hint}" for hint in hints]
         if verbose:
-            self.warning(self.error_log)
-        return False
-
-    def is_installed(self) -> bool:
-        """False: there is nothing to install."""
-        return False
-
-    def is_cached(self) -> bool:
-        """False: there is nothing to build."""
-        return False
-
-    def check_for_libaio_pkg(self) -> bool:
-        """Whether the package manager has libaio's headers."""
-        return probes.libaio_package()[0]
+            for text in [*problems, *hints]:
+                self.warning(f"{self.NAME}: {text}")
+        return not problems

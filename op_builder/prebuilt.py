@@ -102,4 +102,4 @@ def obstacle(op: OpBuilder) -> str | None:
             f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools, wheel "
             "and ninja first, then run: pip install --no-build-isolation ..."
         )
-    return op.toolchain_problem() if op.is_compatible() else op.error_log
+    return op.toolchain_problem() if op.is_buildable() else op.error_log

@@ -19,12 +19,17 @@ LAYERS = ("base", "backends", "engine", "binding")
 #: name twice, not even in unnamed namespaces (they are then compiled one by one, and a test fails).
 UNITED = (("base", "backends", "engine"), ("binding",))
 
+#: Files whose names start so belong to one op; all others to every op.
+OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile", "cuda")}
+
 HEADERS = ("*.h", "*.hpp", "*.inc")
 
 
-def compiled(root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list[Path]:
-    """Every file that is compiled into ``async_io``, sorted within its layer so that builds are reproducible."""
-    return [path for layer in layers for path in sorted((root / layer).rglob("*.cpp"))]
+def compiled(op: str, root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list[Path]:
+    """Every file that is compiled into ``op``, sorted within its layer so that builds are reproducible."""
+    others = tuple(start for name, starts in OWN.items() if name != op for start in starts)
+    files = (path for layer in layers for path in sorted((root / layer).rglob("*.cpp")))
+    return [path for path in files if not path.name.startswith(others)]
 
 
 def headers(root: Path) -> list[Path]:

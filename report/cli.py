@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import ops, render, storage, torch_info
+from nvme_ops.op_builder import ALL_OPS
+
+from . import driver, ops, render, storage, torch_info
 from .host import Host
 from .sections import collect
 
 _DESCRIPTION = """\
 Shows which ops of nvme_ops are installed and which can be built here, which way to the kernel they would take and why
 the others are not usable, and what of this machine bears on them. Every warning ends with the command that fixes it.
-No op is compiled, nothing is installed or changed.
+No op is compiled, nothing is installed or changed, cuFile's driver is not opened unless --open-driver asks for it.
 """
 _EPILOG = """\
 examples:
@@ -23,8 +25,9 @@ examples:
   nvme-report --path /mnt/nvme      and what that folder's file system and device can do
   nvme-report --json | jq .sections.backends.chosen
   nvme-report --strict              exit status 1 when an op cannot be used, for Dockerfiles and CI
+  nvme-report --strict async_io     the same, for this op only
 
-exit status: 0; 1 with --strict when an op that this version provides cannot be used; 2 for a wrong argument
+exit status: 0; 1 with --strict when an op cannot be used; 2 for a wrong argument
 """
 
 
@@ -46,7 +49,20 @@ def parser() -> argparse.ArgumentParser:
         help="also report on the storage under DIR, with a small temporary file; may be given several times",
     )
     made.add_argument("--json", action="store_true", help="one JSON document with everything, instead of text")
-    made.add_argument("--strict", action="store_true", help="exit with status 1 when an op cannot be used")
+    made.add_argument(
+        "--strict",
+        metavar="OP",
+        nargs="*",
+        choices=list(ALL_OPS),
+        help="exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
+        "an NVIDIA GPU",
+    )
+    made.add_argument(
+        "--open-driver",
+        action="store_true",
+        help="also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its "
+        f"own, for {driver.LIMIT:.0f} seconds at most",
+    )
     made.add_argument("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
     made.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
     made.add_argument("--version", action="version", version=f"nvme-report {torch_info.PACKAGE_VERSION}")
@@ -58,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     host = Host()
     with contextlib.redirect_stdout(sys.stderr):  # whatever an import prints must not get into the report
-        sections = collect(host)
+        sections = collect(host, options.open_driver)
         folders = {folder: storage.inspect(host, folder) for folder in options.path}
-    unusable = ops.unusable(sections["ops"])
+    unusable = ops.unusable(sections["ops"], options.strict or ())
     if options.json:
         text = render.as_json(torch_info.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
     else:
@@ -70,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
         text = render.as_text(shown, folders, style)
     _write(text)
-    if not options.strict or not unusable:
+    if options.strict is None or not unusable:
         return 0
     for op in unusable:
         print(f"nvme-report: {op.name} cannot be used: {op.detail}\n  fix: {op.fix}", file=sys.stderr)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .host import Host
+from .mounts import Mount
 
 _MOST_LEVELS = 16  # stacks are two or three deep; a loop device may name a file on itself
 _BY_NAME = {"loop": "loop", "zram": "memory", "ram": "memory", "nbd": "network", "rbd": "network", "drbd": "network"}
@@ -27,6 +28,19 @@ class Device:
 def devices(host: Host, number: int) -> list[Device]:
     """The physical devices behind a device number (``st_dev``); empty where sysfs has none (tmpfs, NFS, overlay)."""
     return _descend(host, _folder(host, number), (), _MOST_LEVELS)
+
+
+def devices_under(host: Host, path: str, mount: Mount | None) -> list[Device]:
+    """The physical devices under the file system of ``path``, which ``mount`` describes; empty as ``devices``."""
+    found = devices(host, os.stat(path).st_dev)
+    if found or mount is None:
+        return found
+    upper = next((option[9:] for option in mount.options if option.startswith("upperdir=")), "")
+    if os.path.exists(upper):  # overlay: what is written goes there. In a container the path means nothing
+        return devices(host, os.stat(upper).st_dev)
+    if mount.source.startswith("/dev/") and os.path.exists(mount.source):
+        return devices(host, os.stat(mount.source).st_rdev)  # btrfs and others show a number of their own
+    return []
 
 
 def logical_block(host: Host, number: int) -> int | None:

@@ -1,4 +1,4 @@
-"""The table of ops: built ahead of time or not, loadable or buildable here or not, and what each was compiled with."""
+"""The table of ops: built ahead of time or not, usable here or not, and what each was compiled with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme_ops.op_builder import ALL_OPS, OpBuilder, cache, compiler, prebuilt
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, cache, compiler, cufile, prebuilt
 
 from . import toolchain, torch_info
 from .packages import install_command
@@ -28,23 +28,25 @@ class Built:
 
 
 def row(builder: OpBuilder) -> Result:
-    """Whether an op is installed ahead of time, and whether ``load`` can succeed."""
+    """Whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
     present = prebuilt.find(name)
-    data: dict[str, Json] = {"installed": present is not None, "compatible": False, "warnings": []}
-    data["in_this_version"] = bool(builder.sources())
-    if not builder.sources():
-        builder.is_compatible()
-        fix = "use AsyncIOBuilder().load().aio_handle(), which takes tensors on a GPU too"
-        return Result(name, Status.NO, builder.error_log or "not part of this version", fix, data)
+    expected = _expected(builder)
+    data: dict[str, Json] = {"installed": present is not None, "compatible": False, "expected": expected}
+    data["warnings"] = []
     broken = torch_info.problem()
     if broken is not None:
         return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
     misfit = _misfit(builder, present) if present is not None else ""
-    if not builder.is_compatible() or (misfit and not builder.is_cached() and builder.toolchain_problem()):
+    if not builder.is_buildable() or (misfit and not builder.is_cached() and builder.toolchain_problem()):
         reason = builder.error_log or builder.toolchain_problem() or "not compatible"
         words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
         return Result(name, Status.NO, words, _build_fix(), data)
+    if not builder.is_compatible():
+        lines = (builder.error_log or "not compatible").splitlines()
+        parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
+        data["warnings"] = [words for words, _, _ in parts]
+        return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
     data["compatible"] = True
     warnings, fix = _missing(builder)
     if misfit:
@@ -56,11 +58,18 @@ def row(builder: OpBuilder) -> Result:
     return Result(name, Status.OKAY, data=data)
 
 
+def _expected(builder: OpBuilder) -> bool:
+    """Whether a user of this machine can expect the op to work: ``gds`` needs a GPU, and most machines have none."""
+    return not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.root).found)
+
+
 def _missing(builder: OpBuilder) -> tuple[list[str], str]:
     """What the builder says the op could also use, and the command that brings it."""
-    warnings = list(builder.warnings)
-    about_libaio = any("libaio" in warning for warning in warnings)
-    return warnings, install_command("libaio") if about_libaio else "".join(warnings[-1:])
+    parts = [warning.partition("; fix: ") for warning in builder.warnings]
+    warnings = [words for words, _, _ in parts]
+    if any("libaio" in words for words in warnings):
+        return warnings, install_command("libaio")
+    return warnings, next((fix for _, _, fix in parts if fix), "".join(warnings[-1:]))
 
 
 def _misfit(builder: OpBuilder, present: prebuilt.Prebuilt) -> str:
@@ -88,7 +97,7 @@ def _build_fix() -> str:
 
 def built(builder: OpBuilder) -> Built | None:
     """The compiled op that ``load`` would use; None where it would compile first, or torch cannot be imported."""
-    if not builder.sources() or torch_info.problem() is not None:
+    if torch_info.problem() is not None:
         return None
     recipe = builder.recipe()
     present = prebuilt.find(builder.name)
@@ -122,7 +131,7 @@ def compiled_with() -> list[Result]:
     return results
 
 
-def unusable(results: Sequence[Result]) -> list[Result]:
-    """The ops of this version that cannot be used; one whose check failed counts, one that comes later does not."""
-    bad = (Status.NO, Status.FAIL)
-    return [result for result in results if result.status in bad and result.data.get("in_this_version", True)]
+def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Result]:
+    """Those of the ``named`` ops that cannot be used; without names, of all that can be expected to work here."""
+    bad = [result for result in results if result.status in (Status.NO, Status.FAIL)]
+    return [result for result in bad if (result.name in named if named else result.data.get("expected", True))]

@@ -21,7 +21,7 @@ _NAMES = {
     "python headers": {"apt-get": "python3-dev", "pacman": "python", "conda": "python", "": "python3-devel"},
     # the package with the headers brings the library
     "libaio": {"apt-get": "libaio-dev", "pacman": "libaio", "apk": "libaio-dev", "conda": "libaio", "": "libaio-devel"},
-    "nvidia-fs": {"": "nvidia-fs"},
+    "nvidia-gds": {"": "nvidia-gds"},  # brings the module nvidia-fs
 }
 
 

@@ -6,13 +6,13 @@ from functools import partial
 
 from nvme_ops.op_builder import ALL_OPS
 
-from . import aio, backends, cufile, kernel, memory, ops, toolchain, torch_info
+from . import aio, backends, cufile, driver, kernel, memory, ops, toolchain, torch_info
 from .host import Host
 from .result import Check, Result, run_checks
 
 
-def collect(host: Host) -> dict[str, tuple[Result, ...]]:
-    """Run every check that needs no folder; section name -> results."""
+def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
+    """Run every check that needs no folder; section name -> results. cuFile is opened only if ``open_driver`` asks."""
     environment = [
         Check("torch", torch_info.torch),
         Check("nvme_ops", torch_info.package),
@@ -33,6 +33,6 @@ def collect(host: Host) -> dict[str, tuple[Result, ...]]:
         "build": run_checks([Check("ninja", toolchain.ninja)]),
         "ops": run_checks([Check(name, partial(ops.row, builder)) for name, builder in ALL_OPS.items()]),
         "backends": backends.section(host),
-        "cufile": cufile.section(host),
+        "cufile": cufile.section(host) + (run_checks([Check("cuFile driver", driver.check)]) if open_driver else ()),
         "environment": run_checks(environment),
     }

@@ -11,8 +11,10 @@ import tempfile
 from dataclasses import asdict
 from functools import partial
 
-from . import syscalls
-from .device import devices, logical_block
+from nvme_ops.op_builder import cufile
+
+from . import gds_storage, syscalls
+from .device import devices_under, logical_block
 from .host import Host
 from .memory import GIB, size
 from .mounts import MEMORY, NETWORK, mount_of
@@ -30,6 +32,7 @@ def inspect(host: Host, folder: str) -> tuple[Result, ...]:
         Check("file system", partial(_file_system, host, folder)),
         Check("O_DIRECT", partial(_direct, host, folder)),
         Check("device", partial(_device, host, folder)),
+        Check("GPUDirect Storage", partial(_gds, host, folder)),
         Check("free space", partial(_free, folder)),
     ]
     return first + run_checks(checks)
@@ -138,11 +141,14 @@ def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
     return Result("alignment", Status.INFO, f"{block} bytes (the device's logical block)", data=data)
 
 
-def _device(host: Host, folder: str) -> Result:
-    found = devices(host, os.stat(folder).st_dev)
+def _gds(host: Host, folder: str) -> Result:
     mount = mount_of(host, folder)
-    if not found and mount and mount.source.startswith("/dev/") and os.path.exists(mount.source):
-        found = devices(host, os.stat(mount.source).st_rdev)  # btrfs and others show a number of their own
+    return gds_storage.check(mount, devices_under(host, folder, mount), bool(cufile.gpu(host.root).found))
+
+
+def _device(host: Host, folder: str) -> Result:
+    mount = mount_of(host, folder)
+    found = devices_under(host, folder, mount)
     if not found:
         return _no_device(mount.kind if mount else "unknown")
     words = "; ".join(_words(device.name, device.kind, device.model, device.stack) for device in found)

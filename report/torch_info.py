@@ -42,6 +42,14 @@ def _broken(error: Exception) -> Result:
     return Result("torch", Status.NO, words, f"{_INSTALL} --force-reinstall", {"error": str(error)})
 
 
+def build() -> tuple[str, str | None]:
+    """Version and CUDA version of torch; an unknown version and None where it cannot be imported."""
+    module = _import()
+    if isinstance(module, Result):
+        return "(which cannot be imported)", None
+    return str(module.__version__), module.version.cuda
+
+
 def torch() -> list[Result]:
     """Where torch is, its version, its CUDA or ROCm, its C++ ABI; one line when it cannot be imported."""
     module = _import()

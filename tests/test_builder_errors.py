@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_op import Sandbox, TinyBuilder, here, sandbox
 
-from nvme_ops.op_builder import GDSBuilder, OpBuilder, jit
+from nvme_ops.op_builder import OpBuilder, jit
 
 ANSWER = "print(TinyBuilder().load().answer())"
 INCOMPATIBLE = "Unable to JIT load the {} op due to it not being compatible due to hardware/software issue. {}"
@@ -106,16 +106,6 @@ except RuntimeError as error:
     said = sandbox.run(program, {"PATH": str(programs), "HOME": str(tmp_path)})
     assert said.startswith("Unable to JIT load the tiny op due to ninja not being installed.")
     assert said.endswith("fix: pip install ninja")
-
-
-def test_gds_says_that_it_is_not_available() -> None:
-    builder = GDSBuilder()
-    assert not builder.is_compatible()
-    assert builder.error_log is not None
-    assert "not part of this version" in builder.error_log
-    with pytest.raises(RuntimeError) as caught:
-        builder.load()
-    assert str(caught.value) == INCOMPATIBLE.format("gds", builder.error_log)
 
 
 NO_STDERR = {

@@ -22,6 +22,7 @@ METHODS = {
     "nvcc_args": [],
     "extra_ldflags": [],
     "is_compatible": ["verbose"],
+    "is_buildable": ["verbose"],
     "has_function": ["funcname", "libraries", "library_dirs", "verbose"],
     "command_exists": ["cmd"],
     "warning": ["msg"],
@@ -51,9 +52,9 @@ def test_the_ops_and_their_variables() -> None:
     }
 
 
-def test_small_helpers() -> None:
-    builder = AsyncIOBuilder()
-    assert builder.absolute_name() == "nvme_ops.ops.async_io"
+@pytest.mark.parametrize("builder", ALL_OPS.values(), ids=ALL_OPS.keys())
+def test_small_helpers(builder: OpBuilder) -> None:
+    assert builder.absolute_name() == f"nvme_ops.ops.{builder.name}"
     assert builder.build_for_cpu
     assert builder.strip_empty_entries(["-a", "", "-b"]) == ["-a", "-b"]
     assert builder.cpu_arch() in ("-march=native", "-mcpu=native")
@@ -70,25 +71,42 @@ def test_validate_torch_version() -> None:
         builder.validate_torch_version({"version": "1.9"})
 
 
-def test_builder_describes_an_extension_module() -> None:
-    builder = AsyncIOBuilder()
+@pytest.mark.parametrize("builder", ALL_OPS.values(), ids=ALL_OPS.keys())
+def test_builder_describes_an_extension_module(builder: OpBuilder) -> None:
     extension = builder.builder()
-    assert extension.name == "nvme_ops.ops.async_io"
+    assert extension.name == builder.absolute_name()
     assert [Path(source).resolve() for source in extension.sources] == [Path(p).resolve() for p in builder.sources()]
     assert extension.extra_compile_args == {"cxx": builder.cxx_args()}
     assert str(builder.source_root()) in extension.include_dirs
 
 
-def test_the_native_sources_have_distinct_names() -> None:
-    stems = [path.stem for path in sources.compiled()]
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_the_native_sources_have_distinct_names(op: str) -> None:
+    stems = [path.stem for path in sources.compiled(op)]
     assert len(set(stems)) == len(stems), "torch compiles all into one folder"
 
 
-def test_a_new_source_is_compiled_without_being_listed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_a_new_source_is_compiled_without_being_listed(tmp_path: Path, op: str) -> None:
     for layer, name in (("engine", "b.cpp"), ("base", "z.cpp"), ("base", "a.cpp"), ("elsewhere", "no.cpp")):
         (tmp_path / layer).mkdir(exist_ok=True)
         (tmp_path / layer / name).touch()
-    assert [path.name for path in sources.compiled(tmp_path)] == ["a.cpp", "z.cpp", "b.cpp"]
+    assert [path.name for path in sources.compiled(op, tmp_path)] == ["a.cpp", "z.cpp", "b.cpp"]
+    assert [path.name for path in sources.compiled(op, tmp_path, ("engine",))] == ["b.cpp"]
+
+
+def test_each_op_has_a_module_of_its_own_and_async_io_has_nothing_of_cufile(tmp_path: Path) -> None:
+    (tmp_path / "binding").mkdir()
+    for name in ("async_io.cpp", "gds_path.cpp", "gds.cpp", "cufile.cpp", "cuda_context.cpp", "shared.cpp"):
+        (tmp_path / "binding" / name).touch()
+    names = {op: [path.name for path in sources.compiled(op, tmp_path)] for op in ALL_OPS}
+    assert names["async_io"] == ["async_io.cpp", "shared.cpp"]
+    assert names["gds"] == ["cuda_context.cpp", "cufile.cpp", "gds.cpp", "gds_path.cpp", "shared.cpp"]
+
+
+def test_both_ops_share_the_engine() -> None:
+    shared = set(sources.compiled("async_io")) & set(sources.compiled("gds"))
+    assert {path.name for path in shared} >= {"engine.cpp", "io_uring.cpp", "engine_type.cpp"}
 
 
 @pytest.mark.parametrize(
@@ -126,14 +144,20 @@ def test_importing_the_builders_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(sources.UNITED)))
-def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, op: str, number: int) -> None:
     import torch.utils.cpp_extension as extension
 
-    recipe = AsyncIOBuilder().recipe()
+    recipe = ALL_OPS[op].recipe()
     united = jit.unite(tmp_path, recipe)[number]
     assert recipe.compiler is not None
     system = [*extension.include_paths(), sysconfig.get_path("include")]
     includes = [*(f"-I{path}" for path in recipe.include_paths), *(f"-isystem{path}" for path in system)]
-    flags = [*recipe.cxx_args, *includes, "-DTORCH_EXTENSION_NAME=async_io", "-std=c++20", "-fsyntax-only", "-Werror"]
+    flags = [*recipe.cxx_args, *includes, f"-DTORCH_EXTENSION_NAME={op}", "-std=c++20", "-fsyntax-only", "-Werror"]
     result = recipe.compiler.run(*flags, str(united))
     assert result.returncode == 0, "it takes a third of the time, so keep names distinct:\n" + result.stdout
+
+
+@pytest.mark.parametrize(("op", "start"), [(op, start) for op, starts in sources.OWN.items() for start in starts])
+def test_every_name_that_makes_a_file_an_ops_own_is_in_use(op: str, start: str) -> None:
+    assert any(path.name.startswith(start) for path in sources.compiled(op))

@@ -120,18 +120,32 @@ def test_every_line_is_explained_in_the_docs(document: Document) -> None:
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
-def test_an_op_of_a_later_version_does_not_make_strict_fail(document: Document) -> None:
-    gds = document["sections"]["ops"]["gds"]
-    if gds["data"]["in_this_version"]:
-        pytest.skip("gds is part of this version")
-    assert gds["status"] == "NO"
-    assert "gds" not in document["unusable_ops"]
+def test_the_unusable_ops_are_those_that_can_be_expected_to_work(document: Document) -> None:
+    rows = document["sections"]["ops"]
+    expected = [name for name, row in rows.items() if row["status"] in ("NO", "FAIL") and row["data"]["expected"]]
+    assert document["unusable_ops"] == expected
 
 
 def test_strict_succeeds_where_the_ops_are_usable(document: Document) -> None:
     if document["unusable_ops"]:
         pytest.skip(f"not usable here: {document['unusable_ops']}")
     assert report("--strict").returncode == 0
+
+
+def test_strict_asks_for_gds_only_where_there_is_a_gpu_or_by_name(document: Document) -> None:
+    gds = document["sections"]["ops"]["gds"]
+    if gds["status"] != "NO" or gds["data"]["expected"]:
+        pytest.skip("gds is usable here, or there is a GPU that it could use")
+    named = report("--strict", "gds")
+    assert named.returncode == 1
+    assert "nvme-report: gds cannot be used: " in named.stderr
+    assert "async_io" not in named.stderr
+
+
+def test_strict_by_name_leaves_out_the_others(tmp_path: Path) -> None:
+    done = report("--json", "--strict", "gds", **broken_torch(tmp_path, "raise ImportError('none')"))
+    assert done.returncode == 1
+    assert parsed(done)["unusable_ops"] == ["gds"]
 
 
 def test_strict_without_a_compiler_fails_and_says_which_op_and_why(tmp_path: Path) -> None:
@@ -179,7 +193,7 @@ def test_a_torch_that_cannot_be_imported_is_a_line_with_its_fix(body: str, words
     assert torch["status"] == "NO"
     assert words in torch["detail"]
     assert "pip install torch" in torch["fix"]
-    assert document["unusable_ops"] == ["async_io"]
+    assert "async_io" in document["unusable_ops"]
     assert "Traceback" not in done.stderr
 
 
@@ -201,13 +215,21 @@ def test_wrong_arguments_end_with_status_2() -> None:
     assert "--no-such-flag" in done.stderr
     assert report("--path").returncode == 2
     assert report("--js").returncode == 2  # no abbreviations: they break when a flag is added
+    assert report("--strict", "no_such_op").returncode == 2
 
 
 def test_help_and_version_answer() -> None:
     done = report("--help")
     assert done.returncode == 0
-    for flag in ("--path DIR", "--json", "--strict", "--hide_operator_status", "--hide_errors_and_warnings"):
-        assert flag in done.stdout
+    flags = (
+        "--path DIR",
+        "--json",
+        "--strict",
+        "--open-driver",
+        "--hide_operator_status",
+        "--hide_errors_and_warnings",
+    )
+    assert [flag for flag in flags if flag not in done.stdout] == []
     assert report("--version").stdout.startswith("nvme-report ")
 
 

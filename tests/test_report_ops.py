@@ -1,4 +1,4 @@
-"""The rows of the table of ops, from builders whose op fits, does not fit, cannot be built or comes later."""
+"""The rows of the table of ops, from builders whose op fits, does not fit, cannot be built or cannot be used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+from made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
-from nvme_ops.op_builder import OpBuilder, prebuilt
+from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt
 from nvme_ops.report import ops, packages
 from nvme_ops.report.result import Check, Result, Status, run_checks
 
@@ -35,15 +37,18 @@ class MadeUp(OpBuilder):
         return self.problem
 
 
-class NotYet(MadeUp):
-    """An op of a later version."""
+class ForAGpu(GDSBuilder):
+    """The gds op of a machine that lies at ``root``; nothing ever compiles it."""
 
-    def sources(self) -> list[str]:
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def toolchain_problem(self) -> str | None:
+        return None
+
+    def _libaio_flags(self) -> list[str]:
         return []
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        self.error_log = "not part of this version"
-        return False
 
 
 @pytest.fixture
@@ -135,11 +140,56 @@ def test_a_prebuilt_op_that_does_not_fit_and_cannot_be_rebuilt_is_unusable(
     assert ops.unusable([result]) == [result]
 
 
-@pytest.mark.usefixtures("installed")
-def test_an_op_of_a_later_version_is_not_counted_as_unusable(tmp_path: Path) -> None:
-    result = row(NotYet(tmp_path))
-    assert (result.status, result.detail) == (Status.NO, "not part of this version")
+@pytest.fixture
+def root(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a machine to make up, for a torch with CUDA."""
+    clear_environment(monkeypatch, tmp_path / "root")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return tmp_path / "root"
+
+
+def test_without_a_gpu_gds_is_not_usable_and_nobody_expects_it(root: Path) -> None:
+    result = row(ForAGpu(root))
+    assert result.status is Status.NO
+    assert result.detail == "no NVIDIA GPU is visible, and only the gds op needs one"
+    assert "docker run --gpus all" in result.fix
+    assert (result.data["compatible"], result.data["expected"]) == (False, False)
     assert ops.unusable([result]) == []
+    assert ops.unusable([result], ["gds"]) == [result]
+
+
+def test_with_a_gpu_gds_is_expected_and_all_that_it_lacks_is_named(root: Path) -> None:
+    put(root, WITH_GPU)
+    result = row(ForAGpu(root))
+    assert result.status is Status.NO
+    assert [words.partition(":")[0] for words in result.detail.split("; ")] == [
+        "libcufile.so.0 is not found",
+        "no /proc/modules",
+    ]
+    assert result.fix.startswith("pip install nvidia-cufile")
+    assert ops.unusable([result]) == [result]
+    assert ops.unusable([result], ["async_io"]) == []
+
+
+def test_with_everything_gds_is_usable(root: Path) -> None:
+    put(root, EVERYTHING)
+    result = row(ForAGpu(root))
+    assert (result.status, result.data["compatible"], result.data["expected"]) == (Status.OKAY, True, True)
+
+
+def test_what_gds_can_do_without_is_a_warning_with_its_fix(root: Path) -> None:
+    put(root, {name: text for name, text in EVERYTHING.items() if "udev" not in name})
+    result = row(ForAGpu(root))
+    assert result.status is Status.WARNING
+    assert result.data["compatible"] is True
+    assert "no /run/udev/data" in result.detail
+    assert result.fix.startswith("docker run -v /run/udev")
+
+
+def test_a_gds_op_that_cannot_be_built_gives_the_builders_reason(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForAGpu, "toolchain_problem", lambda self: "no C++ compiler was found")
+    result = row(ForAGpu(root))
+    assert (result.status, result.detail) == (Status.NO, "no C++ compiler was found")
 
 
 @pytest.mark.usefixtures("installed")
@@ -158,7 +208,7 @@ def test_what_a_prebuilt_op_was_compiled_with_is_shown(
 ) -> None:
     builder = MadeUp(tmp_path)
     prebuild(installed, builder)
-    monkeypatch.setattr(ops, "ALL_OPS", {"made_up": builder, "later": NotYet(tmp_path)})
+    monkeypatch.setattr(ops, "ALL_OPS", {"made_up": builder, "gds": ForAGpu(tmp_path)})
     (result,) = ops.compiled_with()
     assert result.name == "made_up compiled with"
     assert result.detail.endswith("prebuilt")

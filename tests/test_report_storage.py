@@ -63,7 +63,9 @@ def inspect_mounted(folder: Path, mount: str) -> dict[str, list[Any]]:
 def test_a_folder_is_inspected_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     results = inspect(tmp_path)
-    assert list(results) == ["directory", "file system", "O_DIRECT", "alignment", "device", "free space"]
+    assert list(results) == [
+        "directory", "file system", "O_DIRECT", "alignment", "device", "GPUDirect Storage", "free space"
+    ]  # fmt: skip
     assert results["directory"].status is Status.OKAY
     assert os.listdir(tmp_path) == ["file"]
 
@@ -139,6 +141,14 @@ def test_a_loop_device_is_followed_to_the_disk_under_its_file(tmp_path: Path) ->
     assert results["file system"][3]["type"] == "ext4"
     assert results["O_DIRECT"][0] == "OKAY"
     assert results["alignment"][3]["offset"] >= 512
+
+
+def test_a_real_mount_shows_the_journals_mode_it_was_given(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    make = f'truncate -s 16M {image}; mkfs.ext4 -q -F {image}; mount -o loop,data=ordered {image} "$1"'
+    results = inspect_mounted(tmp_path / "loop", make)
+    assert "data=ordered" in results["file system"][3]["options"]
+    assert "it lies on loop" in results["GPUDirect Storage"][1]
 
 
 def test_a_missing_folder_is_told_to_be_made(tmp_path: Path) -> None:
@@ -285,7 +295,7 @@ def test_a_volume_on_two_disks_names_both_and_warns_of_the_rotating_one(
         ("nvme0n1", ("dm-0", "md0", "nvme0n1")),
         ("sda", ("dm-0", "md0", "sda")),
     ]
-    monkeypatch.setattr(storage, "devices", lambda host, number: found)
+    monkeypatch.setattr(storage, "devices_under", lambda *_: found)
     result = inspect(tmp_path)["device"]
     assert result.status is Status.WARNING
     assert "sda, rotational (through dm-0, md0)" in result.detail

@@ -180,5 +180,5 @@ def test_in_a_conda_environment_the_command_is_condas(tmp_path: Path, monkeypatc
 def test_without_a_known_package_manager_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "conda_prefix", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for piece in ("compiler", "python headers", "libaio", "nvidia-fs"):
+    for piece in ("compiler", "python headers", "libaio", "nvidia-gds"):
         assert packages.install_command(piece).startswith("install ")

@@ -1,68 +1,42 @@
-"""Tensors on a real GPU through aio_handle: the contract of test_device_tensor.py where work truly overlaps.
+"""Tensors on a real GPU: the contract of test_device_tensor.py where work truly overlaps, for every kind of handle.
 
-``make gpu-test`` runs these. The queues are kept busy with a kernel that spins, so a transfer that does not wait for it
-meets what stood in memory before.
+``make gpu-test`` runs these. What only gds_handle has is in test_gds_gpu.py and those beside it.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, in_child, pattern, run_python, store
+from conftest import MIB, contents, in_child, in_threads, pattern, store
+from gpu.fixtures import HandleFactory, handle, kind, make_handle
+from gpu.support import (
+    CHUNK,
+    GDS,
+    ODD,
+    Kind,
+    each_stream,
+    empty,
+    gpu,
+    keep_busy,
+    on_a_gpu,
+    run_well,
+    still_works,
+    stream_for,
+)
 from private_device.calls import VIEWS, Call, both_ways, each_read, each_write
 
 from nvme_ops import aio_handle
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="torch.cuda is not available: no GPU, or torch without CUDA"
-    ),
-]
+pytestmark = on_a_gpu
 
-CHUNK = 8 * MIB  # kChunk of device_tensor.cpp
 SIZES = [0, 1, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 65 * MIB + 3, 513 * MIB + 7]
-ODD = 2 * CHUNK + 5
-SPIN = 200_000_000  # clock cycles: about a tenth of a second
-
-
-each_stream = pytest.mark.parametrize("default_stream", [True, False], ids=["default stream", "side stream"])
-
-
-@pytest.fixture(params=[1, 3], ids=["1-lane", "3-lanes"])
-def handle(request: pytest.FixtureRequest) -> aio_handle:
-    return aio_handle(intra_op_parallelism=request.param)
-
-
-def gpu(index: int = 0) -> torch.device:
-    return torch.device("cuda", index)
-
-
-def empty(size: int, index: int = 0) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=gpu(index))
-
-
-def stream_for(default_stream: bool, index: int = 0) -> torch.cuda.Stream:
-    return torch.cuda.default_stream(gpu(index)) if default_stream else torch.cuda.Stream(gpu(index))
-
-
-def keep_busy() -> None:
-    """Queues a kernel on the current stream that ends well after the next call has begun."""
-    torch.cuda._sleep(SPIN)
-
-
-def still_works(handle: aio_handle, folder: Path) -> None:
-    path, back = folder / "afterwards", empty(ODD)
-    handle.write(pattern(ODD, 9).to(gpu()), path)
-    handle.async_pread(back, path)
-    assert handle.wait() == 1
-    assert torch.equal(back.cpu(), pattern(ODD, 9))
 
 
 # What is moved
@@ -70,8 +44,8 @@ def still_works(handle: aio_handle, folder: Path) -> None:
 
 @pytest.mark.parametrize("offset", [0, 4095, 12345])
 @pytest.mark.parametrize("size", SIZES)
-def test_round_trip(folder: Path, size: int, offset: int) -> None:
-    handle, path, data = aio_handle(), store(folder / "file", pattern(offset)), pattern(size)
+def test_round_trip(make_handle: HandleFactory, folder: Path, size: int, offset: int) -> None:
+    handle, path, data = make_handle(), store(folder / "file", pattern(offset)), pattern(size)
     handle.write(data.to(gpu()), path, file_offset=offset)
     assert torch.equal(contents(path)[offset:], data)
     back = empty(size)
@@ -80,12 +54,12 @@ def test_round_trip(folder: Path, size: int, offset: int) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_4_gib(folder: Path) -> None:
+def test_more_than_4_gib(make_handle: HandleFactory, folder: Path) -> None:
     size = (4 << 30) + 12345
     free, _ = torch.cuda.mem_get_info()
     if free < 2 * size + (1 << 30) or os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < size + (1 << 30):
         pytest.skip("needs 9 GiB of the GPU's memory and 5 GiB of disk")
-    handle, path = aio_handle(intra_op_parallelism=2), folder / "file"
+    handle, path = make_handle(intra_op_parallelism=2), folder / "file"
     sent = torch.randint(0, 256, (size,), dtype=torch.uint8, device=gpu())
     handle.sync_pwrite(sent, path)
     back = empty(size)
@@ -114,8 +88,8 @@ def test_every_way_to_read(handle: aio_handle, folder: Path, read: Call) -> None
     + [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)],
     ids=str,
 )
-def test_dtypes(folder: Path, dtype: torch.dtype) -> None:
-    handle, path, data = aio_handle(), folder / "file", pattern(16 * 12345)
+def test_dtypes(make_handle: HandleFactory, folder: Path, dtype: torch.dtype) -> None:
+    handle, path, data = make_handle(), folder / "file", pattern(16 * 12345)
     data = data % 2 if dtype == torch.bool else data
     sent = data.view(dtype).view(3, 5, -1).to(gpu())
     handle.write(sent, path)
@@ -135,8 +109,8 @@ def test_views(handle: aio_handle, folder: Path) -> None:
         handle.sync_pread(there.t(), path)
 
 
-def test_conjugated_and_negated_views(folder: Path) -> None:
-    handle, path, data = aio_handle(), folder / "file", torch.randn(1000, dtype=torch.complex64)
+def test_conjugated_and_negated_views(make_handle: HandleFactory, folder: Path) -> None:
+    handle, path, data = make_handle(), folder / "file", torch.randn(1000, dtype=torch.complex64)
     for view in (lambda t: t.conj(), lambda t: t.conj().imag):
         handle.write(view(data.to(gpu())), path)
         expected = view(data).resolve_conj().resolve_neg().contiguous()
@@ -153,16 +127,16 @@ def test_a_view_is_filled_and_nothing_around_it(handle: aio_handle, folder: Path
 
 
 @each_read
-def test_parameters_and_inference_tensors(folder: Path, read: Call) -> None:
+def test_parameters_and_inference_tensors(make_handle: HandleFactory, folder: Path, read: Call) -> None:
     path = store(folder / "file", pattern(ODD))
     parameter = torch.nn.Parameter(torch.zeros(1024, device=gpu()))
     before = parameter._version
-    read(aio_handle(), parameter, path, 0)
+    read(make_handle(), parameter, path, 0)
     assert parameter._version > before
     assert parameter.is_leaf
     with torch.inference_mode():
         there = empty(ODD)
-        read(aio_handle(), there, path, 0)
+        read(make_handle(), there, path, 0)
         assert torch.equal(there.cpu(), pattern(ODD))
 
 
@@ -199,20 +173,20 @@ def test_a_read_comes_after_what_is_queued(handle: aio_handle, folder: Path, rea
 
 
 @each_read
-def test_data_read_are_there_for_every_stream(folder: Path, read: Call) -> None:
+def test_data_read_are_there_for_every_stream(make_handle: HandleFactory, folder: Path, read: Call) -> None:
     path, there = store(folder / "file", pattern(ODD)), empty(ODD)
     torch.cuda.synchronize()
-    read(aio_handle(), there, path, 0)
+    read(make_handle(), there, path, 0)
     for default_stream in (True, False):
         with torch.cuda.stream(stream_for(default_stream)):
             copy = there.clone()
             assert torch.equal(copy.cpu(), pattern(ODD))
 
 
-def test_a_tensor_may_change_after_its_write(folder: Path) -> None:
+def test_a_tensor_may_change_after_its_write(make_handle: HandleFactory, folder: Path) -> None:
     path, there = folder / "file", pattern(ODD).to(gpu())
     torch.cuda.synchronize()
-    handle, side = aio_handle(), torch.cuda.Stream()
+    handle, side = make_handle(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         future = handle.submit_pwrite(there, path)
         future.result()
@@ -222,23 +196,23 @@ def test_a_tensor_may_change_after_its_write(folder: Path) -> None:
 
 
 @both_ways
-def test_the_callers_stream_and_device_stay(folder: Path, ways: dict[str, Call]) -> None:
+def test_the_callers_stream_and_device_stay(make_handle: HandleFactory, folder: Path, ways: dict[str, Call]) -> None:
     path, there = store(folder / "file", pattern(ODD)), pattern(ODD).to(gpu())
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last), torch.cuda.stream(torch.cuda.Stream(gpu(last))) as _:
         stream = torch.cuda.current_stream()
         for call in ways.values():
-            call(aio_handle(), there, path, 0)
+            call(make_handle(), there, path, 0)
             assert torch.cuda.current_device() == last
             assert torch.cuda.current_stream() == stream
             with pytest.raises(OSError, match="No such file"):
-                call(aio_handle(), there, folder / "missing" / "file", 0)
+                call(make_handle(), there, folder / "missing" / "file", 0)
             assert torch.cuda.current_stream() == stream
 
 
-def test_memory_freed_while_a_transfer_uses_it(folder: Path) -> None:
+def test_memory_freed_while_a_transfer_uses_it(make_handle: HandleFactory, folder: Path) -> None:
     """The caching allocator must not give a tensor's memory to the next one before the transfer has ended."""
-    handle, futures = aio_handle(), []
+    handle, futures = make_handle(), []
     for number in range(8):
         there = pattern(ODD, number).to(gpu())
         futures.append(handle.submit_pwrite(there, folder / f"file{number}"))
@@ -303,12 +277,12 @@ def test_many_asynchronous_operations(handle: aio_handle, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one handle", "a handle each"])
-def test_threads(folder: Path, shared: bool) -> None:
-    common = aio_handle(intra_op_parallelism=2)
+def test_threads(make_handle: HandleFactory, folder: Path, shared: bool) -> None:
+    common = make_handle(intra_op_parallelism=2)
     wrong: list[str] = []
 
     def work(number: int) -> None:
-        handle = common if shared else aio_handle()
+        handle = common if shared else make_handle()
         path, index = folder / f"file{number}", number % torch.cuda.device_count()
         with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream()):
             stream = torch.cuda.current_stream()
@@ -325,16 +299,12 @@ def test_threads(folder: Path, shared: bool) -> None:
                 if not torch.equal(back.cpu(), pattern(ODD, seed)):
                     wrong.append(f"thread {number} read something else in round {round_}")
 
-    threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
 
 
-def test_a_dropped_handle_finishes(folder: Path) -> None:
-    handle, sent = aio_handle(), [pattern(ODD, i).to(gpu()) for i in range(3)]
+def test_a_dropped_handle_finishes(make_handle: HandleFactory, folder: Path) -> None:
+    handle, sent = make_handle(), [pattern(ODD, i).to(gpu()) for i in range(3)]
     for i in range(3):
         handle.submit_pwrite(sent[i], folder / f"file{i}")
     del handle, sent
@@ -342,18 +312,19 @@ def test_a_dropped_handle_finishes(folder: Path) -> None:
         assert torch.equal(contents(folder / f"file{i}"), pattern(ODD, i))
 
 
-def test_the_interpreter_ends_with_work_pending(folder: Path) -> None:
-    run_python(
+def test_the_interpreter_ends_with_work_pending(kind: Kind, folder: Path) -> None:
+    run_well(
         """
         import sys
+        import nvme_ops
         from conftest import pattern
-        from nvme_ops import aio_handle
 
         there = pattern(17 << 20).to("cuda")
-        handle = aio_handle()
-        for name in sys.argv[1:]:
+        handle = getattr(nvme_ops, sys.argv[1])()
+        for name in sys.argv[2:]:
             handle.async_pwrite(there, name)
         """,
+        kind.name,
         folder / "one",
         folder / "two",
     )
@@ -381,25 +352,38 @@ def test_a_file_that_is_missing(handle: aio_handle, folder: Path, read: Call) ->
 
 
 @each_write
-@pytest.mark.parametrize("chunks", [2, 12])
-def test_a_file_that_may_not_grow(folder: Path, write: Call, chunks: int) -> None:
+@pytest.mark.parametrize("chunks", [3, 12])
+def test_a_file_that_may_not_grow(
+    make_handle: HandleFactory, kind: Kind, folder: Path, write: Call, chunks: int
+) -> None:
     """RLIMIT_FSIZE also holds inside of a longer file, so writes fail in the middle of a transfer."""
     path, sent = store(folder / "file", pattern(chunks * CHUNK, 1)), pattern(chunks * CHUNK).to(gpu())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handle = aio_handle()
+    handle = make_handle()
     resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK + 4096, limits[1]))  # no child: CUDA does not survive a fork
     try:
-        with pytest.raises(OSError, match="File too large") as caught:
+        with pytest.raises(OSError) as caught:  # noqa: PT011  (cuFile may tell it in its own way)
             write(handle, sent, path, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.filename == str(path)
+    if kind is not GDS:
+        assert caught.value.errno == errno.EFBIG
     still_works(handle, folder)
 
 
-def test_nothing_leaks(folder: Path) -> None:
+def test_a_full_disk(make_handle: HandleFactory, make_file_system: Callable[..., Path]) -> None:
+    place, handle = make_file_system(64 * MIB), make_handle()
+    with pytest.raises(OSError) as caught:  # noqa: PT011  (cuFile may tell it in its own way)
+        handle.write(empty(96 * MIB), place / "file")
+    assert caught.value.filename == str(place / "file")
+    (place / "file").unlink()
+    still_works(handle, place)
+
+
+def test_nothing_leaks(make_handle: HandleFactory, folder: Path) -> None:
     path, there = store(folder / "file", pattern(ODD)), empty(ODD)
-    handle = aio_handle()
+    handle = make_handle()
 
     def both_ways() -> None:
         for _ in range(20):
@@ -419,9 +403,9 @@ def test_nothing_leaks(folder: Path) -> None:
     assert held() == before
 
 
-def test_a_forked_child_may_still_use_the_cpu(folder: Path) -> None:
+def test_a_forked_child_may_still_use_the_cpu(make_handle: HandleFactory, folder: Path) -> None:
     """CUDA itself does not survive a fork; a handle used for it before does, for tensors in CPU memory."""
-    path, handle = folder / "file", aio_handle()
+    path, handle = folder / "file", make_handle()
     handle.write(pattern(ODD).to(gpu()), path)
 
     def body() -> None:

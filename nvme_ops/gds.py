@@ -1,0 +1,175 @@
+"""``gds_handle``: DeepNVMe's interface for tensors on a GPU, through cuFile where that is the shortest way.
+
+The native module ``gds`` shows everything named in ``__all__`` as its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvme_ops.handle import aio_handle
+
+if TYPE_CHECKING:
+    from nvme_ops.handle import FileName
+    from nvme_ops.ops.async_io import Engine, Operation
+
+__all__ = ["gds_handle"]
+
+_PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
+
+
+def _native() -> Any:
+    from nvme_ops.op_builder import GDSBuilder
+
+    return GDSBuilder().load()
+
+
+class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
+    """An ``aio_handle`` whose tensors on an accelerator go straight between storage and device where the machine can.
+
+    CPU tensors take the way of ``aio_handle``. For the others each transfer chooses: GPUDirect Storage (``"gds"``)
+    where cuFile can reach the GPU directly; where it cannot, cuFile's compatibility mode (``"compat"``) or page-locked
+    staging memory (``"bounce"``), whichever has been faster so far. ``last_path`` and ``path_statistics`` tell which it
+    was.
+
+    The environment variable ``NVME_OPS_GDS`` limits the choice: ``auto``; ``require`` raises RuntimeError, with the
+    reason, instead of leaving GPUDirect Storage; ``off`` never touches cuFile. It is read when a handle is made. What
+    lies on either side of whole pages of the file (4096 bytes) always goes through staging memory.
+
+    Args:
+        block_size: bytes of one cuFile call, and of one request of the other ways.
+        intra_op_parallelism: cuFile calls at once, each on a slice of the tensor, and lanes of the other ways.
+        queue_depth, single_submit, overlap_events, num_threads, backend, cache: as for ``aio_handle``; they do not
+            matter to cuFile, except that ``cache="buffered"`` rules it out.
+
+    Raises:
+        ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_GDS``.
+        RuntimeError: cuFile cannot work here, and ``NVME_OPS_GDS`` is not ``off``; the message says why.
+    """
+
+    def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
+        mode = os.environ.get("NVME_OPS_GDS") or "auto"
+        if mode not in ("auto", "require", "off"):
+            raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
+        self._gds = _native()
+        if mode != "off":
+            driver = _open_driver(self._gds)
+            if mode == "require" and driver["why_not_direct"]:
+                raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
+        return _Engines(super()._make_engine(settings), self._gds.Engine(*settings))  # type: ignore[return-value]
+
+    @property
+    def last_path(self) -> str | None:
+        """The way of the last transfer of a tensor on an accelerator: ``"gds"``, ``"compat"`` or ``"bounce"``."""
+        last: str | None = self.path_statistics()["last"]
+        return last
+
+    def path_statistics(self) -> dict[str, Any]:
+        """``last``, ``why`` it was taken, and in ``uses`` for each way the ``transfers`` and ``bytes`` so far."""
+        statistics: dict[str, Any] = self._engine.paths()
+        return statistics
+
+    # Memory of an accelerator registered with cuFile
+
+    def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A one-dimensional tensor like ``example_tensor`` on its device, aligned and pinned, contents arbitrary.
+
+        It stays pinned, and its memory allocated, until ``free_pinned_device_tensor``.
+
+        Raises:
+            ValueError: ``example_tensor`` is on the CPU, or ``num_elem`` is below 1.
+            OSError: cuFile refused; ``errno`` is its code.
+        """
+        if not isinstance(example_tensor, torch.Tensor):
+            raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example_tensor).__name__}")
+        if example_tensor.device.type == "cpu":
+            raise ValueError("example_tensor must be on an accelerator; for CPU memory call new_cpu_locked_tensor")
+        if num_elem < 1:
+            raise ValueError(f"num_elem must be at least 1, not {num_elem}")
+        size = num_elem * example_tensor.element_size()
+        whole = torch.empty(math.ceil(size / _PAGE) * _PAGE + _PAGE, dtype=torch.uint8, device=example_tensor.device)
+        start = -whole.data_ptr() % _PAGE
+        tensor = whole[start : start + size].view(example_tensor.dtype)
+        self.pin_device_tensor(tensor)
+        return tensor
+
+    def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Unpins a tensor of ``new_pinned_device_tensor``; its memory is freed once nothing refers to it."""
+        return self.unpin_device_tensor(tensor)
+
+    def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Registers a contiguous tensor's memory with cuFile, which pays when it is used again and again.
+
+        Returns True.
+
+        Pinning it twice, or a view into it, changes nothing. The memory stays allocated until it is unpinned.
+
+        Raises:
+            ValueError: a tensor on the CPU, without elements, or not contiguous.
+            OSError: cuFile refused; ``errno`` is its code, 5016 when more would be pinned than may be.
+        """
+        return bool(self._gds.pin(tensor))
+
+    def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Takes back ``pin_device_tensor``, after the transfers that use the memory.
+
+        False for a tensor that was not pinned itself, for example a view of one that was.
+        """
+        return bool(self._gds.unpin(tensor))
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """As ``aio_handle.is_pinned``; for a tensor on an accelerator whether all its memory is pinned with cuFile."""
+        if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
+            return bool(self._gds.is_pinned(buffer))
+        return super().is_pinned(buffer)
+
+
+class _Engines:
+    """The ``Engine`` of a ``gds_handle``: that of ``async_io`` for host memory, that of ``gds`` for the rest."""
+
+    def __init__(self, host: Engine, device: Engine) -> None:
+        self._host, self._device = host, device
+        self.backend = host.backend
+        self.staging_bytes = host.staging_bytes
+        self.paths = device.paths
+
+    def _of(self, memory: object) -> Engine:
+        on_device = isinstance(memory, torch.Tensor) and memory.device.type != "cpu"
+        return self._device if on_device else self._host
+
+    def run(self, write: bool, memory: object, *rest: Any) -> int:
+        return self._of(memory).run(write, memory, *rest)
+
+    def submit(self, write: bool, memory: object, file: FileName, offset: int | None, validate: bool) -> Operation:
+        return self._of(memory).submit(write, memory, file, offset, validate)
+
+    def submit_many(
+        self,
+        write: bool,
+        memories: Sequence[object] | torch.Tensor,
+        files: FileName | Sequence[FileName],
+        offsets: Sequence[int] | None,
+    ) -> Operation:
+        first = memories if isinstance(memories, torch.Tensor) else next(iter(memories), None)
+        mixed = not isinstance(memories, torch.Tensor) and any(self._of(one) is self._device for one in memories)
+        engine = self._device if mixed else self._of(first)
+        return engine.submit_many(write, memories, files, offsets)
+
+    def sweep(self) -> None:
+        self._host.sweep()
+        self._device.sweep()
+
+
+def _open_driver(gds: Any) -> dict[str, Any]:
+    """Opens cuFile's driver, once for the process. A CUDA context must exist before."""
+    from nvme_ops.op_builder import cufile
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    driver: dict[str, Any] = gds.open_driver(cufile.libraries())
+    return driver

@@ -1,0 +1,16 @@
+"""The native module ``gds``: the engine with cuFile beside it, and the interface of ``nvme_ops.gds`` on it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.gds import gds_handle as gds_handle
+from nvme_ops.ops.async_io import Engine as Engine
+from nvme_ops.ops.async_io import Operation as Operation
+
+def open_driver(candidates: Sequence[str], /) -> dict[str, Any]: ...
+def pin(tensor: torch.Tensor, /) -> bool: ...
+def unpin(tensor: torch.Tensor, /) -> bool: ...
+def is_pinned(tensor: torch.Tensor, /) -> bool: ...
+def shut_down() -> None: ...

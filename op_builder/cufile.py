@@ -1,0 +1,239 @@
+"""NVIDIA's cuFile: where its library may lie, and what it needs of the machine.
+
+Looks at files only: no library is loaded, cuFile's driver is not opened, CUDA is not initialised. ``root`` stands
+before every absolute path, so that tests can make up a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from . import probes
+
+LIBRARY = "libcufile.so.0"  # no package brings an unversioned libcufile.so
+OVERRIDE = "NVME_OPS_CUFILE_LIBRARY"
+MODE = "NVME_OPS_GDS"  # auto, require or off
+MODULES = "/proc/modules"
+DRIVER_VERSION = "/proc/driver/nvidia/version"
+_ROOT = Path("/")
+_CUDA = "libcuda.so.1"  # the part of NVIDIA's driver that programs load
+_SYSTEM_FOLDERS = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+)
+_DRIVER_FOLDERS = ("/usr/local/nvidia/lib64", "/run/opengl-driver/lib")  # of Kubernetes nodes and of NixOS
+_IN_A_CONTAINER = "in a container: docker run --gpus all ..."
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One thing that cuFile needs, or works better with."""
+
+    name: str
+    found: str = ""  #: what is there; empty when it is missing
+    missing: str = ""  #: what is missing, and what follows
+    fix: str = ""
+    needed: bool = True  #: False for what it can do without
+    data: Mapping[str, str | bool | Sequence[str] | None] = field(default_factory=dict)
+
+
+def pieces(torch_version: str, torch_cuda: str | None, root: Path = _ROOT) -> list[Piece]:
+    """Everything that ``gds_handle`` needs to work, the GPU first, then what it can do without."""
+    own = [library(torch_cuda, root), modules(root)]
+    if os.environ.get(MODE) == "off":  # then it leaves cuFile alone
+        own = [replace(piece, needed=False) for piece in own]
+    return [gpu(root), driver(root), cuda_build(torch_version, torch_cuda), *own, nvidia_fs(root), udev(root)]
+
+
+# The library
+
+
+def wheel_folders(kind: str) -> Iterator[Path]:
+    """The ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13`` since CUDA 13, else ``nvidia/cufile``."""
+    for entry in sys.path:
+        for pattern in ("cu[0-9]*", "cufile"):
+            yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
+
+
+def candidates(root: Path = _ROOT) -> Iterator[tuple[str, Path]]:
+    """Where the gds op looks, best first, after ``NVME_OPS_CUFILE_LIBRARY`` and the copy already in the process."""
+    for folder in wheel_folders("lib"):
+        yield "site-packages", folder / LIBRARY
+    environment = probes.conda_prefix()
+    if environment is not None:
+        yield "conda", environment / "lib" / LIBRARY
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        for below in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+            yield "CUDA_HOME", Path(home, below, LIBRARY)
+    for path in _system_places(LIBRARY, _SYSTEM_FOLDERS, root):
+        yield "system", path
+
+
+def libraries() -> list[str]:
+    """Those of ``candidates`` that are there, as absolute paths."""
+    return [str(path.absolute()) for _, path in candidates() if os.path.isfile(path)]
+
+
+def find(root: Path = _ROOT) -> tuple[str, Path] | None:
+    """The library that the gds op would load, and what kind of place it is in; None where there is none."""
+    named = os.environ.get(OVERRIDE)
+    if named:
+        return (OVERRIDE, Path(named)) if os.path.isabs(named) and os.path.isfile(named) else None
+    places = [*(("already loaded", path) for path in _mapped("libcufile.so", root)), *candidates(root)]
+    return next(((source, path) for source, path in places if os.path.isfile(path)), None)
+
+
+def _system_places(name: str, folders: Sequence[str], root: Path) -> Iterator[Path]:
+    """Where the dynamic linker looks for ``name``."""
+    for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        yield _under(root, os.path.abspath(folder)) / name
+    try:
+        cache = _under(root, "/etc/ld.so.cache").read_bytes()
+    except OSError:
+        cache = b""
+    for entry in re.findall(rb"/[^\0]*/" + re.escape(name.encode()) + rb"(?=\0)", cache):
+        yield _under(root, os.fsdecode(entry))
+    for folder in folders:
+        yield _under(root, folder) / name
+
+
+def _mapped(name: str, root: Path) -> Iterator[Path]:
+    """The files of that name which this process has loaded."""
+    for line in _text(_under(root, "/proc/self/maps")).splitlines():
+        if f"/{name}" in line:
+            yield Path(line.split(maxsplit=5)[-1])
+
+
+# What nvme-report shows one by one
+
+
+def gpu(root: Path = _ROOT) -> Piece:
+    """A GPU of NVIDIA's that this process may use."""
+    models = [_model(file) for file in sorted(_under(root, "/proc/driver/nvidia/gpus").glob("*/information"))]
+    nodes = sorted(path.name for path in _under(root, "/dev").glob("nvidia[0-9]*"))
+    data = {"models": models, "devices": nodes}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if nodes and visible is not None and visible.strip().partition(",")[0] in ("", "-1", "NoDevFiles"):
+        words, fix = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
+        return Piece("GPU", "", words, fix, data=data)
+    if nodes:
+        names = [f"{models.count(model)} x {model}" for model in dict.fromkeys(models)]
+        return Piece("GPU", ", ".join(names) or ", ".join(nodes), data=data)
+    if models or os.path.exists(_under(root, DRIVER_VERSION)):
+        words = "NVIDIA's driver is loaded, but no GPU is visible (no /dev/nvidia0)"
+        fix = "docker run --gpus all ...  # outside a container: nvidia-modprobe -u -c 0"
+        return Piece("GPU", "", words, fix, data=data)
+    words = "no NVIDIA GPU is visible, and only the gds op needs one"
+    return Piece("GPU", "", words, f"nvidia-smi  # must list the GPU; {_IN_A_CONTAINER}", data=data)
+
+
+def _model(file: Path) -> str:
+    found = re.search(r"^Model:\s*(.+)$", _text(file), re.MULTILINE)
+    return found[1].strip() if found else "unknown model"
+
+
+def driver(root: Path = _ROOT) -> Piece:
+    """NVIDIA's driver: its kernel module, and the library that comes with it."""
+    found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _text(_under(root, DRIVER_VERSION)))
+    data = {"version": found[1] if found else None}
+    if not found and not os.path.exists(_under(root, "/dev/nvidiactl")):
+        fix = f"modprobe nvidia  # if that finds none: apt-get install nvidia-open; {_IN_A_CONTAINER}"
+        return Piece("NVIDIA driver", "", "NVIDIA's driver is not loaded", fix, data=data)
+    places = [*_mapped(_CUDA, root), *_system_places(_CUDA, (*_SYSTEM_FOLDERS, *_DRIVER_FOLDERS), root)]
+    if not any(os.path.isfile(path) for path in places):
+        fix = "docker run --gpus all ...  # outside a container: install the driver's libraries (libnvidia-compute)"
+        return Piece("NVIDIA driver", "", f"the driver's library {_CUDA} is not found", fix, data=data)
+    return Piece("NVIDIA driver", found[1] if found else "loaded", data=data)
+
+
+def cuda_build(version: str, cuda: str | None) -> Piece:
+    """A torch that knows CUDA."""
+    if cuda:
+        return Piece("torch with CUDA", f"{version}, CUDA {cuda}", data={"cuda": cuda})
+    words = f"torch {version} is built without CUDA, so there are no tensors on a GPU"
+    fix = "pip install --force-reinstall torch  # and not one of its CPU or ROCm builds"
+    return Piece("torch with CUDA", "", words, fix, data={"cuda": None})
+
+
+def library(torch_cuda: str | None, root: Path = _ROOT) -> Piece:
+    """The library, ``libcufile``."""
+    name, place = "cuFile library", find(root)
+    if place is not None:
+        source, path = place
+        return Piece(name, f"{path} ({source})", data={"path": str(path), "source": source})
+    data = {"path": None, "source": None}
+    named = os.environ.get(OVERRIDE)
+    if named:
+        words = f"{OVERRIDE}={named} is not the absolute path of a file"
+        return Piece(name, "", words, f"unset {OVERRIDE}", data=data)
+    wheel, package = _packages(torch_cuda)
+    fix = f"pip install {wheel}  # or: apt-get install {package}"
+    return Piece(name, "", f"{LIBRARY} is not found", fix, data=data)
+
+
+def _packages(torch_cuda: str | None) -> tuple[str, str]:
+    """The wheel and the Debian package with the library, for the CUDA that torch was built with."""
+    if not torch_cuda:
+        return "nvidia-cufile", "nvidia-gds"
+    major, _, minor = torch_cuda.partition(".")
+    wheel = f"nvidia-cufile-cu{major}" if major in ("11", "12") else "nvidia-cufile"
+    return wheel, f"libcufile-{major}-{minor.partition('.')[0] or 0}"
+
+
+def modules(root: Path = _ROOT) -> Piece:
+    """The kernel's list of modules."""
+    there = os.path.exists(_under(root, MODULES))
+    data = {"proc_modules": there}
+    if there:
+        return Piece("kernel modules", f"{MODULES} is there", data=data)
+    words = f"no {MODULES}: cuFile would read it for ever, so its driver is not opened"
+    fix = "use a kernel with CONFIG_MODULES=y  # or: export NVME_OPS_GDS=off"
+    return Piece("kernel modules", "", words, fix, data=data)
+
+
+def nvidia_fs(root: Path = _ROOT) -> Piece:
+    """The kernel module that connects storage and GPU, where PCI peer-to-peer does not."""
+    found = re.search(r"version:\s*(\S+)", _text(_under(root, "/proc/driver/nvidia-fs/version")))
+    loaded = bool(found) or os.path.exists(_under(root, "/proc/driver/nvidia-fs"))
+    data = {"version": found[1] if found else None, "loaded": loaded}
+    if not loaded:
+        words = "nvidia-fs is not loaded: without it, or PCI peer-to-peer, data pass through host memory"
+        fix = "apt-get install nvidia-gds && modprobe nvidia-fs"
+        return Piece("nvidia-fs", "", words, fix, needed=False, data=data)
+    if not any(_under(root, "/dev").glob("nvidia-fs*")):
+        words = "nvidia-fs is loaded, but /dev/nvidia-fs* is not here: data pass through host memory"
+        fix = "docker run --gpus all -e NVIDIA_GDS=enabled ..."
+        return Piece("nvidia-fs", "", words, fix, needed=False, data=data)
+    return Piece("nvidia-fs", found[1] if found else "loaded", needed=False, data=data)
+
+
+def udev(root: Path = _ROOT) -> Piece:
+    """What udev knows of the disks, which cuFile asks when a file is registered."""
+    there = os.path.exists(_under(root, "/run/udev/data"))
+    data = {"udev": there}
+    if there:
+        return Piece("udev data", "/run/udev/data is there", needed=False, data=data)
+    words = "no /run/udev/data: cuFile refuses file systems whose disk it cannot look up"
+    fix = "docker run -v /run/udev:/run/udev:ro ...  # or: export CUFILE_EXPERIMENTAL_FS=1"
+    return Piece("udev data", "", words, fix, needed=False, data=data)
+
+
+def _under(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,78 @@
+"""cuFile's own settings, as far as they decide which way data take: a JSON file with comments, and the environment.
+
+cuFile reads the file named by CUFILE_ENV_PATH_JSON, else /etc/cufile.json; the environment comes before the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+
+from .host import Host
+
+DEFAULT = "/etc/cufile.json"
+NAMED_BY = "CUFILE_ENV_PATH_JSON"
+FORCED_BY = "CUFILE_FORCE_COMPAT_MODE"
+PEER_TO_PEER_BY = "CUFILE_USE_PCIP2PDMA"
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_STRING_OR_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the file and the environment say; cuFile's defaults where they say nothing."""
+
+    path: str | None = None  # None where there is no file
+    allow_compatibility: bool = True
+    force_compatibility: bool = False
+    forced_by: str = ""
+    peer_to_peer: bool = False
+    problem: str = ""
+    fix: str = ""
+
+
+def read(host: Host) -> Settings:
+    """The settings in force; ``problem`` says why a file could not be read."""
+    named = os.environ.get(NAMED_BY)
+    path = os.path.abspath(named) if named else DEFAULT
+    problem = fix = ""
+    document: object = {}
+    if named or host.exists(path):
+        try:
+            document = parse(host.read(path))
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
+            fix = f"unset {NAMED_BY}" if named else f"ls -ld {path}  # must be a file that everyone may read"
+        except ValueError as error:
+            problem, fix = f"{path} cannot be read as JSON: {error}", f"correct {path}"
+    properties = document.get("properties") if isinstance(document, dict) else None
+    values = properties if isinstance(properties, dict) else {}
+    forced = _environment(FORCED_BY)
+    peers = _environment(PEER_TO_PEER_BY)
+    return Settings(
+        path=path if named or host.exists(path) else None,
+        allow_compatibility=_is_true(values.get("allow_compat_mode", True)),
+        force_compatibility=_is_true(values.get("force_compat_mode", False)) if forced is None else forced,
+        forced_by=FORCED_BY if forced else path,
+        peer_to_peer=_is_true(values.get("use_pci_p2pdma", False)) if peers is None else peers,
+        problem=problem,
+        fix=fix,
+    )
+
+
+def parse(text: str) -> object:
+    """The value of a JSON text with ``//`` and ``/* */`` comments and trailing commas; ValueError when it is none."""
+    for skipped in (_STRING_OR_COMMENT, _STRING_OR_COMMA):
+        text = skipped.sub(lambda found: found[1] or "", text)
+    return json.loads(text) if text.strip() else {}
+
+
+def _environment(name: str) -> bool | None:
+    value = os.environ.get(name)
+    return _is_true(value) if value else None
+
+
+def _is_true(value: object) -> bool:
+    return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)

@@ -1,0 +1,78 @@
+"""Whether storage and GPU can reach each other over PCI without nvidia-fs, as far as files tell.
+
+What it takes: NVIDIA's pages "GDS Support for NVMe" and "NVMe P2PDMA Troubleshooting". Whether the machine's topology
+permits it, only cuFile can tell (``nvme-report --open-driver``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import platform
+import re
+
+from nvme_ops.op_builder import cufile
+
+from . import cufile_settings
+from .host import Host
+from .result import Json, Result, Status
+
+_NAME = "PCI peer-to-peer"
+_OPTION = "CONFIG_PCI_P2PDMA"
+_SYMBOL = "p2pdma_pgmap_ops"  # what NVIDIA's page looks for where there is no configuration to read
+_LEAST_DRIVER = 565
+_STATIC_BAR = "RMForceStaticBar1=1"
+
+
+def check(host: Host) -> Result:
+    """A fact, not a complaint: nvidia-fs does the same."""
+    why_not, iommu = obstacles(host), _iommu(host)
+    data: dict[str, Json] = {"possible": not why_not, "obstacles": why_not, "iommu": iommu}
+    words = f"no: {'; '.join(why_not)}" if why_not else "set up, as far as files tell"
+    words += f" (IOMMU {iommu}; NVIDIA advises off on x86_64)" if iommu != "off" else " (IOMMU off)"
+    return Result(_NAME, Status.INFO if why_not else Status.OKAY, words, data=data)
+
+
+def obstacles(host: Host) -> list[str]:
+    """What is missing; empty when nothing is known to be."""
+    problems = []
+    if not kernel_has_it(host):
+        problems.append(f"the kernel lacks {_OPTION}")
+    version = host.read_or(cufile.DRIVER_VERSION)
+    number = re.search(r"Kernel Module.*?(\d+)\.", version)
+    if "Open Kernel Module" not in version or number is None or int(number[1]) < _LEAST_DRIVER:
+        problems.append(f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later")
+    if platform.machine() == "x86_64" and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"):
+        problems.append(f"its option {_STATIC_BAR} is not set")
+    if host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y":
+        problems.append("nvme_core.multipath is on")
+    settings = cufile_settings.read(host)
+    if not settings.peer_to_peer:
+        problems.append(f"use_pci_p2pdma is not set in {settings.path or cufile_settings.DEFAULT}")
+    return problems
+
+
+def kernel_has_it(host: Host) -> bool:
+    """From the kernel's configuration where it can be read, else from its list of symbols."""
+    release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
+    configuration = _unpacked(host, "/proc/config.gz")
+    for name in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):
+        configuration = configuration or host.read_or(name)
+    if configuration:
+        return f"{_OPTION}=y" in configuration.splitlines()
+    return _SYMBOL in host.read_or("/proc/kallsyms")
+
+
+def _unpacked(host: Host, name: str) -> str:
+    try:
+        with gzip.open(host.path(name)) as file:
+            return file.read().decode(errors="replace")
+    except (OSError, EOFError):
+        return ""
+
+
+def _iommu(host: Host) -> str:
+    groups = host.path("/sys/kernel/iommu_groups")
+    if not groups.is_dir() or not any(groups.iterdir()):
+        return "off"
+    command_line = host.read_or("/proc/cmdline").split()
+    return "in pass-through" if {"iommu=pt", "iommu.passthrough=1"} & set(command_line) else "on"

@@ -1,0 +1,184 @@
+"""A libcufile over pread and pwrite on host memory, for the tests of the gds op where there is no GPU.
+
+It does what cuFile's interface promises, fails on request, and tells of every misuse. It says nothing about the real
+library's or a GPU's speed, limits or errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+PATIENCE = 30_000  # milliseconds until a test gives up waiting for a call
+
+NVIDIA_FS = 2  # a major version of nvidia-fs that is there
+PEER_TO_PEER = 1 << 4  # the bit of CU_FILE_P2P_SUPPORTED
+
+# What it can be compiled without.
+WITHOUT_MARKER, OLD, INCOMPLETE = "WITHOUT_MARKER", "OLD", "INCOMPLETE"
+
+
+class Function(enum.IntEnum):
+    """cuFile's functions, in the order of state.h."""
+
+    DRIVER_OPEN = 0
+    DRIVER_CLOSE = enum.auto()
+    PROPERTIES = enum.auto()
+    REGISTER_FILE = enum.auto()
+    DEREGISTER_FILE = enum.auto()
+    REGISTER_MEMORY = enum.auto()
+    DEREGISTER_MEMORY = enum.auto()
+    READ = enum.auto()
+    WRITE = enum.auto()
+    SET_FLAG = enum.auto()
+
+
+class Statistics(ctypes.Structure):
+    """What stands registered now, and what was done so far.
+
+    ``ragged`` counts transfers not of whole pages; ``compatible`` tells whether compatibility mode is allowed.
+    """
+
+    calls: ctypes.Array[ctypes.c_int64]
+    drivers: int
+    files: int
+    memories: int
+    memory_bytes: int
+    at_once: int
+    bytes_read: int
+    bytes_written: int
+    ragged: int
+    lowest: int
+    highest: int
+    compatible: int
+    _fields_ = [
+        ("calls", ctypes.c_int64 * len(Function)),
+        *((name, ctypes.c_int64) for name in ("drivers", "files", "memories", "memory_bytes", "at_once")),
+        *((name, ctypes.c_int64) for name in ("bytes_read", "bytes_written", "ragged")),
+        *((name, ctypes.c_size_t) for name in ("lowest", "highest")),
+        ("compatible", ctypes.c_int64),
+    ]
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_int),
+        ("first", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("result", ctypes.c_int64),
+        ("error", ctypes.c_int),
+        ("most", ctypes.c_int64),
+        ("delay", ctypes.c_int),
+    ]
+
+
+def build(folder: Path, *without: str) -> Path:
+    """Compiles the library into ``folder``, unless the same one is there."""
+    from nvme_ops.op_builder import compiler
+
+    found = compiler.find()
+    assert found is not None
+    command = [*found.command, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *(f"-D{name}" for name in without)]
+    sources = [(FOLDER / name).read_text() for name in ("fake_cufile.cpp", "state.h")]
+    key = hashlib.sha256("\0".join([*sources, *command]).encode()).hexdigest()[:16]
+    library = folder / f"libfake_cufile-{key}.so"
+    if not library.exists():
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, str(FOLDER / "fake_cufile.cpp"), "-o", str(unfinished)], check=True)
+        unfinished.rename(library)
+    return library
+
+
+class FakeCuFile:
+    """The library as the tests steer it, in the process that loads it; nothing is loaded before it is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @functools.cached_property
+    def _library(self) -> ctypes.CDLL:
+        library = ctypes.CDLL(str(self.path))
+        library.fake_violations.restype = ctypes.c_char_p
+        library.fake_configure.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t]
+        return library
+
+    def offer(self, nvidia_fs: int = 0, features: int = 0, memory: int | None = None) -> None:
+        """What the machine has, to be told before the driver is opened, and how many bytes can be registered."""
+        self._library.fake_configure(nvidia_fs, features, 2**64 - 1 if memory is None else memory)
+
+    def fail(
+        self,
+        function: Function,
+        code: int = 0,
+        *,
+        error: int = 0,
+        most: int = -1,
+        delay: float = 0,
+        first: int = 1,
+        count: int = 1,
+    ) -> None:
+        """Lets ``count`` calls from the ``first`` one on fail, with cuFile's ``code`` or an ``errno``, move at most
+        ``most`` bytes, or take ``delay`` seconds longer. A ``count`` of -1 is for ever.
+        """
+        transfers = function in (Function.READ, Function.WRITE)
+        result = -1 if error else -code if transfers else code
+        fault = _Fault(function, first, count, result, error, most, int(delay * 1000))
+        self._library.fake_inject(ctypes.byref(fault))
+
+    def mend(self) -> None:
+        """Nothing fails any more."""
+        self._library.fake_mend()
+
+    @contextlib.contextmanager
+    def held(self, *functions: Function) -> Iterator[None]:
+        """Holds up all calls of the functions until the end of the block."""
+        for function in functions:
+            self._library.fake_hold(function, 1)
+        try:
+            yield
+        finally:
+            self.release(*functions)
+
+    def release(self, *functions: Function) -> None:
+        """Lets go those that are held up, before the block of ``held`` ends."""
+        for function in functions:
+            self._library.fake_hold(function, 0)
+
+    def wait_for_held_up(self, function: Function, count: int = 1) -> None:
+        """Waits until so many calls are held up."""
+        assert self._library.fake_wait_held_up(function, count, PATIENCE), f"{count} calls of {function.name}"
+
+    def calls(self, function: Function) -> int:
+        """How often it was called."""
+        return int(self.statistics().calls[function])
+
+    def statistics(self) -> Statistics:
+        """What stands registered and was done."""
+        now = Statistics()
+        self._library.fake_statistics(ctypes.byref(now))
+        return now
+
+    def violations(self) -> str:
+        """Every misuse so far, one in a line."""
+        return str(self._library.fake_violations().decode())
+
+    def touched_only(self, tensor: torch.Tensor) -> bool:
+        """Whether all memory that was read and written so far is the tensor's."""
+        now, start = self.statistics(), tensor.data_ptr()
+        return start <= now.lowest and now.highest <= start + tensor.nbytes
+
+    def check_idle(self, drivers: int = 1) -> None:
+        """Fails where the library was misused, or something is still registered with it."""
+        now = self.statistics()
+        assert self.violations() == ""
+        assert (now.drivers, now.files, now.memories, now.memory_bytes) == (drivers, 0, 0, 0)

@@ -1,0 +1,92 @@
+"""A pytest plugin: a test that asks for ``cufile`` runs in a forked child, where cuFile's driver is still to be opened.
+
+So each test meets a fresh library, whatever it does to it, and pytest's own process never opens cuFile. When the test
+has ended, the op is shut down; then nothing may be registered any more, and nothing may have been misused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_child
+from private_device import PrivateDevice, private_device
+
+from fake_cufile import NVIDIA_FS, FakeCuFile, build
+from nvme_ops._native import native
+from nvme_ops.op_builder import GDSBuilder
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the fake libraries are compiled."""
+    return tmp_path_factory.mktemp("fake_cufile")
+
+
+@pytest.fixture(scope="session")
+def ops() -> None:
+    """Loads the ops and has them look for what the kernel offers, which every child would do anew."""
+    native().backends()
+    GDSBuilder().load().Engine(4096, 1, False, False, 1, "", "auto")
+
+
+@pytest.fixture(scope="session")
+def the_device() -> PrivateDevice:
+    """The simulated accelerator, unless the machine has a real one."""
+    simulated = private_device.cache_info().currsize > 0  # by another test: torch counts it as an accelerator
+    if not simulated and (
+        torch.cuda.is_available() or (hasattr(torch, "accelerator") and torch.accelerator.is_available())
+    ):
+        pytest.skip("torch has a real accelerator, and only one can page-lock memory in a process")
+    return private_device()
+
+
+@pytest.fixture
+def cufile(libraries: Path, ops: None, the_device: PrivateDevice) -> FakeCuFile:
+    """The library that this test's ``gds_handle`` loads; nvidia-fs is there unless it ``offer``s something else."""
+    return FakeCuFile(build(libraries))
+
+
+@pytest.fixture
+def device(the_device: PrivateDevice) -> PrivateDevice:
+    """The same for a single test: what one with ``cufile`` leaves behind on it is a failure."""
+    return the_device
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the test in a child, for its fixture ``cufile``."""
+    cufile = pyfuncitem.funcargs.get("cufile")
+    if not isinstance(cufile, FakeCuFile):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    in_child(functools.partial(_run, pyfuncitem.obj, cufile, arguments))
+    return True
+
+
+def _run(test: Callable[..., None], cufile: FakeCuFile, arguments: dict[str, object]) -> None:
+    gc.freeze()  # what the child inherited, it need not look through
+    for name in [name for name in os.environ if name.startswith(("CUFILE_", "NVME_OPS_GDS"))]:
+        del os.environ[name]
+    os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(cufile.path)
+    cufile.offer(nvidia_fs=NVIDIA_FS)
+    device = arguments.get("device")
+    with device.pinned_memory(True) if isinstance(device, PrivateDevice) else contextlib.nullcontext():
+        before = device.statistics() if isinstance(device, PrivateDevice) else None
+        test(**arguments)
+        gc.collect()
+        assert cufile.violations() == ""
+        assert cufile.statistics().files == 0
+        GDSBuilder().load().shut_down()
+        cufile.check_idle(0)
+        if isinstance(device, PrivateDevice) and before is not None:
+            after = device.statistics()
+            assert after.violations == before.violations
+            for name in ("device_blocks", "pinned_blocks", "events"):
+                assert getattr(after, name) <= getattr(before, name), name

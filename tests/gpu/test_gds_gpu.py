@@ -1,0 +1,340 @@
+"""gds_handle on a real GPU: which way it takes, what it says of it, and how NVME_OPS_GDS limits it.
+
+The contract that it shares with aio_handle is in test_handle_gpu.py. Where cuFile cannot work, the tests that need it
+are skipped with gds_handle's own words, and those of ``NVME_OPS_GDS=off`` run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MIB, contents, pattern, store, takes_direct_io
+from gpu.fixtures import cufile, gds, way
+from gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well, still_works
+
+import nvme_ops
+from nvme_ops import gds_handle
+
+pytestmark = on_a_gpu
+
+PAGE = 4096
+WAYS = {"gds", "compat", "bounce"}
+
+
+@pytest.fixture
+def off(monkeypatch: pytest.MonkeyPatch) -> gds_handle:
+    monkeypatch.setenv("NVME_OPS_GDS", "off")
+    return gds_handle(intra_op_parallelism=2)
+
+
+# Which way, and what is said of it
+
+
+def test_nothing_is_said_before_the_first_transfer(off: gds_handle) -> None:
+    assert off.last_path is None
+    assert off.path_statistics()["uses"] == {}
+
+
+def test_off_takes_the_bounce_path(off: gds_handle, folder: Path) -> None:
+    off.write(empty(TELLING), folder / "file")
+    assert off.path_statistics() == {
+        "last": "bounce",
+        "why": "NVME_OPS_GDS=off",
+        "uses": {"bounce": {"transfers": 1, "bytes": TELLING}},
+    }
+
+
+def test_the_mode_is_that_of_the_time_when_the_handle_was_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVME_OPS_GDS", "off")
+    handle = gds_handle()
+    monkeypatch.setenv("NVME_OPS_GDS", "auto")
+    handle.write(empty(TELLING), folder / "file")
+    assert handle.path_statistics()["why"] == "NVME_OPS_GDS=off"
+
+
+def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVME_OPS_GDS", "maybe")
+    with pytest.raises(ValueError, match="NVME_OPS_GDS='maybe' is not one of auto, require, off"):
+        gds_handle()
+
+
+def test_each_transfer_has_a_way_and_a_reason(cufile: None, folder: Path) -> None:
+    handle, path = gds_handle(), store(folder / "file", pattern(ODD))
+    for number in range(1, 5):
+        handle.read(empty(ODD), path)
+        statistics = handle.path_statistics()
+        assert statistics["last"] in WAYS
+        assert statistics["last"] == handle.last_path
+        assert statistics["why"]
+        assert sum(use["transfers"] for use in statistics["uses"].values()) == number
+        assert sum(use["bytes"] for use in statistics["uses"].values()) == number * ODD
+
+
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+def test_large_transfers_take_cufile_where_it_takes_the_file(way: str, folder: Path, write: bool) -> None:
+    """Always where it reaches the GPU directly; otherwise both ways are tried, one after the other."""
+    handle, path, there = gds_handle(), store(folder / "file", pattern(ODD)), empty(ODD)
+    ways = []
+    for _ in range(2):
+        (handle.write if write else handle.read)(there, path)
+        ways.append(handle.last_path)
+    assert ways == (["gds", "gds"] if way == "gds" else ["bounce", "compat"])
+
+
+def test_cpu_tensors_take_the_way_of_aio_handle(cufile: None, folder: Path) -> None:
+    handle, path, data = gds_handle(), folder / "file", pattern(ODD)
+    handle.write(data, path)
+    back = torch.zeros_like(data)
+    handle.sync_pread(back, path)
+    assert torch.equal(back, data)
+    assert handle.last_path is None
+
+
+def test_less_than_a_page_is_bounced(cufile: None, folder: Path) -> None:
+    handle, path = gds_handle(), store(folder / "file", pattern(3 * PAGE))
+    back = empty(2 * PAGE - 2)
+    handle.read(back, path, file_offset=1)  # a whole page of memory, but none of the file
+    assert torch.equal(back.cpu(), pattern(3 * PAGE)[1 : 2 * PAGE - 1])
+    assert handle.path_statistics()["why"] == "less than a page"
+    assert handle.last_path == "bounce"
+
+
+def test_the_page_cache_rules_cufile_out(cufile: None, folder: Path) -> None:
+    handle, path = gds_handle(cache="buffered"), store(folder / "file", pattern(ODD))
+    for _ in range(2):
+        back = empty(ODD)
+        handle.read(back, path)
+        assert torch.equal(back.cpu(), pattern(ODD))
+    assert handle.last_path == "bounce"
+    assert "'buffered'" in handle.path_statistics()["why"]
+
+
+def test_a_file_in_memory_has_its_reason_too(cufile: None) -> None:
+    """tmpfs: without O_DIRECT in older kernels, unknown to cuFile in newer ones."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        pytest.skip("there is no /dev/shm")
+    handle, path = gds_handle(), place / f"nvme_ops-test-{threading.get_native_id()}"
+    try:
+        for seed in range(3):
+            data, back = pattern(ODD, seed), empty(ODD)
+            handle.write(data.to(gpu()), path)
+            handle.read(back, path)
+            assert torch.equal(back.cpu(), data)
+        if not takes_direct_io(place):
+            assert handle.last_path == "bounce"
+            assert "no direct I/O" in handle.path_statistics()["why"]
+        assert handle.path_statistics()["why"]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_require_takes_gpudirect_storage_or_says_why_not(cufile: None, folder: Path) -> None:
+    done = run_limited(
+        """
+        import sys, torch, nvme_ops
+        handle = nvme_ops.gds_handle()
+        handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
+        print(handle.last_path)
+        """,
+        folder / "file",
+        NVME_OPS_GDS="require",
+    )
+    if done.returncode == 0:
+        assert done.stdout.strip() == "gds"
+        assert contents(folder / "file").eq(1).all()
+    else:
+        assert "RuntimeError: NVME_OPS_GDS=require, but " in done.stderr
+
+
+def test_require_does_not_leave_gpudirect_storage_for_a_file_without_direct_io(way: str) -> None:
+    place = Path("/dev/shm")
+    if way != "gds":
+        pytest.skip("there is no GPUDirect Storage here, which require would already say when the handle is made")
+    if not place.is_dir() or takes_direct_io(place):
+        pytest.skip("/dev/shm takes O_DIRECT, or is not there")
+    path = place / f"nvme_ops-test-{threading.get_native_id()}"
+    done = run_limited(
+        """
+        import sys, torch, nvme_ops
+        handle = nvme_ops.gds_handle()
+        handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
+        """,
+        path,
+        NVME_OPS_GDS="require",
+    )
+    path.unlink(missing_ok=True)
+    assert "RuntimeError: NVME_OPS_GDS=require, but the file system has no direct I/O" in done.stderr
+
+
+# What is moved by cuFile
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 12345])
+@pytest.mark.parametrize("more", [0, 1, PAGE - 1, PAGE, PAGE + 1])
+def test_whole_pages_and_what_is_around_them(gds: gds_handle, way: str, folder: Path, offset: int, more: int) -> None:
+    size = TELLING + 2 * PAGE + more
+    before = pattern(size + 20000, 1)
+    path, data = store(folder / "file", before), pattern(size)
+    gds.write(data.to(gpu()), path, file_offset=offset)
+    assert gds.last_path == way
+    stored = contents(path)
+    assert torch.equal(stored[offset : offset + size], data)
+    assert torch.equal(stored[:offset], before[:offset])
+    assert torch.equal(stored[offset + size :], before[offset + size :])
+    back = empty(size + 200)
+    gds.read(back[100:-100], path, file_offset=offset)
+    assert gds.last_path == way
+    there = back.cpu()
+    assert torch.equal(there[100:-100], data)
+    assert there[:100].eq(0).all()
+    assert there[-100:].eq(0).all()
+
+
+@pytest.mark.parametrize("start", [1, 255, 256, 512, 4095])
+def test_memory_that_is_not_aligned(gds: gds_handle, folder: Path, start: int) -> None:
+    path, data = folder / "file", pattern(ODD)
+    whole = empty(ODD + 2 * PAGE)
+    part = whole[start : start + ODD]
+    part.copy_(data)
+    gds.write(part, path)
+    assert torch.equal(contents(path), data)
+    part.zero_()
+    gds.read(part, path)
+    assert torch.equal(part.cpu(), data)
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+@pytest.mark.parametrize("block_size", [64 * 1024, MIB, 16 * MIB, 1234567])
+def test_block_sizes_and_lanes(way: str, folder: Path, block_size: int, lanes: int) -> None:
+    handle, path = gds_handle(block_size, intra_op_parallelism=lanes), folder / "file"
+    for seed in range(2):  # where there is no GPUDirect Storage, the second round takes cuFile
+        data, back = pattern(2 * ODD, seed), empty(2 * ODD)
+        handle.sync_pwrite(data.to(gpu()), path)
+        assert torch.equal(contents(path), data)
+        handle.sync_pread(back, path)
+        assert torch.equal(back.cpu(), data)
+    assert way in handle.path_statistics()["uses"]
+
+
+def test_many_threads_on_one_file(way: str, folder: Path) -> None:
+    handle, count = gds_handle(intra_op_parallelism=4), 8
+    path = store(folder / "file", pattern(count * ODD, 1))
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for seed in range(3):
+            data, back = pattern(ODD, 10 * number + seed), empty(ODD)
+            handle.write(data.to(gpu()), path, file_offset=number * ODD)
+            handle.read(back, path, file_offset=number * ODD)
+            if not torch.equal(back.cpu(), data):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert way in handle.path_statistics()["uses"]
+
+
+def test_many_files_in_one_call(gds: gds_handle, folder: Path) -> None:
+    sizes = [PAGE * (number % 7) + 37 * (number % 3) for number in range(200)]
+    names = [folder / f"file{number}" for number in range(200)]
+    sent = [pattern(size, number).to(gpu()) for number, size in enumerate(sizes)]
+    assert gds.submit_pwritev(sent, names).result() == sum(sizes)
+    back = [empty(size) for size in sizes]
+    assert gds.submit_preadv(back, names).result() == sum(sizes)
+    for number in range(200):
+        assert torch.equal(back[number], sent[number])
+        assert torch.equal(contents(names[number]), sent[number].cpu())
+
+
+def test_a_callback_and_asyncio(gds: gds_handle, folder: Path) -> None:
+    path, there, back = folder / "file", pattern(ODD).to(gpu()), empty(ODD)
+    called = threading.Event()
+    future = gds.submit_pwrite(there, path)
+    future.add_done_callback(lambda _: called.set())
+    assert called.wait(60)
+    assert future.result() == ODD
+
+    async def read() -> int:
+        return int(await gds.submit_pread(back, path))
+
+    assert asyncio.run(read()) == ODD
+    assert torch.equal(back, there)
+
+
+def test_a_file_object(gds: gds_handle, folder: Path) -> None:
+    path, data = folder / "file", pattern(ODD)
+    with nvme_ops.open(path, "w", handle=gds) as file:
+        assert file.pwrite(data.to(gpu()), 100) == ODD
+        file.sync()
+    back = empty(ODD)
+    with nvme_ops.open(path, handle=gds) as file:
+        assert file.pread_async(back, 100).result() == ODD
+    assert torch.equal(back.cpu(), data)
+
+
+def test_a_descriptor_may_be_closed_at_once(gds: gds_handle, folder: Path) -> None:
+    path, data, back = folder / "file", pattern(ODD), empty(ODD)
+    with path.open("wb") as file:
+        future = gds.submit_pwrite(data.to(gpu()), file.fileno(), 0)
+    assert future.result() == ODD
+    with path.open("rb") as file:
+        future = gds.submit_pread(back, file.fileno())
+    assert future.result() == ODD
+    assert torch.equal(back.cpu(), data)
+
+
+def test_a_file_that_is_cut_under_a_read(gds: gds_handle, folder: Path) -> None:
+    """However the read meets it, it ends, and with the right error or the right bytes."""
+    path, back = store(folder / "file", pattern(8 * ODD)), empty(8 * ODD)
+    future = gds.submit_pread(back, path)
+    with path.open("r+b") as file:
+        file.truncate(ODD)
+    error = future.exception()
+    if error is None:
+        assert torch.equal(back.cpu(), pattern(8 * ODD))
+    else:
+        assert isinstance(error, EOFError)
+        assert str(path) in str(error)
+    still_works(gds, folder)
+
+
+def test_a_pipe_is_refused(gds: gds_handle, folder: Path) -> None:
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(OSError):  # noqa: PT011  (which one is the kernel's choice)
+            gds.read(empty(ODD), reading)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    still_works(gds, folder)
+
+
+def test_expandable_segments(cufile: None, folder: Path) -> None:
+    """Memory that the caching allocator maps piece by piece, which older cuFiles do not know: bounced if need be."""
+    run_well(
+        """
+        import sys, torch, nvme_ops
+        from conftest import pattern
+        handle = nvme_ops.gds_handle(intra_op_parallelism=2)
+        for seed in range(3):
+            data = pattern(100_000_005, seed)
+            there = data.to("cuda")
+            handle.sync_pwrite(there, sys.argv[1])
+            back = torch.zeros_like(there)
+            handle.sync_pread(back, sys.argv[1])
+            assert torch.equal(back, there)
+        """,
+        folder / "file",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )

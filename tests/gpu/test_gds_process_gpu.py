@@ -1,0 +1,204 @@
+"""What using cuFile does to a process on a machine with a real GPU: it never hangs, leaves nothing, closes cleanly.
+
+Each test runs a process of its own under a limit of time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from gpu.fixtures import cufile
+from gpu.support import PATIENCE, on_a_gpu, run_limited, run_well
+
+pytestmark = on_a_gpu
+
+# Opens cuFile, and moves 100 MB both ways, several times so that every way has its turn.
+USE = """
+import os, sys, torch, nvme_ops
+def use(path):
+    handle = nvme_ops.gds_handle(intra_op_parallelism=2)
+    there = torch.randint(0, 256, (100_000_005,), dtype=torch.uint8, device="cuda")
+    back = torch.zeros_like(there)
+    for _ in range(2):
+        handle.sync_pwrite(there, path)
+        handle.sync_pread(back, path)
+        assert torch.equal(back, there)
+        back.zero_()
+    return handle
+"""
+
+
+@pytest.mark.parametrize("experimental", ["0", "1"])
+@pytest.mark.parametrize("mode", ["auto", "require", "off"])
+def test_it_never_hangs(folder: Path, mode: str, experimental: str) -> None:
+    """It works, or says why not. CUFILE_EXPERIMENTAL_FS=1 lets cuFile take file systems of which udev tells nothing."""
+    program = f"{USE}\ntry:\n    use(sys.argv[1])\nexcept RuntimeError as reason:\n    print('refused:', reason)\n"
+    printed = run_well(program, folder / "file", NVME_OPS_GDS=mode, CUFILE_EXPERIMENTAL_FS=experimental).strip()
+    if mode == "off":
+        assert printed == ""
+    elif printed:
+        assert len(printed) > len("refused: ")
+
+
+def test_nothing_is_written_to_the_working_folder(cufile: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    place = folder / "working"
+    place.mkdir()
+    program = f"{USE}\nos.chdir(sys.argv[2])\nuse(sys.argv[1])\n"
+    run_well(program, folder / "file", place, CUFILE_LOGFILE_PATH="")
+    assert list(place.iterdir()) == []
+
+
+def test_a_log_that_was_asked_for_is_left_alone(cufile: None, folder: Path) -> None:
+    log = folder / "cufile.log"
+    printed = run_well(
+        f"{USE}\nuse(sys.argv[1])\nprint(os.environ['CUFILE_LOGFILE_PATH'])\n",
+        folder / "file",
+        CUFILE_LOGFILE_PATH=str(log),
+    )
+    assert printed.strip() == str(log)
+
+
+def test_the_users_settings_are_left_alone(cufile: None, folder: Path) -> None:
+    settings = folder / "cufile.json"
+    settings.write_text(json.dumps({"logging": {"level": "ERROR", "dir": str(folder)}}))
+    before = settings.read_bytes()
+    program = f"""{USE}
+import ctypes
+use(sys.argv[1])
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(os.environ.get("CUFILE_ENV_PATH_JSON", "unset"), (getenv(b"CUFILE_ENV_PATH_JSON") or b"unset").decode())
+"""
+    printed = run_well(program, folder / "file", CUFILE_ENV_PATH_JSON=str(settings))
+    assert printed.split() == [str(settings)] * 2
+    assert settings.read_bytes() == before
+
+
+def test_the_settings_variable_is_not_invented(cufile: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
+    program = f"{USE}\nuse(sys.argv[1])\nprint(os.environ.get('CUFILE_ENV_PATH_JSON', 'unset'))\n"
+    assert run_well(program, folder / "file").strip() == "unset"
+
+
+def test_the_driver_is_opened_once(cufile: None, folder: Path) -> None:
+    run_well(
+        f"""{USE}
+from nvme_ops.op_builder import GDSBuilder, cufile
+first = use(sys.argv[1])
+second = use(sys.argv[1])
+gds = GDSBuilder().load()
+assert gds.open_driver(cufile.libraries()) == gds.open_driver([])
+del first
+assert use(sys.argv[1]).last_path
+""",
+        folder / "file",
+    )
+
+
+def test_one_copy_of_the_library_is_loaded(cufile: None, folder: Path) -> None:
+    printed = run_well(
+        f"""{USE}
+use(sys.argv[1])
+copies = {{line.split()[-1] for line in open("/proc/self/maps") if "/libcufile.so" in line}}
+print(len(copies))
+""",
+        folder / "file",
+    )
+    assert printed.strip() == "1"
+
+
+def test_a_library_that_is_not_there(folder: Path) -> None:
+    library = str(folder / "none.so")
+    done = run_limited(
+        f"{USE}\nuse(sys.argv[1])\n", folder / "file", NVME_OPS_CUFILE_LIBRARY=library, NVME_OPS_GDS="auto"
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: cuFile is not usable" in done.stderr
+    assert "none.so" in done.stderr
+
+
+def test_cufile_closed_under_a_handle(cufile: None, folder: Path) -> None:
+    """As at the end of the interpreter: from then on a transfer fails or is bounced, and never crashes."""
+    run_well(
+        f"""{USE}
+from nvme_ops.op_builder import GDSBuilder
+handle = use(sys.argv[1])
+GDSBuilder().load().shut_down()
+there = torch.ones(1 << 24, dtype=torch.uint8, device="cuda")
+try:
+    handle.write(there, sys.argv[1])
+    assert handle.last_path == "bounce", handle.path_statistics()
+    assert open(sys.argv[1], "rb").read() == bytes([1]) * (1 << 24)
+except RuntimeError as reason:
+    assert str(reason)
+try:
+    nvme_ops.gds_handle()
+except RuntimeError as reason:
+    assert "closed" in str(reason)
+else:
+    raise AssertionError("a closed driver was opened again")
+""",
+        folder / "file",
+    )
+
+
+def test_a_forked_child_is_told_so(cufile: None, folder: Path) -> None:
+    """Neither CUDA nor cuFile survives a fork; the parent is not disturbed by it."""
+    run_well(
+        f"""{USE}
+handle = use(sys.argv[1])
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(30)
+    back = torch.zeros(1000, dtype=torch.uint8)
+    handle.read(back, sys.argv[1])  # CPU tensors work
+    try:
+        nvme_ops.gds_handle()
+    except RuntimeError as reason:
+        os._exit(0 if "fork" in str(reason) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+use(sys.argv[1])
+""",
+        folder / "file",
+    )
+
+
+def test_spawned_processes_use_it_at_once(cufile: None, folder: Path) -> None:
+    program = folder / "program.py"
+    program.write_text(
+        f"{USE}\n"
+        "if __name__ == '__main__':\n"
+        "    import multiprocessing\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    names = [f'{sys.argv[1]}{number}' for number in range(3)]\n"
+        "    processes = [context.Process(target=use, args=(name,)) for name in names]\n"
+        "    for process in processes: process.start()\n"
+        "    for process in processes: process.join()\n"
+        "    assert [process.exitcode for process in processes] == [0, 0, 0]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder / "file")],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
+def test_it_ends_with_status_0(cufile: None, folder: Path, pending: bool) -> None:
+    more = "there = torch.ones(1 << 26, dtype=torch.uint8, device='cuda')\nhandle.async_pwrite(there, sys.argv[2])\n"
+    run_well(f"{USE}\nhandle = use(sys.argv[1])\n{more if pending else ''}", folder / "file", folder / "other")
+    if pending:
+        assert (folder / "other").read_bytes() == bytes([1]) * (1 << 26)
