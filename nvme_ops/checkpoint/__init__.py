@@ -1,0 +1,14 @@
+"""Checkpoints: tensors saved and loaded at the speed of the device, atomically, in the formats that people use.
+
+``api`` is the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats, ``pieces`` the way of
+the data, ``atomic`` the replacement of files, ``integrity`` where checksums are kept and compared.
+"""
+
+from __future__ import annotations
+
+#: By format the module that has ``plan``, ``load`` and the suffixes by which it is chosen, the more special first.
+FORMATS = {
+    "sharded": "nvme_ops.checkpoint.sharded",
+    "safetensors": "nvme_ops.checkpoint.safetensors_file",
+    "torch": "nvme_ops.checkpoint.torch_file",
+}

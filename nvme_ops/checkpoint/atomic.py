@@ -1,0 +1,156 @@
+"""Replaces a file at once: whoever looks finds the old file or the new one, whole, whatever happens in between."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from nvme_ops.checkpoint import freeing
+
+_MARK = ".nvme_ops-tmp"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The file that becomes ``target`` when the block ends well."""
+
+    target: str
+    path: str
+    fd: int
+
+
+@contextmanager
+def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[Replacement]:
+    """A new, empty file beside ``target`` to write to, renamed over it at the end of the block.
+
+    ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
+    the folder). When the block raises, the new file is removed and ``target`` is as it was. What a process that was
+    killed left behind is removed by the next replacement of the same target. A symbolic link stays one: what it points
+    to is replaced. The mode of an existing target is kept. The space of a large one is free soon after the block.
+
+    Raises:
+        IsADirectoryError: ``target`` is a folder.
+        OSError: the folder cannot be written, is full, or an I/O error; ``filename`` names the target.
+    """
+    path = os.path.realpath(os.fspath(target))
+    folder, name = os.path.split(path)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
+    fd, folder_fd, temporary = -1, -1, ""
+    try:
+        try:
+            if durable:  # while nothing is replaced yet: this may be refused
+                folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            remove_litter(folder, name)
+            freeing.require_room(folder)
+            fd, temporary = _create(folder, name)
+            with suppress(FileNotFoundError):
+                os.fchmod(fd, stat.S_IMODE(os.stat(path).st_mode))
+            yield Replacement(path, temporary, fd)
+            if durable:
+                os.fdatasync(fd)
+            with freeing.later(path):
+                os.rename(temporary, path)
+            temporary = ""
+            if durable:
+                os.fsync(folder_fd)
+        finally:
+            if temporary:
+                with suppress(OSError):
+                    os.unlink(temporary)
+            for each in (fd, folder_fd):
+                with suppress(OSError):  # what this could tell, fdatasync has told
+                    os.close(each)
+    except OSError as error:
+        if _is_ours(error, path, folder):
+            error.filename = os.fspath(target)
+            if error.filename2 is not None:  # rename has two
+                del error.filename2
+        raise
+
+
+def _is_ours(error: OSError, path: str, folder: str) -> bool:
+    """Whether it is about the target, under whatever name, and not about something the caller read meanwhile."""
+    name = error.filename
+    if name is None or name in (path, folder):
+        return True
+    return isinstance(name, str) and (name.endswith(_MARK) or name.startswith("file descriptor "))
+
+
+@contextmanager
+def opened(path: str) -> Iterator[int]:
+    """A descriptor to read from."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: str) -> None:
+    """Makes the names in it durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _create(folder: str, name: str) -> tuple[int, str]:
+    """The lock says that its writer lives; the kernel lets go of it when the process dies."""
+    while True:
+        # a number that does not come again: whoever clears litter may still look at the file that had it before
+        number = int.from_bytes(os.urandom(4), "little")
+        path = os.path.join(folder, f".{_short(name)}.{os.getpid()}-{number}{_MARK}")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            continue
+        try:
+            if _lock(fd):
+                return fd, path
+        except BaseException:
+            os.unlink(path)
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """False where somebody took the file for litter before it was locked, and removes it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return os.fstat(fd).st_nlink > 0
+
+
+def _short(name: str) -> str:
+    """As much of it as leaves room for the rest in NAME_MAX."""
+    return os.fsdecode(os.fsencode(name)[: 255 - len(_MARK) - 24])
+
+
+def remove_litter(folder: str, name: str) -> None:
+    """Files of writers of this target that are gone."""
+    start = f".{_short(name)}."
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            middle = entry.name[len(start) : -len(_MARK)]
+            if not (entry.name.startswith(start) and entry.name.endswith(_MARK)):
+                continue
+            if not middle.replace("-", "", 1).isdigit():
+                continue
+            with suppress(OSError):
+                fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                    os.unlink(entry.path)
+                finally:
+                    os.close(fd)

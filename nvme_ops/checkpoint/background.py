@@ -1,0 +1,239 @@
+"""``nvme_ops.save_async``: saves while the tensors go on changing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checkpoint.pieces import Borrowed, copy_bytes
+from nvme_ops.checkpoint.plan import Plan
+from nvme_ops.file import shared_handle
+from nvme_ops.handle import aio_handle
+from nvme_ops.tensors import empty
+
+STRATEGIES = ("copy", "copy_free")
+_ALIGNMENT = 64  # bytes: torch's own allocations have no more
+_SHARE = 0.5  # of the memory that is available now: the default budget
+
+
+class SaveFuture(Future[None]):
+    """A save under way. ``result()`` returns when it is complete, and durable where that was asked for."""
+
+    def __init__(self, path: str, borrowed: Borrowed) -> None:
+        super().__init__()
+        self.path = path
+        self._borrowed = borrowed
+        self._asked = False
+        self._process = os.getpid()
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
+
+    def wait_until_safe(self, timeout: float | None = None) -> None:
+        """Returns when the tensors may be changed: all of them were copied, or written to the file, or never will be.
+
+        Raises:
+            TimeoutError: they were not, within ``timeout`` seconds.
+        """
+        if self._process != os.getpid():
+            return  # the child's tensors are its own
+        if not self._borrowed.wait(timeout):
+            raise TimeoutError(f"{self.path}: tensors are still being read after {timeout} s")
+
+    def result(self, timeout: float | None = None) -> None:
+        """Returns when the save is complete. Raises what ``nvme_ops.save`` raises."""
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What went wrong, or None. Raises RuntimeError in a forked child: the thread is the parent's."""
+        if self._process != os.getpid() and not self.done():
+            raise RuntimeError(
+                f"{self.path}: this save runs in the parent of this process, which alone can wait for it"
+            )
+        failure = super().exception(timeout)
+        self._asked = True  # not when the wait was interrupted or too short
+        return failure
+
+
+def save_async(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    strategy: str = "copy",
+    memory: int | None = None,
+    format: str | None = None,
+    durable: bool = True,
+    checksum: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    handle: aio_handle | None = None,
+) -> SaveFuture:
+    """Like ``nvme_ops.save``, but returns while the file is still being written, by a thread.
+
+    One save of a path runs at a time: another one waits, in this call, until it is complete. The program does not end
+    before all saves have, and what went wrong with one whose future was never asked is printed then.
+
+    Args:
+        obj: what to save.
+        path: the file or folder.
+        strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
+            copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
+        memory: bytes that the copies may take; half of what is available when None. What exceeds it is written before
+            the call returns, straight from the tensors. The memory is kept for the next call: ``release_memory()``.
+        format: as of ``save``.
+        durable: as of ``save``.
+        checksum: as of ``save``.
+        metadata: as of ``save``.
+        handle: as of ``save``.
+
+    Raises:
+        ValueError: an unknown strategy, a negative budget, or what ``save`` refuses before it writes.
+        TypeError: as ``save``.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be {' or '.join(map(repr, STRATEGIES))}, not {strategy!r}")
+    if memory is not None and memory < 0:
+        raise ValueError(f"memory must not be negative: {memory}")
+    name = os.fspath(path)
+    plan: Plan = format_of(name, format).plan(obj, checksum=checksum, metadata=metadata)
+    handle = handle or shared_handle()
+    key = os.path.realpath(name)
+    _begin(key)
+    copies: _Copies | None = None
+    try:
+        if strategy == "copy":
+            copies = _Copies(plan.tensors, _budget() if memory is None else memory)
+            plan.tensors = copies.tensors
+        lent = plan.tensors if copies is None else copies.left_out
+        future = SaveFuture(name, Borrowed(lent))
+        arguments = (future, plan, key, durable, handle, copies)
+        threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}").start()
+    except BaseException:
+        _end(key, copies)
+        raise
+    if strategy == "copy":
+        future.wait_until_safe()
+    return future
+
+
+def release_memory() -> None:
+    """Gives back what is kept for the copies of the next ``save_async``."""
+    with _changed:
+        _kept.clear()
+
+
+# One save of a path at a time, and memory that goes from one to the next.
+_changed = threading.Condition()
+_running: dict[str, deque[object]] = {}  # by path, those who save and wait, in the order they came
+_kept: list[torch.Tensor] = []
+_failed: list[SaveFuture] = []
+
+
+def _begin(key: str) -> None:
+    ticket = object()
+    with _changed:
+        queue = _running.setdefault(key, deque())
+        queue.append(ticket)
+        try:
+            while queue[0] is not ticket:
+                _changed.wait()
+        except BaseException:  # Ctrl-C
+            queue.remove(ticket)
+            _changed.notify_all()  # it may have been this one's turn
+            raise
+
+
+def _end(key: str, copies: _Copies | None) -> None:
+    with _changed:
+        _running[key].popleft()
+        if not _running[key]:
+            del _running[key]
+        if copies is not None and copies.memory is not None:
+            _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
+            copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread has not ended yet
+        _changed.notify_all()
+
+
+def _work(future: SaveFuture, plan: Plan, key: str, durable: bool, handle: aio_handle, copies: _Copies | None) -> None:
+    failure = None
+    try:
+        plan.write(future.path, durable=durable, handle=handle, borrowed=future._borrowed)
+    except BaseException as error:
+        failure = error
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors
+        with _changed:
+            _failed[:] = [earlier for earlier in _failed if not earlier._asked] + [future]
+    plan.tensors = []
+    _end(key, copies)
+    future._borrowed.let_go()
+    if failure is None:
+        future.set_result(None)
+    else:
+        future.set_exception(failure)
+
+
+class _Copies:
+    """Copies of as many of the tensors as fit into a budget, in one memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], budget: int) -> None:
+        places, size = [], 0
+        for tensor in tensors:
+            fits = size + tensor.nbytes <= budget
+            places.append(size if fits else None)
+            size = -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT if fits else size
+        self.memory = _memory(size) if size else None
+        self.tensors = list(tensors)
+        self.left_out = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
+        for index, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+            if place is not None and self.memory is not None:
+                held = self.memory[place : place + tensor.nbytes]
+                self.tensors[index] = _copy(held, tensor)
+
+
+def _copy(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        copy_bytes(held, tensor)
+        return held.view(tensor.dtype).view(tensor.shape)
+
+
+def _memory(size: int) -> torch.Tensor:
+    with _changed:
+        kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
+        if kept is None:
+            _kept.clear()  # before there is another
+    return empty(size, dtype=torch.uint8) if kept is None else kept
+
+
+def _budget() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        available = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable")), 0)
+    return int(available * 1024 * _SHARE) + sum(memory.numel() for memory in _kept)
+
+
+def _forget_parents() -> None:
+    """In the child of a fork: the threads are the parent's."""
+    global _changed
+    _changed = threading.Condition()
+    _running.clear()
+    _kept.clear()
+    _failed.clear()
+
+
+def _tell_what_failed() -> None:
+    """At exit, when all saves have ended: nobody asked these futures."""
+    for future in _failed:
+        if not future._asked:
+            sys.stderr.write(f"nvme_ops.save_async({future.path!r}) failed, and nobody asked its future:\n")
+            traceback.print_exception(future.exception())
+
+
+os.register_at_fork(after_in_child=_forget_parents)
+atexit.register(_tell_what_failed)

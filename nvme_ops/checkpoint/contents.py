@@ -1,0 +1,141 @@
+"""What a checkpoint holds, tensor by tensor, without loading it: to list, verify and compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from nvme_ops.checkpoint.atomic import opened
+from nvme_ops.checkpoint.checksums import checksum_of
+from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.file import shared_handle
+from nvme_ops.tensors import empty
+
+_PIECE = 8 << 20  # bytes read at once; two are in memory
+
+Told = Callable[[int], None]  # how many bytes more were read
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, or in a format that stores no tensors but their memory, a storage."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    start: int  # of its bytes in the file
+    end: int
+    checksum: tuple[str, int] | None = None  # kind and value, where the file keeps one
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything in a checkpoint."""
+
+    format: str
+    items: list[Item]
+    metadata: dict[str, str] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)  # what is known to be, without a look at the data
+
+    @property
+    def bytes(self) -> int:
+        """Of all data."""
+        return sum(item.bytes for item in self.items)
+
+
+@dataclass
+class Difference:
+    """How two checkpoints differ."""
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)  # another dtype or shape, in words
+    values: list[str] = field(default_factory=list)  # other bytes
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.only_first or self.only_second or self.described or self.values)
+
+
+def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
+    """Of a file, an index or a folder. Raises as ``load`` does."""
+    name = os.fspath(path)
+    found: Contents = format_of(name, format).contents(name)
+    return found
+
+
+def damaged(found: Contents, told: Told = lambda _: None) -> list[str]:
+    """Names of the tensors whose bytes are not those that were saved. Tensors without a checksum are passed over."""
+    wrong = list(found.damaged)
+    for path, items in _by_file(found.items):
+        with opened(path) as fd:
+            for item in items:
+                if item.checksum is None:
+                    continue
+                kind, expected = item.checksum
+                value = 0
+                for piece in _pieces(fd, item):
+                    value = checksum_of(piece, kind, value)
+                    told(piece.numel())
+                if value != expected:
+                    wrong.append(item.name)
+    return wrong
+
+
+def compare(first: Contents, second: Contents, told: Told = lambda _: None) -> Difference:
+    """Names, dtypes, shapes and bytes. ``told`` counts the bytes of one side."""
+    result = Difference()
+    others = {item.name: item for item in second.items}
+    names = {item.name for item in first.items}
+    result.only_second = [name for name in others if name not in names]
+    for item in first.items:
+        other = others.get(item.name)
+        if other is None:
+            result.only_first.append(item.name)
+        elif (item.dtype, item.shape) != (other.dtype, other.shape):
+            result.described.append(f"{item.name}: {item.dtype} {list(item.shape)}, {other.dtype} {list(other.shape)}")
+        elif item.bytes != other.bytes or not _same(item, other, told):
+            result.values.append(item.name)
+    return result
+
+
+def _same(item: Item, other: Item, told: Told) -> bool:
+    with opened(item.path) as fd, opened(other.path) as other_fd:
+        same = True
+        for piece, against in zip(_pieces(fd, item), _pieces(other_fd, other), strict=True):
+            same = same and torch.equal(piece, against)
+            told(piece.numel())
+        return same
+
+
+def _by_file(items: list[Item]) -> list[tuple[str, list[Item]]]:
+    files: dict[str, list[Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    return list(files.items())
+
+
+def _pieces(fd: int, item: Item) -> Iterator[torch.Tensor]:
+    """The bytes of an item, each piece valid until the next."""
+    if not item.bytes:
+        return
+    handle = shared_handle()
+    buffers = [empty(min(_PIECE, item.bytes), dtype=torch.uint8) for _ in range(2)]
+    future = None
+    for number, start in enumerate([*range(item.start, item.end, _PIECE), item.end]):
+        ready, future = future, None
+        if start < item.end:
+            buffer = buffers[number % 2][: min(_PIECE, item.end - start)]
+            future = (handle.submit_pread(buffer, fd, start), buffer)
+        if ready is not None:
+            ready[0].result()
+            yield ready[1]

@@ -1,0 +1,78 @@
+"""Large files that lose their names: a thread frees their blocks, so that nobody waits for it.
+
+Where a file system tells its device what is free (ext4's ``discard``), freeing a file takes as long as writing one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_LEAST = 16 << 20  # bytes; smaller files are freed at once
+
+_lock = threading.Lock()
+_under_way: dict[threading.Thread, int] = {}  # and the bytes of its file
+
+
+@contextmanager
+def later(path: str) -> Iterator[None]:
+    """The file may be unlinked or replaced within the block. Its blocks are free some time after that."""
+    fd, size = -1, 0
+    with suppress(OSError):
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size >= _LEAST:
+            fd, size = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC), status.st_size
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            _close_by_thread(fd, size)
+
+
+def unlink(path: str) -> None:
+    """Like ``os.unlink``."""
+    with later(path):
+        os.unlink(path)
+
+
+def require_room(folder: str) -> None:
+    """Waits for what is being freed, where there is not much else: the next file is likely to be as large."""
+    space = os.statvfs(folder)
+    if space.f_bavail * space.f_frsize < 2 * sum(_under_way.copy().values()):
+        wait()
+
+
+def wait() -> None:
+    """Returns when all is free that lost its name before."""
+    for thread in list(_under_way):
+        thread.join()
+
+
+def _close_by_thread(fd: int, size: int) -> None:
+    thread = threading.Thread(target=_close, args=[fd], name="nvme_ops.checkpoint.freeing")
+    with _lock:
+        _under_way[thread] = size
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            del _under_way[thread]
+            os.close(fd)
+
+
+def _close(fd: int) -> None:
+    os.close(fd)
+    with _lock:
+        del _under_way[threading.current_thread()]
+
+
+def _start_anew() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _under_way.clear()
+
+
+# A child of a fork would hold the files too, as long as it lives.
+os.register_at_fork(before=wait, after_in_child=_start_anew)

@@ -1,0 +1,87 @@
+"""Checksums of tensors, and where a file keeps them so that other readers don't mind."""
+
+from __future__ import annotations
+
+import errno
+import string
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from nvme_ops.checkpoint.checksums import checksums_of
+from nvme_ops.checkpoint.pieces import CHECKSUM, checksums_anywhere
+from nvme_ops.checkpoint.safetensors_format import FormatError, Header
+
+#: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
+#: many for the JSON of the header, in which these are zeros then.
+KEY = "nvme_ops.crc32c"
+#: Stands for the header among the names of tensors.
+HEADER = "header"
+_DIGITS = 8
+
+
+class ChecksumError(OSError):
+    """What was read is not what was saved. ``tensors`` names all that differ."""
+
+    def __init__(self, path: str, tensors: Sequence[str]) -> None:
+        shown = ", ".join(map(repr, tensors[:10])) + (f" and {len(tensors) - 10} more" if len(tensors) > 10 else "")
+        super().__init__(errno.EIO, f"other data than were saved, by their checksums, in {shown}", path)
+        self.tensors = list(tensors)
+
+    def __reduce__(self) -> tuple[type[ChecksumError], tuple[str, list[str]]]:
+        return type(self), (self.filename, self.tensors)
+
+
+def placeholder(count: int) -> str:
+    """As long as the checksums of so many tensors, and of the header, will be."""
+    return "0" * _DIGITS * (count + 1)
+
+
+def written_out(checksums: Sequence[int]) -> str:
+    """For the metadata. The header's is still missing."""
+    return "".join(f"{value:0{_DIGITS}x}" for value in (*checksums, 0))
+
+
+def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
+    """The JSON of a header that has a ``placeholder``, with these checksums and its own."""
+    written = written_out(checksums)
+    text = text.replace(_in_json(placeholder(len(checksums))), _in_json(written), 1)
+    own = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
+    return text.replace(_in_json(written), _in_json(written[:-_DIGITS] + own), 1)
+
+
+def header_differs(header: Header) -> bool:
+    """Whether it has a checksum, and is not what was saved."""
+    written = header.metadata.get(KEY)
+    if written is None:
+        return False
+    text = header.text.replace(_in_json(written), _in_json(written[:-_DIGITS] + "0" * _DIGITS), 1)
+    return f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}" != written[-_DIGITS:]
+
+
+def _in_json(written: str) -> bytes:
+    return f'"{KEY}":"{written}'.encode()
+
+
+def recorded(header: Header, path: str) -> dict[str, int] | None:
+    """By tensor, what the file says; None where it says nothing. Raises FormatError for what cannot be."""
+    text = header.metadata.get(KEY)
+    if text is None:
+        return None
+    try:
+        if len(text) != len(placeholder(len(header.entries))) or not set(text) <= set(string.hexdigits):
+            raise ValueError
+        values = [int(text[start : start + _DIGITS], 16) for start in range(0, len(text), _DIGITS)]
+    except ValueError:
+        raise FormatError(
+            f"{path}: __metadata__: {KEY} does not fit the {len(header.entries)} tensors: another program wrote it"
+        ) from None
+    return dict(zip(header.entries, values[:-1], strict=True))
+
+
+def check(path: str, expected: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ChecksumError when any tensor's bytes are not those that were saved."""
+    names = list(tensors)
+    found = zip(names, checksums_anywhere(list(tensors.values())), strict=True)
+    if wrong := [name for name, value in found if value != expected[name]]:
+        raise ChecksumError(path, wrong)

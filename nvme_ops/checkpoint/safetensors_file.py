@@ -1,0 +1,126 @@
+"""One safetensors file, saved and loaded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint import integrity, pieces
+from nvme_ops.checkpoint import safetensors_format as layout
+from nvme_ops.checkpoint.atomic import opened, replacing
+from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint.pieces import Borrowed
+from nvme_ops.checkpoint.plan import require_strings
+from nvme_ops.checkpoint.request import Request
+from nvme_ops.checkpoint.safetensors_build import build, require_tensors
+from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.handle import aio_handle
+
+SUFFIXES = (".safetensors",)
+
+
+@dataclass
+class SafetensorsPlan:
+    """One file: its head but for the checksums, and its tensors in the order of their data."""
+
+    header: layout.Header
+    tensors: list[torch.Tensor]
+    checksum: bool
+
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+        """See ``Plan``."""
+        places = list(zip((entry.start for entry in self.header.entries.values()), self.tensors, strict=True))
+        with replacing(path, durable) as file:
+            found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksum else None, borrowed)
+            text = integrity.sealed(self.header.text, found) if found else self.header.text
+            head = struct.pack("<Q", len(text)) + text
+            handle.submit_pwrite(torch.frombuffer(bytearray(head), dtype=torch.uint8), file.fd, 0).result()
+
+
+def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> SafetensorsPlan:
+    """Raises TypeError and ValueError for what the format cannot hold."""
+    tensors = require_tensors(obj)
+    words = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
+    require_strings(words)
+    words.pop(integrity.KEY, None)  # of the file that this metadata came from
+    if checksum and tensors:
+        words[integrity.KEY] = integrity.placeholder(len(tensors))
+    header = build(tensors, words)
+    return SafetensorsPlan(header, [_without_grad(tensors[name]) for name in header.entries], checksum)
+
+
+def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
+    """The tensors by name, in the file's order."""
+    return read(path, None if into is None else Targets(into), request)
+
+
+def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
+    """``load`` of one of perhaps several files."""
+    device = _one_device(request.map_location)
+    with opened(path) as fd:
+        header = layout.read(fd, path)
+        entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
+        expected = _expected(header, path) if request.verify else {}
+        described = _described(entries, path)
+        if targets is not None:
+            tensors = targets.take(path, described, request)
+            places = [(entries[name].start, tensor) for name, tensor in tensors.items()]
+            pieces.read_into(request.handle, fd, places)
+        else:
+            wanted = [pieces.Wanted(entry.start, entry.end, *described[name]) for name, entry in entries.items()]
+            found = pieces.read(request.handle, fd, wanted, device, request.mmap)
+            tensors = dict(zip(entries, found, strict=True))
+    if request.verify:
+        integrity.check(path, expected, tensors)
+    return tensors
+
+
+def _described(entries: Mapping[str, layout.Entry], path: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes of torch; there are few among many tensors."""
+    known: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, entry in entries.items():
+        if entry[:2] not in known:
+            known[entry[:2]] = entry.in_torch(path, name)
+    return {name: known[entry[:2]] for name, entry in entries.items()}
+
+
+def _one_device(map_location: Any) -> torch.device:
+    """The format knows no devices that could be mapped. Raises TypeError for what is not one."""
+    if map_location is None:
+        return torch.device("cpu")
+    if isinstance(map_location, str | torch.device):
+        return torch.device(map_location)
+    raise TypeError(f"map_location of safetensors files must be a device, not {type(map_location).__name__}")
+
+
+def _expected(header: layout.Header, path: str) -> dict[str, int]:
+    found = integrity.recorded(header, path)
+    if found is None and header.entries:
+        raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksum=False")
+    if integrity.header_differs(header):
+        raise integrity.ChecksumError(path, [integrity.HEADER])
+    return found or {}
+
+
+def contents(path: str) -> Contents:
+    """What the file holds, with the checksums that ``save`` kept."""
+    with opened(path) as fd:
+        header = layout.read(fd, path)
+    expected = integrity.recorded(header, path) or {}
+    items = [
+        Item(
+            name, entry.dtype, entry.shape, path, entry.start, entry.end,
+            (pieces.CHECKSUM, expected[name]) if name in expected else None,
+        )
+        for name, entry in header.entries.items()
+    ]  # fmt: skip
+    metadata = {key: text for key, text in header.metadata.items() if key != integrity.KEY}
+    return Contents("safetensors", items, metadata, [integrity.HEADER] if integrity.header_differs(header) else [])

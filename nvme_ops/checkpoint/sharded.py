@@ -1,0 +1,198 @@
+"""A dict of tensors in several files with an index, and the folders of ``save_pretrained``.
+
+The index is a JSON object: ``weight_map`` names the file of each tensor, ``metadata.total_size`` counts all bytes.
+
+A save never writes over a shard that the present index names: after ``model-00001-of-00003.safetensors`` the next ones
+are called ``model-g2-00001-of-00003.safetensors``, then ``-g3`` and so on. Shards come first, the index is replaced
+after the last of them, and what it does not name is removed after that. So a crash at any point leaves the old index
+with the old shards, or the new one with the new; what else it leaves the next save removes. (Not so a power failure
+after a save with ``durable=False``.) A reader at work while shards are removed meets a missing file, and begins anew
+with the new index. Saved to a folder, the shards take the place of its ``model.safetensors``, which is removed at last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint import freeing, safetensors_file, torch_file
+from nvme_ops.checkpoint.atomic import sync_folder
+from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint.pieces import Borrowed
+from nvme_ops.checkpoint.plan import require_strings
+from nvme_ops.checkpoint.request import Request
+from nvme_ops.checkpoint.safetensors_build import require_tensors
+from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.checkpoint.sharded_index import Index, names_for, read_index, refuse, remove_old, resolved, write_index
+from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.checkpoint.torch_open import PICKLE
+from nvme_ops.handle import aio_handle
+
+SUFFIXES = (".safetensors.index.json", ".bin.index.json")
+
+#: Bytes of tensors in one shard, unless one tensor is larger.
+MAX_SHARD_SIZE = 5 * 1000**3
+
+_INDEX = ".index.json"
+_ATTEMPTS = 3  # to read an index and its shards while somebody replaces them
+
+
+@dataclass
+class ShardedPlan:
+    """Several safetensors files, their tensors one after the other, and the index."""
+
+    shards: list[safetensors_file.SafetensorsPlan]
+    tensors: list[torch.Tensor]
+    metadata: dict[str, Any]
+
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+        """See ``Plan``. A folder that is not there is made."""
+        index = path if path.endswith(SUFFIXES) else os.path.join(path, "model" + SUFFIXES[0])
+        if not index.endswith(SUFFIXES[0]):
+            raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
+        folder, name = os.path.split(os.path.abspath(index))
+        if not os.path.isdir(folder):
+            os.makedirs(folder)
+            if durable:
+                sync_folder(os.path.dirname(folder))
+        stem = name.removesuffix(SUFFIXES[0])
+        names = names_for(folder, name, stem, len(self.shards))
+        counts = [len(shard.header.entries) for shard in self.shards]
+        starts = itertools.accumulate(counts, initial=0)
+        work = []
+        for shard, file, start, count in zip(self.shards, names, starts, counts, strict=False):
+            shard.tensors = self.tensors[start : start + count]
+            work.append((shard, os.path.join(folder, file)))
+        if borrowed is not None:  # first those that somebody waits for
+            work.sort(key=lambda each: not any(map(borrowed.owes, each[0].tensors)))
+        begun: list[str] = []
+        try:
+            for shard, target in work:
+                begun.append(target)
+                shard.write(target, durable=durable, handle=handle, borrowed=borrowed)
+            write_index(index, self._index(names), durable)
+        except BaseException:
+            _remove_unnamed(index, begun)
+            raise
+        remove_old(folder, stem, names)
+        if not path.endswith(SUFFIXES):  # the folder's model until now, which readers would prefer
+            with suppress(FileNotFoundError):
+                freeing.unlink(os.path.join(folder, stem + ".safetensors"))
+        if durable:
+            sync_folder(folder)
+
+    def _index(self, names: Sequence[str]) -> bytes:
+        places = {name: file for shard, file in zip(self.shards, names, strict=True) for name in shard.header.entries}
+        document = {"metadata": self.metadata, "weight_map": places}
+        return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def plan(
+    obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
+) -> ShardedPlan:
+    """Fills shards in the order of the names, as transformers does; the strings of ``metadata`` go into the index.
+
+    Raises TypeError and ValueError for what safetensors cannot hold.
+    """
+    tensors = require_tensors(obj)
+    require_strings(metadata or {})
+    most = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > most:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    shards = [safetensors_file.plan(part, checksum=checksum, metadata=None) for part in parts]
+    words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], words)
+
+
+def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
+    """After a failure, which may have come when the index had been replaced already."""
+    with suppress(OSError, FormatError):
+        named: Iterable[str] = ()
+        if os.path.exists(index):
+            named = read_index(index).places.values()
+        for path in shards:
+            if os.path.basename(path) not in named:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+
+def _module(path: str) -> Any:
+    return safetensors_file if path.endswith(safetensors_file.SUFFIXES) else torch_file
+
+
+def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
+    """The tensors by name, in the order of the index. Shards without any that is asked for are not opened."""
+    file = resolved(path)
+    if not file.endswith(_INDEX):
+        return _module(file).load(file, into, request)
+    index = read_index(file)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _load(index, into, request)
+        except FileNotFoundError as error:
+            before, index = index, read_index(file)
+            if index == before or attempt == _ATTEMPTS - 1:
+                refuse(file, f"weight_map names {os.path.basename(str(error.filename))!r}, which is missing")
+    raise AssertionError("unreachable")
+
+
+def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
+    names = request.chosen(index.places, index.path)
+    targets = None if into is None else Targets(into)
+    if targets is not None:
+        targets.require(index.path, names, request)
+    found: dict[str, torch.Tensor] = {}
+    for path, some in index.shards(names).items():
+        try:
+            tensors = _module(path).read(path, targets, replace(request, keys=tuple(some)))
+        except KeyError as error:
+            raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
+        found.update(tensors)
+    return {name: found[name] for name in names}
+
+
+def contents(path: str) -> Contents:
+    """What all the shards hold, in the order of the index."""
+    file = resolved(path)
+    if not file.endswith(_INDEX):
+        alone: Contents = _module(file).contents(file)
+        return alone
+    index = read_index(file)
+    found = Contents("sharded", [], index.metadata)
+    for path, names in index.shards(index.places).items():
+        try:
+            shard: Contents = _module(path).contents(path)
+        except FileNotFoundError:
+            refuse(index.path, f"weight_map names {os.path.basename(path)!r}, which is missing")
+        found.items.extend(_items(index, path, names, shard))
+        found.damaged.extend(_in_shard(name, path) for name in shard.damaged)
+    return found
+
+
+def _items(index: Index, path: str, names: Iterable[str], shard: Contents) -> Iterator[Item]:
+    if _module(path) is torch_file:  # storages, under the names of all tensors in them
+        for item in shard.items:
+            yield replace(item, name=_in_shard(item.name, path)) if item.name == PICKLE else item
+        return
+    known = {item.name: item for item in shard.items}
+    for name in names:
+        if name not in known:
+            refuse(index.path, f"weight_map says that {name!r} is in {path}, and it is not")
+        yield known[name]
+
+
+def _in_shard(name: str, path: str) -> str:
+    return f"{os.path.basename(path)}: {name}"

@@ -1,0 +1,136 @@
+"""The index of a sharded checkpoint: which file holds each tensor."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from nvme_ops.checkpoint import atomic, freeing
+from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, FormatError
+
+# What a folder of save_pretrained may hold, in the order in which transformers looks for it.
+_IN_FOLDERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_SHARDS = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass
+class Index:
+    """What an index says."""
+
+    path: str
+    places: dict[str, str]  # the file of each tensor, in the folder of the index
+    metadata: dict[str, str]
+
+    def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The paths of the shards that hold these tensors, each with their names."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
+        return found
+
+
+def read_index(path: str) -> Index:
+    """Of a file. Raises FormatError with what is wrong with it."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_HEADER + 1)
+    if len(content) > MOST_HEADER:
+        refuse(path, f"an index has at most {MOST_HEADER} bytes")
+    document = _parse(content, path)
+    places = document.get("weight_map")
+    if not isinstance(places, dict):
+        refuse(path, "weight_map is missing, or not an object")
+    for name, file_name in places.items():
+        if not isinstance(file_name, str):
+            refuse(path, f"weight_map: the file of {name!r} is {file_name!r}, not a name")
+        parts = file_name.split("/")
+        if not file_name or "\0" in file_name or os.path.isabs(file_name) or ".." in parts:
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, does not lie in the folder of the index")
+        if not file_name.endswith(_SHARDS):
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is in no format that is known here")
+    metadata = document.get("metadata", {})
+    if not isinstance(metadata, dict):
+        refuse(path, "metadata is not an object")
+    return Index(path, places, {key: str(value) for key, value in metadata.items()})
+
+
+def _parse(content: bytes, path: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = sorted(name for name, _ in pairs)
+            twice = next(name for name, other in itertools.pairwise(names) if name == other)
+            refuse(path, f"the name {twice!r} comes twice")
+        return found
+
+    try:
+        document = json.loads(content.decode(), object_pairs_hook=unique)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        refuse(path, f"the index is not JSON: {error}")
+    if not isinstance(document, dict):
+        refuse(path, "the index is not a JSON object")
+    return document
+
+
+def refuse(path: str, reason: str) -> NoReturn:
+    """Raises FormatError."""
+    raise FormatError(f"{path}: {reason}")
+
+
+def resolved(path: str) -> str:
+    """The index, or of a folder the first file of those that it may hold."""
+    if not os.path.isdir(path):
+        return path
+    for name in _IN_FOLDERS:
+        if os.path.isfile(os.path.join(path, name)):
+            return os.path.join(path, name)
+    refuse(path, f"is a folder that has none of {', '.join(_IN_FOLDERS)}")
+
+
+def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
+    """For new shards: no name that an index of this folder has had, so that no reader takes new ones for old."""
+    try:
+        old: Iterable[str] = read_index(os.path.join(folder, index)).places.values()
+    except FileNotFoundError:
+        old = []
+    except FormatError:
+        old = os.listdir(folder)
+    pattern = _pattern(stem)
+    generations = [int(found["generation"] or 1) for found in map(pattern.fullmatch, set(old)) if found]
+    mark = f"-g{max(generations) + 1}" if generations else ""
+    return [f"{stem}{mark}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
+    """Shards of this index but these, and what killed writers of any left behind."""
+    kept, pattern = set(names), _pattern(stem)
+    for name in os.listdir(folder):
+        if pattern.fullmatch(name) and name not in kept:
+            with suppress(OSError):
+                freeing.unlink(os.path.join(folder, name))
+        elif (found := re.match(r"\.(.+\.safetensors)\.", name)) and pattern.fullmatch(found[1]):
+            atomic.remove_litter(folder, found[1])
+
+
+def _pattern(stem: str) -> re.Pattern[str]:
+    return re.compile(re.escape(stem) + r"(-g(?P<generation>\d+))?-\d{5,}-of-\d{5,}\.safetensors")
+
+
+def write_index(path: str, content: bytes, durable: bool) -> None:
+    """Replaces it at once."""
+    with atomic.replacing(path, durable) as file:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file.fd, view) :]

@@ -1,0 +1,45 @@
+"""The existing tensors that ``load(into=...)`` fills: those of a state dict or a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint.request import Request, lacking
+
+
+class Targets:
+    """Tensors by name. Nothing is filled before all that is asked for is known to fit."""
+
+    def __init__(self, into: Mapping[str, Any] | torch.nn.Module) -> None:
+        found = into.state_dict(keep_vars=False) if isinstance(into, torch.nn.Module) else into
+        self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def require(self, path: str, names: Iterable[str], request: Request) -> None:
+        """Raises KeyError unless there is a tensor for each of the names, and without ``keys`` a name for each."""
+        there = set(names)
+        if strange := sorted(there - self._tensors.keys()):
+            raise KeyError(f"{path}: tensor {strange[0]!r} has no counterpart in into=; name those to load with keys=")
+        if request.keys is None and (missing := sorted(self._tensors.keys() - there)):
+            raise lacking(path, missing, ", which into= asks for")
+
+    def take(
+        self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], request: Request
+    ) -> dict[str, torch.Tensor]:
+        """The tensors to fill with those ``described``, which the file at ``path`` has.
+
+        Raises:
+            KeyError: as ``require``.
+            ValueError: shape or dtype differ.
+        """
+        self.require(path, described, request)
+        for name, (dtype, shape) in described.items():
+            tensor = self._tensors[name]
+            if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+                raise ValueError(
+                    f"{path}: tensor {name!r} is {dtype} of shape {tuple(shape)}, and the one to fill is "
+                    f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+        return {name: self._tensors[name].detach() for name in described}

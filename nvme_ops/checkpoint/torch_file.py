@@ -1,0 +1,224 @@
+"""What ``torch.save`` writes: a zip file with a pickle and the bytes of storages, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location
+
+from nvme_ops.checkpoint import torch_pickle, torch_read
+from nvme_ops.checkpoint.atomic import opened
+from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint.pieces import checksums_anywhere, is_plain
+from nvme_ops.checkpoint.request import Request
+from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.checkpoint.torch_load import UnsafeError, by_device, everything
+from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
+from nvme_ops.checkpoint.torch_pickle import Described, Other
+from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
+from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
+from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.file import shared_handle
+
+__all__ = ["SUFFIXES", "TorchPlan", "UnsafeError", "contents", "load", "plan", "read"]
+
+SUFFIXES = (".pt", ".pth", ".bin")
+
+
+def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
+    """The object that was saved; with ``keys`` or ``into`` tensors by name.
+
+    A tensor's name is its place in the object: keys, indices and attributes joined by dots. ``mmap`` is False when
+    None: ``torch.save`` overwrites a file in its place, and with it the tensors that were mapped from it.
+    """
+    if request.keys is None and into is None:
+        with opened(path) as fd:
+            file = File(fd, path, request.handle, bool(request.mmap))
+            return everything(file, request.map_location, request.verify)
+    return read(path, None if into is None else Targets(flattened(into)), request)
+
+
+def flattened(obj: Any) -> dict[str, torch.Tensor]:
+    """The tensors in nested containers, or of a module, by their names."""
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(name: str, each: Any) -> None:
+        if isinstance(each, torch.nn.Module):
+            each = each.state_dict()
+        if isinstance(each, torch.Tensor):
+            found[name] = each
+        elif isinstance(each, Mapping | list | tuple):
+            for key, child in each.items() if isinstance(each, Mapping) else enumerate(each):
+                walk(f"{name}.{key}" if name else str(key), child)
+
+    walk("", obj)
+    return found
+
+
+def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
+    """Tensors by name out of one of perhaps several files. What is not asked for is not read.
+
+    Where a name stands for something else than a view of one storage (a sparse or quantized tensor, a subclass), or the
+    file is in an older format, everything is loaded first.
+    """
+    with opened(path) as fd:
+        file = File(fd, path, request.handle, bool(request.mmap))
+        archive = file.archive()
+        if archive is not None:
+            if request.verify:
+                verify_others(file, archive)
+            known = _described(file, archive)
+            names = request.chosen(known, path)
+            described = {name: each for name in names if isinstance(each := known[name], Described)}
+            if len(described) == len(names):
+                return _fill_or_make(file, archive, described, targets, request)
+        found = flattened(everything(file, request.map_location if targets is None else "cpu", request.verify))
+    names = request.chosen(found, path)
+    if targets is None:
+        return {name: found[name] for name in names}
+    taken = targets.take(path, {name: (found[name].dtype, tuple(found[name].shape)) for name in names}, request)
+    for name, target in taken.items():
+        if target.layout != torch.strided or found[name].layout != torch.strided:
+            raise ValueError(f"{path}: tensor {name!r} has no dense memory to fill: {target.layout}")
+    for name, target in taken.items():
+        target.copy_(found[name].detach())
+    return taken
+
+
+def _described(file: File, archive: Archive) -> dict[str, Described | Other]:
+    root, _ = torch_pickle.read(file.pickle(archive), file.path)
+    known: dict[str, Described | Other] = {}
+    for name, each in torch_pickle.tensors(root, file.path):
+        if name in known:
+            raise ValueError(f"{file.path}: two tensors are called {name!r} when their places are joined by dots")
+        known[name] = each
+        if isinstance(each, Described):
+            require_record(archive, each.storage)
+    return known
+
+
+def _fill_or_make(
+    file: File,
+    archive: Archive,
+    described: Mapping[str, Described],
+    targets: Targets | None,
+    request: Request,
+) -> dict[str, torch.Tensor]:
+    if targets is None:
+        return _make(file, archive, described, request.map_location, request.verify)
+    taken = targets.take(file.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
+    torch_read.fill(archive, file.handle, described, taken)
+    if request.verify:
+        _verify_filled(file, archive, described, taken)
+    return taken
+
+
+def _make(
+    file: File, archive: Archive, described: Mapping[str, Described], map_location: Any, verify: bool
+) -> dict[str, torch.Tensor]:
+    by_record: dict[str, list[Described]] = {}
+    for each in described.values():
+        by_record.setdefault(each.storage.record, []).append(each)
+    extents = {record: torch_read.union(tensors) for record, tensors in by_record.items()}
+
+    def made(records: Iterable[str], device: torch.device) -> dict[str, torch.UntypedStorage]:
+        wanted = {record: extents[record] for record in records}
+        found = torch_read.storages(archive, file.handle, wanted, device, file.mapped)
+        if verify and device.type != "meta":
+            _verify_made(file, archive, found)
+        return found
+
+    found: dict[str, torch.UntypedStorage] = {}
+    locations = {record: tensors[0].storage.location for record, tensors in by_record.items()}
+    if callable(map_location):
+        for record, location in locations.items():
+            storage = made([record], torch.device("cpu"))[record]
+            moved = map_location(storage, location)
+            found[record] = default_restore_location(storage, location) if moved is None else moved
+    else:
+        for device, records in by_device(file, locations, map_location).items():
+            found.update(made(records, device))
+    return {
+        name: torch_read.rebuilt(each, found[each.storage.record], extents[each.storage.record][0])
+        for name, each in described.items()
+    }
+
+
+def _verify_made(file: File, archive: Archive, found: Mapping[str, torch.UntypedStorage]) -> None:
+    whole = {record: each for record, each in found.items() if each.nbytes() == archive.records[record].size}
+    wrong = torch_read.damaged(archive, whole)
+    wrong += torch_read.damaged_in_file(archive, file.handle, [record for record in found if record not in whole])
+    require_undamaged(file, archive, wrong)
+
+
+def _verify_filled(
+    file: File, archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]
+) -> None:
+    whole, others, wrong = set(), set(), []
+    for name, tensor in taken.items():
+        each = described[name]
+        plain = each.contiguous and not each.metadata and is_plain(tensor)
+        if plain and tensor.nbytes == each.storage.size:
+            whole.add(each.storage.record)
+            if checksums_anywhere([tensor], CHECKSUM)[0] != archive.records[each.storage.record].crc:
+                wrong.append(each.storage.record)
+        else:
+            others.add(each.storage.record)
+    wrong += torch_read.damaged_in_file(archive, file.handle, sorted(others - whole))
+    require_undamaged(file, archive, wrong)
+
+
+def contents(path: str) -> Contents:
+    """The pickle, and the storages under the names of the tensors that lie in them, with the CRC-32 of each."""
+    with opened(path) as fd:
+        file = File(fd, path, shared_handle())
+        archive = file.archive()
+        if archive is None:
+            raise ValueError(
+                f"{path} can be loaded, but not looked into: torch.save wrote it in another way than today"
+            )
+        root, storages = torch_pickle.read(file.pickle(archive), path)
+        views: dict[str, Described] = {}
+        for _, each in torch_pickle.tensors(root, path):
+            if isinstance(each, Described):
+                views.setdefault(each.storage.record, each)
+        names = names_by_record(root, path)
+        archive.locate(file.handle, [PICKLE, *(storage.record for storage in storages)])
+        seen: Counter[str] = Counter()
+        items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,))]
+        for storage in storages:
+            require_record(archive, storage)
+            shape: tuple[int, ...] = (storage.size // storage.dtype.itemsize,)
+            dtype = storage.dtype
+            view = views.get(storage.record)
+            if view is not None and view.contiguous and view.extent == (0, storage.size):
+                shape, dtype = view.shape, view.dtype
+            name = " = ".join(names.get(storage.record, [storage.record]))
+            seen[name] += 1
+            if seen[name] > 1:  # indices and values of a sparse tensor, say
+                name = f"{name} ({seen[name]})"
+            items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape))
+        return Contents("torch", items, _metadata(file, archive))
+
+
+def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...]) -> Item:
+    start = archive.starts[record]
+    known = any(each.crc for each in archive.records.values())
+    checksum = (CHECKSUM, archive.records[record].crc) if known else None
+    return Item(name, dtype, shape, archive.path, start, start + archive.records[record].size, checksum)
+
+
+def _metadata(file: File, archive: Archive) -> dict[str, str]:
+    if METADATA not in archive.records:
+        return {}
+    try:
+        found = json.loads(torch_read.content(archive, file.handle, METADATA))
+    except (ValueError, RecursionError) as error:
+        refuse(file.path, f"record {METADATA!r} is not JSON: {error}")
+    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+        refuse(file.path, f"record {METADATA!r} is not an object of strings")
+    return found

@@ -1,0 +1,218 @@
+"""Brings records of ``torch.save``'s container to where they stay: storages that need no second copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from nvme_ops.checkpoint import pieces
+from nvme_ops.checkpoint.checksums import checksum_of
+from nvme_ops.checkpoint.torch_pickle import Described
+from nvme_ops.checkpoint.torch_save import CHECKSUM, bytes_of
+from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.handle import aio_handle
+from nvme_ops.tensors import empty, pool_buffer
+
+_PIECE = 8 << 20  # bytes that pass through memory of ours at once
+_ALIGNMENT = 64  # bytes: of storages, as torch's own allocations
+_GAP = 8 << 10  # bytes between two records that are read along: headers, and what aligns a page
+
+
+def content(archive: Archive, handle: aio_handle, name: str) -> bytes:
+    """All of a record."""
+    archive.locate(handle, [name])
+    record = archive.records[name]
+    if record.size == 0:
+        return b""
+    buffer = pool_buffer(record.size)
+    memory = torch.frombuffer(buffer, dtype=torch.uint8)
+    handle.submit_pread(memory, archive.fd, archive.starts[name]).result()
+    with memoryview(buffer) as found:
+        return bytes(found)
+
+
+def storages(
+    archive: Archive,
+    handle: aio_handle,
+    extents: Mapping[str, tuple[int, int]],
+    device: torch.device,
+    mapped: bool = False,
+) -> dict[str, torch.UntypedStorage]:
+    """The bytes from the first to the second number of each record, each in a storage of its own.
+
+    They are parts of one memory, which is freed with the last of them, and none of them can grow. ``mapped``: of the
+    file's own memory, where its records are aligned.
+    """
+    if device.type == "meta":
+        return {name: torch.UntypedStorage(end - start, device=device) for name, (start, end) in extents.items()}
+    archive.locate(handle, extents)
+    found = {
+        name: torch.UntypedStorage(1, device=device)[0:0] for name, (start, end) in extents.items() if start == end
+    }
+    places = sorted((archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items())
+    places = [place for place in places if place[1]]
+    spans = _spans(places)
+    wanted = [pieces.Wanted(start, end, torch.uint8, (end - start,)) for start, end in spans]
+    mapped = mapped and all(start % _ALIGNMENT == 0 for start, _, _ in places)
+    memories = pieces.read(handle, archive.fd, wanted, device, mapped) if wanted else []
+    number = 0
+    for start, length, name in places:
+        while start >= spans[number][1]:
+            number += 1
+        place = memories[number].storage_offset() + start - spans[number][0]
+        found[name] = memories[number].untyped_storage()[place : place + length]
+    return found
+
+
+def _spans(places: Iterable[tuple[int, int, str]]) -> list[tuple[int, int]]:
+    """Stretches of the file, from start to end, with little that nobody wants in between."""
+    spans: list[tuple[int, int]] = []
+    for start, length, _ in places:
+        near = bool(spans) and start - spans[-1][1] <= _GAP
+        if near and (start - spans[-1][0]) % _ALIGNMENT == 0:
+            spans[-1] = (spans[-1][0], start + length)
+        else:
+            spans.append((start, start + length))
+    return spans
+
+
+def whole(archive: Archive, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The extents of entire records."""
+    return {name: (0, archive.records[name].size) for name in names}
+
+
+class Zip:
+    """What ``torch.serialization`` asks of its reader of containers. ``fetch`` gives the storage of a record."""
+
+    def __init__(self, archive: Archive, handle: aio_handle, fetch: Callable[[str], torch.UntypedStorage]) -> None:
+        self._archive, self._handle, self._fetch = archive, handle, fetch
+        self.failure: Exception | None = None  # of ours or the caller's, not of what the file says
+
+    def has_record(self, name: str) -> bool:
+        """Whether there is one. Not of those from which places are computed: we know them."""
+        return name in self._archive.records and name not in (".format_version", ".storage_alignment")
+
+    def get_record(self, name: str) -> bytes:
+        """Its bytes."""
+        return content(self._archive, self._handle, name)
+
+    def storage(self, name: str, size: int) -> torch.UntypedStorage:
+        """Of a record that must have this size."""
+        record = self._archive.records.get(name)
+        if record is None or record.size != size:
+            actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
+            refuse(self._archive.path, f"data.pkl: a storage of {size} bytes in record {name!r}, {actual}")
+        try:
+            return self._fetch(name)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
+        """A tensor over the storage."""
+        return bytes_of(self.storage(name, size))
+
+    def get_record_offset(self, name: str) -> int:
+        """Where its bytes start in the file."""
+        self._archive.locate(self._handle, [name])
+        return self._archive.starts[name]
+
+    def serialization_id(self) -> str:
+        """For torch's own logs."""
+        return ""
+
+
+def rebuilt(described: Described, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+    """The tensor as ``torch.load`` makes it. The storage begins at byte ``first`` of the saved one."""
+    tensor = torch.empty(0, dtype=described.dtype, device=storage.device)
+    offset = described.offset - first // described.dtype.itemsize if math.prod(described.shape) else 0
+    tensor.set_(storage, offset, described.shape, described.stride)
+    _mark(tensor, described)
+    if described.parameter:
+        return torch.nn.Parameter(tensor, described.requires_grad)
+    return tensor.requires_grad_(described.requires_grad)
+
+
+def _mark(tensor: torch.Tensor, described: Described) -> None:
+    """As conjugated or negated, which is yet to be done with the bytes."""
+    if described.metadata:
+        torch._utils.set_tensor_metadata(tensor, described.metadata)
+
+
+def union(described: Sequence[Described]) -> tuple[int, int]:
+    """The bytes of the storage that hold all of these."""
+    extents = [each.extent for each in described if each.extent[1]]
+    first = min((start for start, _ in extents), default=0)
+    return first // _ALIGNMENT * _ALIGNMENT, max((end for _, end in extents), default=0)
+
+
+def fill(
+    archive: Archive, handle: aio_handle, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Fills existing tensors from the records that hold them, with at most ``_PIECE`` bytes in between."""
+    archive.locate(handle, [described[name].storage.record for name in targets])
+    plain = []
+    for name, target in targets.items():
+        each = described[name]
+        start = archive.starts[each.storage.record] + each.offset * each.dtype.itemsize
+        if each.contiguous and not each.metadata:
+            plain.append((start, target))
+        else:
+            _fill_strided(archive, handle, start, each, target)
+    pieces.read_into(handle, archive.fd, plain)
+
+
+def _fill_strided(archive: Archive, handle: aio_handle, start: int, each: Described, target: torch.Tensor) -> None:
+    """From elements that do not follow each other in the file: halves of halves that fit into the buffer."""
+    buffer = empty(_PIECE, dtype=torch.uint8)
+    size = each.dtype.itemsize
+    waiting = [(start, target)]
+    while waiting:
+        begin, part = waiting.pop()
+        if part.numel() == 0:
+            continue
+        reaches = [(length - 1) * step for length, step in zip(part.shape, each.stride, strict=True)]
+        extent = (sum(reaches) + 1) * size
+        if extent > _PIECE:
+            widest = reaches.index(max(reaches))
+            half = part.shape[widest] // 2
+            waiting.append((begin, part.narrow(widest, 0, half)))
+            after = part.narrow(widest, half, part.shape[widest] - half)
+            waiting.append((begin + half * each.stride[widest] * size, after))
+            continue
+        held = buffer[:extent]
+        handle.submit_pread(held, archive.fd, begin).result()
+        view = held.view(each.dtype).as_strided(part.shape, each.stride)
+        _mark(view, each)
+        part.copy_(view)
+
+
+def checksum_in_file(archive: Archive, handle: aio_handle, name: str) -> int:
+    """Of a record that is nowhere in memory."""
+    archive.locate(handle, [name])
+    value = 0
+    held = empty(_PIECE, dtype=torch.uint8)
+    for place, length in _stretches(archive.starts[name], archive.records[name].size):
+        piece = held[:length]
+        handle.submit_pread(piece, archive.fd, place).result()
+        value = checksum_of(piece, CHECKSUM, value)
+    return value
+
+
+def _stretches(start: int, size: int) -> Iterator[tuple[int, int]]:
+    for place in range(start, start + size, _PIECE):
+        yield place, min(_PIECE, start + size - place)
+
+
+def damaged(archive: Archive, found: Mapping[str, torch.UntypedStorage]) -> list[str]:
+    """The records whose storages do not have the CRC-32 of the directory."""
+    names = list(found)
+    values = pieces.checksums_anywhere([bytes_of(found[name]) for name in names], CHECKSUM)
+    return [name for name, value in zip(names, values, strict=True) if value != archive.records[name].crc]
+
+
+def damaged_in_file(archive: Archive, handle: aio_handle, names: Iterable[str]) -> list[str]:
+    """The records whose bytes in the file do not have the CRC-32 of the directory."""
+    return [name for name in names if checksum_in_file(archive, handle, name) != archive.records[name].crc]

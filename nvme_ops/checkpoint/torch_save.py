@@ -1,0 +1,255 @@
+"""Saves what ``torch.save`` takes, in the container that it writes, the tensors' bytes straight from their memory."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint import pieces, zip_parts
+from nvme_ops.checkpoint.atomic import replacing
+from nvme_ops.checkpoint.checksums import checksums_of
+from nvme_ops.checkpoint.pieces import Borrowed
+from nvme_ops.checkpoint.plan import require_strings
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+
+#: The folder in the archive; torch names it after the file.
+FOLDER = "archive/"
+#: The record that keeps the strings of ``metadata=``; torch does not look at it.
+METADATA = ".nvme_ops/metadata.json"
+CHECKSUM = "crc32"  # zip's
+
+_VERSION = b"3\n"  # of torch's format
+_PROTOCOL = 2  # of pickle: the only one that weights_only reads
+_PAGE, _ALIGNMENT, _LARGE = 4096, 64, 64 << 10
+
+_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+
+# Bytes that are gathered with their headers; a larger record is written while its checksum is still computed.
+_GROUP = 8 << 20
+
+
+@dataclass
+class Record:
+    """One record: its ``data``, contiguous bytes anywhere, at ``start``, behind a header at ``header``."""
+
+    name: bytes
+    data: torch.Tensor
+    size: int  # of its data, in bytes
+    header: int = 0
+    start: int = 0
+    crc: int = 0
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the storages out, as ``torch.save`` does: in their places are their numbers."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=_PROTOCOL)
+        self.storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        self.dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
+
+    def persistent_id(self, each: Any) -> tuple[Any, ...] | None:
+        """Of a storage; None of anything else."""
+        if not isinstance(each, _STORAGES):
+            return None
+        if isinstance(each, torch.storage.TypedStorage):
+            storage, dtype, count = each._untyped_storage, each.dtype, each._size()
+            kind = getattr(torch, each._pickle_storage_type())
+        else:
+            storage, dtype, count, kind = each, torch.uint8, each.nbytes(), torch.UntypedStorage
+        if storage.device.type == "meta":
+            raise TypeError("a storage on the meta device has no bytes to save")
+        if storage.data_ptr():
+            found = self.dtypes.setdefault((storage.device, storage.data_ptr()), dtype)
+            if found != dtype:
+                raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
+        key, _ = self.storages.setdefault(storage._cdata, (str(len(self.storages)), storage))
+        return "storage", kind, key, torch.serialization.location_tag(storage), count
+
+
+def pickled(obj: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """The pickle of ``torch.save``, and the storages whose bytes are the records ``data/0``, ``data/1`` and so on.
+
+    Raises:
+        RuntimeError: views of one storage with different dtypes, as torch does.
+        pickle.PicklingError, TypeError, AttributeError: an object that cannot be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(obj)
+    return stream.getvalue(), [storage for _, storage in pickler.storages.values()]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass
+class TorchPlan:
+    """One file: the pickle, and the bytes of its storages."""
+
+    content: bytes
+    tensors: list[torch.Tensor]
+    metadata: Mapping[str, str]
+    checksum: bool
+
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+        """See ``Plan``."""
+        with replacing(path, durable) as file:
+            records, end = self._records()
+            lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
+            first = [record for record in records if id(record.data) in lent]
+            if borrowed is not None:
+                _write(handle, file.fd, first, self.checksum)
+                borrowed.let_go(record.data for record in first)
+            _write(handle, file.fd, [record for record in records if id(record.data) not in lent], self.checksum)
+            handle.submit_pwrite(torch.frombuffer(_tail(records, end), dtype=torch.uint8), file.fd, end).result()
+
+    def _records(self) -> tuple[list[Record], int]:
+        """All of them with their places, and where the directory goes.
+
+        Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
+        which torch would compute such places, ``.format_version`` and ``.storage_alignment``, are left out: it then
+        looks for them in the directory.
+        """
+        records = [_record("data.pkl", self.content), _record("byteorder", sys.byteorder.encode())]
+        if self.metadata:
+            records.append(_record(METADATA, json.dumps(dict(self.metadata), ensure_ascii=False).encode()))
+        records.append(_record("version", _VERSION))
+        data = [Record(f"{FOLDER}data/{key}".encode(), each, each.nbytes) for key, each in enumerate(self.tensors)]
+        records += sorted(data, key=lambda record: record.size >= _LARGE)
+        return records, _lay_out(records)
+
+
+def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> TorchPlan:
+    """Raises what ``pickled`` raises. Without ``checksum`` the places for CRC-32 hold zeros, as torch leaves them."""
+    require_strings(metadata or {})
+    content, storages = pickled(obj)
+    return TorchPlan(content, [bytes_of(storage) for storage in storages], metadata or {}, checksum)
+
+
+def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
+    """These records, and returns when they are written. Fills in their checksums."""
+    large = [record for record in records if record.size > _GROUP]
+    under_way: list[IoFuture] = []
+    try:
+        buffers = _Buffers()
+        for group in _groups(records):
+            under_way.append(_write_group(handle, fd, group, buffers, checksum))
+        places = [(record.start, record.data) for record in large]
+        found = pieces.write(handle, fd, places, CHECKSUM if checksum else None)
+        for record, value in zip(large, found, strict=checksum):
+            record.crc = value
+        if large:
+            headers = [torch.frombuffer(_local(record), dtype=torch.uint8) for record in large]
+            under_way.append(handle.submit_pwritev(headers, fd, [record.header for record in large]))
+    finally:
+        failures = [future.exception() for future in under_way]  # waits for all
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+def _record(name: str, content: bytes) -> Record:
+    return Record((FOLDER + name).encode(), torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content))
+
+
+def _lay_out(records: Sequence[Record]) -> int:
+    """Gives each its place; returns where the directory goes."""
+    position = 0
+    for record in records:
+        record.header = position
+        alignment = _PAGE if record.size >= _LARGE else _ALIGNMENT
+        record.start = -(-(position + _least_header(record)) // alignment) * alignment
+        position = record.start + record.size
+    return position
+
+
+def _least_header(record: Record) -> int:
+    return zip_parts.least_local(record.name, record.size)
+
+
+def _local(record: Record) -> bytearray:
+    """The header, up to the data."""
+    padding = record.start - record.header - _least_header(record)
+    return bytearray(zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding))
+
+
+def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
+    """Those up to ``_GROUP``, in runs without gaps of at most as many bytes of data, each on one device."""
+    group: list[Record] = []
+    size = 0
+    for record in records:
+        if record.size > _GROUP:
+            continue
+        follows = bool(group) and group[-1].start + group[-1].size == record.header
+        same = bool(group) and group[0].data.device == record.data.device
+        if group and not (follows and same and size + record.size <= _GROUP):
+            yield group
+            group, size = [], 0
+        group.append(record)
+        size += record.size
+    if group:
+        yield group
+
+
+class _Buffers:
+    """Host memory for groups that lie on an accelerator: one is filled while the other is written."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._written: list[IoFuture | None] = [None, None]
+        self._current = 0
+
+    def take(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        """Copies of their bytes, valid until ``written`` is over."""
+        self._current ^= 1
+        if len(self._buffers) < 2:
+            pinned = records[0].data.is_cuda
+            self._buffers = [pieces.host_buffer(_GROUP, pinned) for _ in range(2)]
+        if (earlier := self._written[self._current]) is not None:
+            earlier.result()
+        sizes = [record.size for record in records]
+        copies = list(self._buffers[self._current][: sum(sizes)].split(sizes))
+        for copy, record in zip(copies, records, strict=True):
+            copy.copy_(record.data)
+        return copies
+
+    def written(self, future: IoFuture) -> None:
+        """The last taken copies are free when ``future`` is done."""
+        self._written[self._current] = future
+
+
+def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], buffers: _Buffers, checksum: bool) -> IoFuture:
+    on_host = group[0].data.device.type == "cpu"
+    data = [record.data for record in group] if on_host else buffers.take(group)
+    if checksum:
+        for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
+            record.crc = value
+    headers = torch.frombuffer(bytearray().join(map(_local, group)), dtype=torch.uint8)
+    lengths = [record.start - record.header for record in group]
+    parts = list(itertools.chain.from_iterable(zip(headers.split(lengths), data, strict=True)))
+    offsets = list(itertools.chain.from_iterable((record.header, record.start) for record in group))
+    future = handle.submit_pwritev(parts, fd, offsets)
+    if not on_host:
+        buffers.written(future)
+    return future
+
+
+def _tail(records: Sequence[Record], position: int) -> bytearray:
+    """What follows the last record: the directory and its end."""
+    entries = (
+        zip_parts.central(record.name, record.size, record.crc, record.header, zip_parts.UTF8) for record in records
+    )
+    directory = b"".join(entries)
+    return bytearray(directory + zip_parts.end(len(records), len(directory), position))

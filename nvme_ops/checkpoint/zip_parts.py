@@ -1,0 +1,68 @@
+"""The parts of a zip file that keeps its records as they are, uncompressed.
+
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+"""
+
+from __future__ import annotations
+
+import struct
+
+LOCAL = struct.Struct("<4s5H3I2H")
+CENTRAL = struct.Struct("<4s6H3I5H2I")
+END = struct.Struct("<4s4H2IH")
+END64 = struct.Struct("<4sQ2H2I4Q")
+LOCATOR = struct.Struct("<4sIQI")
+LOCAL_MARK, CENTRAL_MARK, END_MARK = b"PK\3\4", b"PK\1\2", b"PK\5\6"
+END64_MARK, LOCATOR_MARK = b"PK\6\6", b"PK\6\7"
+#: Beyond these a number is kept in a field of zip64.
+MOST_32, MOST_16 = 0xFFFFFFFF, 0xFFFF
+ZIP64 = 1  # the kind of that field
+#: Flags: the checksum and sizes stand in a descriptor behind the data, and names are UTF-8.
+FOLLOWS, UTF8 = 0x8, 0x800
+
+_DESCRIPTOR, _DESCRIPTOR_64, _DESCRIPTOR_MARK = struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), b"PK\7\x08"
+_NEEDS, _NEEDS_64 = 20, 45  # the version of the format that a reader has to know, times ten
+_DATE = 0x21  # 1980-01-01: equal objects make equal files
+_PADDING = b"FB"  # the kind of the field by which torch aligns
+
+
+def least_local(name: bytes, size: int) -> int:
+    """Bytes of a ``local`` header with a padding of 0."""
+    return LOCAL.size + len(name) + (20 if size >= MOST_32 else 0) + 4
+
+
+def local(name: bytes, size: int, checksum: int, flags: int = 0, padding: int | None = None) -> bytes:
+    """The header in front of ``size`` bytes of data. With ``padding`` it has a field of so many bytes more."""
+    wide = size >= MOST_32
+    extra = struct.pack("<2H2Q", ZIP64, 16, size, size) if wide else b""
+    if padding is not None:
+        extra += struct.pack("<2sH", _PADDING, padding) + bytes(padding)
+    shown = MOST_32 if wide else 0 if flags & FOLLOWS else size
+    needs = _NEEDS_64 if wide else _NEEDS
+    fields = (needs, flags, 0, 0, _DATE, checksum, shown, shown, len(name), len(extra))
+    return LOCAL.pack(LOCAL_MARK, *fields) + name + extra
+
+
+def descriptor(size: int, checksum: int) -> bytes:
+    """What stands behind the data where the flags say so."""
+    kind = _DESCRIPTOR_64 if size >= MOST_32 else _DESCRIPTOR
+    return kind.pack(_DESCRIPTOR_MARK, checksum, size, size)
+
+
+def central(name: bytes, size: int, checksum: int, place: int, flags: int = 0) -> bytes:
+    """The directory's entry for a record whose header is at ``place``."""
+    wide = [number for number in (size, size, place) if number >= MOST_32]
+    extra = struct.pack(f"<2H{len(wide)}Q", ZIP64, 8 * len(wide), *wide) if wide else b""
+    needs, shown = _NEEDS_64 if wide else _NEEDS, min(size, MOST_32)
+    fields = (needs, needs, flags, 0, 0, _DATE, checksum, shown, shown, len(name), len(extra), 0, 0, 0, 0)
+    return CENTRAL.pack(CENTRAL_MARK, *fields, min(place, MOST_32)) + name + extra
+
+
+def end(count: int, length: int, place: int) -> bytes:
+    """What stands behind a directory of ``count`` entries and ``length`` bytes, which begins at ``place``."""
+    found = b""
+    if count >= MOST_16 or max(place, length) >= MOST_32:
+        fields = (END64.size - 12, _NEEDS_64, _NEEDS_64, 0, 0, count, count, length, place)
+        found = END64.pack(END64_MARK, *fields) + LOCATOR.pack(LOCATOR_MARK, 0, place + length, 1)
+    count = min(count, MOST_16)
+    return found + END.pack(END_MARK, 0, 0, count, count, min(length, MOST_32), min(place, MOST_32), 0)

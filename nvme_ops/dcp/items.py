@@ -1,0 +1,178 @@
+"""The items of a plan in a file: one after the other, in torch's format, written from where they are."""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nvme_ops.checkpoint import pieces
+from nvme_ops.checkpoint.checksums import checksums_of, joined
+from nvme_ops.dcp import frame
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+
+#: What DCP's metadata say more of an item: a dict that has where the tensor's bytes begin and the item's CRC-32, where
+#: these are. DCP's own reader does not look at it.
+ATTRIBUTE = "nvme_ops"
+#: The checksum that a zip archive has of its members serves for the item too.
+CHECKSUM = "crc32"
+
+_SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighbours
+# Bytes of items that the planner is asked for at once. Of small ones two groups are under way.
+_SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS = 8 << 20, 256 << 20, 4096
+
+
+@dataclass
+class _Item:
+    """What is written for one item of the plan: ``head``, the payload's bytes and a tail, without gaps."""
+
+    item: WriteItem
+    offset: int
+    payload: torch.Tensor
+    head: bytes = b""
+    tail_length: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.offset + len(self.head)
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.payload.nbytes + self.tail_length
+
+
+class DataFile:
+    """One rank's file, written once from its begin to its end."""
+
+    def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksum: bool) -> None:
+        self._handle, self._fd, self._name, self._planner, self._checksum = handle, fd, name, planner, checksum
+        self._end = 0
+        self._results: list[WriteResult] = []
+
+    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
+        """Returns when all is written, to the device or the page cache."""
+        small = [item for item in items if _nominal_size(item) < _SMALL]
+        under_way: deque[IoFuture] = deque()
+        try:
+            for group in self._groups(small, _SMALL_GROUP):
+                under_way.append(self._write_gathered(group))
+                if len(under_way) > 1:
+                    under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.result()
+        for group in self._groups([item for item in items if _nominal_size(item) >= _SMALL], _LARGE_GROUP):
+            self._write_in_place(group)
+        return self._results
+
+    def _groups(self, items: Sequence[WriteItem], most: int) -> Iterator[list[_Item]]:
+        """Places the items; a group ends with the one that reaches ``most`` bytes."""
+        group: list[_Item] = []
+        size = 0
+        for item in items:
+            group.append(self._place(item))
+            size += group[-1].length
+            if size >= most or len(group) == _MOST_ITEMS:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _write_gathered(self, group: Sequence[_Item]) -> IoFuture:
+        """Starts to write them as one run, which needs their checksums first."""
+        for one in group:
+            one.payload = _on_host(one.payload)
+        checksums = checksums_of([one.payload for one in group], CHECKSUM)
+        parts = list(self._around(group, checksums)) + [(one.start, one.payload) for one in group]
+        parts.sort(key=lambda part: part[0])
+        return self._handle.submit_pwritev([part for _, part in parts], self._fd, [offset for offset, _ in parts])
+
+    def _write_in_place(self, group: Sequence[_Item]) -> None:
+        """The checksums are computed while the data are on their way; what stands around them comes last."""
+        payloads = [(one.start, one.payload) for one in group]
+        checksums = pieces.write(self._handle, self._fd, payloads, CHECKSUM)
+        parts = list(self._around(group, checksums))
+        self._handle.submit_pwritev([part for _, part in parts], self._fd, [offset for offset, _ in parts]).result()
+
+    def _place(self, item: WriteItem) -> _Item:
+        """At the end of what is there."""
+        data = self._planner.resolve_data(item)
+        if isinstance(data, torch.Tensor):
+            tensor = data.detach()
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+                shape = tuple(tensor.shape)
+                head = frame.head(tensor.dtype, shape, self._end)
+                tail_length = len(frame.tail(tensor.dtype, shape, len(head), 0))
+                placed = _Item(item, self._end, tensor, head, tail_length)
+                self._end += placed.length
+                return placed
+            data = io.BytesIO()
+            torch.save(tensor.cpu().clone(), data)
+        content = data.getbuffer()
+        payload = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+        placed = _Item(item, self._end, payload)
+        self._end += placed.length
+        return placed
+
+    def _around(self, placed: Sequence[_Item], checksums: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Heads and tails with their offsets, those that touch in one; notes what becomes of each item."""
+        offset, glued = 0, b""
+        for one, checksum in zip(placed, checksums, strict=True):
+            offset, glued = (offset, glued + one.head) if glued else (one.offset, one.head)
+            if glued and one.payload.nbytes:
+                yield offset, _as_tensor(glued)
+                glued = b""
+            tail = self._tail(one, checksum)
+            offset, glued = (offset, glued + tail) if glued else (one.offset + one.length - len(tail), tail)
+        if glued:
+            yield offset, _as_tensor(glued)
+
+    def _tail(self, one: _Item, checksum: int) -> bytes:
+        tensor, known, tail = one.payload, {}, b""
+        if one.head:
+            tail = frame.tail(tensor.dtype, tuple(tensor.shape), len(one.head), checksum)
+            if _is_as_planned(one.item, tensor):
+                known["data"] = len(one.head)
+        if self._checksum:
+            known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(one.head), checksum, tensor.nbytes, CHECKSUM))
+        info = _StorageInfo(self._name, one.offset, one.length)
+        setattr(info, ATTRIBUTE, known)
+        self._results.append(WriteResult(index=one.item.index, size_in_bytes=one.length, storage_data=info))
+        return tail
+
+
+def _nominal_size(item: WriteItem) -> int:
+    """Bytes of a tensor; other things count as small."""
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in row-major order in host memory."""
+    if tensor.device.type == "cpu" and pieces.is_plain(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
+    """Whether the checkpoint's metadata tell the tensor's shape and dtype."""
+    planned = item.tensor_data
+    return (
+        planned is not None
+        and tuple(planned.chunk.sizes) == tuple(tensor.shape)
+        and planned.properties.dtype == tensor.dtype
+    )

@@ -1,0 +1,153 @@
+"""Tensors of a checkpoint on their way to those of a planner, with their checksums."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from nvme_ops.checkpoint.checksums import checksum_of, checksums_of, joined
+from nvme_ops.checkpoint.integrity import ChecksumError
+from nvme_ops.checkpoint.pieces import is_plain
+from nvme_ops.dcp.items import CHECKSUM
+from nvme_ops.dcp.spans import in_one_piece, spans
+from nvme_ops.dcp.stored import Stored
+from nvme_ops.dcp.through import Through
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+
+_GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items asked of the planner at once; two groups are under way
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An item of a plan, and where it is: ``length`` bytes of a file, in which ``stored`` is its tensor."""
+
+    item: ReadItem
+    path: str
+    offset: int
+    length: int
+    checksum: int | None
+    stored: Stored | None = None
+
+    @property
+    def name(self) -> str:
+        """In the state dict."""
+        return str(self.item.storage_index.fqn)
+
+
+@dataclass
+class _Group:
+    """Reads under way, and what has to be done when they end."""
+
+    future: IoFuture
+    targets: list[tuple[Wanted, torch.Tensor]] = field(default_factory=list)
+    framed: list[tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class Loading:
+    """One ``load`` of one rank."""
+
+    def __init__(self, handle: aio_handle, planner: LoadPlanner, verify: bool, folder: str) -> None:
+        self._handle, self._planner, self._verify, self._folder = handle, planner, verify, folder
+        self._through = Through(handle)
+        self._verified: set[tuple[str, int]] = set()
+        self._wrong: dict[str, None] = {}  # names, each once, in order
+
+    def verify_in_files(self, wanted: Iterable[Wanted]) -> None:
+        """Reads them for their checksums, each once; ``read`` raises what was found."""
+        for one in wanted:
+            if not self._verify or (one.path, one.offset) in self._verified:
+                continue
+            self._verified.add((one.path, one.offset))
+            if self._through.checksum(one.path, one.offset, one.length) != one.checksum:
+                self._wrong[one.name] = None
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fills the planner's tensors. Raises ChecksumError with the names of all that are not what was saved."""
+        under_way: deque[_Group] = deque()
+        try:
+            for group in _groups(wanted):
+                under_way.append(self._start(group))
+                if len(under_way) > 1:
+                    self._finish(under_way.popleft())
+            while under_way:
+                self._finish(under_way.popleft())
+        finally:
+            for left in under_way:
+                left.future.exception()
+        if self._wrong:
+            raise ChecksumError(self._folder, list(self._wrong))
+
+    def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> _Group:
+        """Starts what goes straight to the targets, and moves the rest."""
+        targets: list[tuple[Wanted, torch.Tensor]] = []
+        framed: list[tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        reads: list[tuple[torch.Tensor, str, int]] = []
+        others: list[tuple[Wanted, Stored, torch.Tensor]] = []
+        for one, stored in group:
+            target = self._planner.resolve_tensor(one.item).detach()
+            if tuple(target.shape) != tuple(one.item.lengths):
+                raise ValueError(
+                    f"{one.path}: {one.name!r}: {tuple(one.item.lengths)} is to be read, and the tensor for it is "
+                    f"{tuple(target.shape)}"
+                )
+            targets.append((one, target))
+            start = in_one_piece(stored, one.item.storage_offsets, one.item.lengths)
+            if start is None or target.dtype != stored.dtype or not is_plain(target):
+                others.append((one, stored, target))
+                continue
+            reads.append((target, one.path, start))
+            if self._verify and target.device.type == "cpu" and target.nbytes == stored.nbytes:
+                around = torch.empty(one.length - stored.nbytes, dtype=torch.uint8)
+                head, tail = around[: start - one.offset], around[start - one.offset :]
+                reads.extend([(head, one.path, one.offset), (tail, one.path, start + stored.nbytes)])
+                framed.append((one, head, target, tail))
+            elif self._verify:
+                self.verify_in_files([one])
+        future = self._handle.submit_preadv(*_columns(reads))
+        try:
+            self.verify_in_files(one for one, *_ in others)
+            self._through.copy(
+                (one.path, span)
+                for one, stored, target in others
+                for span in spans(stored, one.item.storage_offsets, one.item.lengths, target)
+            )
+        except BaseException:
+            future.exception()
+            raise
+        return _Group(future, targets, framed)
+
+    def _finish(self, group: _Group) -> None:
+        group.future.result()
+        payloads = checksums_of([target for _, _, target, _ in group.framed], CHECKSUM)
+        for (one, head, target, tail), payload in zip(group.framed, payloads, strict=True):
+            found = joined(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
+            if checksum_of(tail, CHECKSUM, found) != one.checksum:
+                self._wrong[one.name] = None
+        for one, target in group.targets:
+            self._planner.commit_tensor(one.item, target)
+
+
+def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
+    """In the order of the files, so that neighbours are read as one run."""
+    group: list[tuple[Wanted, Stored]] = []
+    size = 0
+    for _, _, one, stored in sorted(
+        ((one.path, one.stored.start, one, one.stored) for one in wanted if one.stored is not None),
+        key=lambda each: each[:2],
+    ):
+        group.append((one, stored))
+        size += stored.nbytes
+        if size >= _GROUP or len(group) == _MOST_ITEMS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _columns(reads: Sequence[tuple[torch.Tensor, str, int]]) -> tuple[list[torch.Tensor], list[str], list[int]]:
+    return [each[0] for each in reads], [each[1] for each in reads], [each[2] for each in reads]

@@ -1,0 +1,47 @@
+"""The file ``.metadata``: DCP's pickle, with a checksum behind it, where pickle does not look."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from typing import Any
+
+from nvme_ops.checkpoint.atomic import replacing
+from nvme_ops.checkpoint.checksums import checksums_of
+from nvme_ops.checkpoint.integrity import ChecksumError
+from nvme_ops.checkpoint.pieces import CHECKSUM
+from nvme_ops.checkpoint.safetensors_format import FormatError
+
+_CHECKSUM = re.compile(rb"\nnvme_ops\.crc32c=([0-9a-f]{8})\n\Z")
+_CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")
+
+
+def write(path: str, metadata: Any, durable: bool) -> None:
+    """Replaces the file at once."""
+    content = pickle.dumps(metadata)
+    content += f"\nnvme_ops.crc32c={checksums_of([content], CHECKSUM)[0]:08x}\n".encode()
+    with replacing(path, durable) as file, open(file.fd, "wb", closefd=False) as stream:
+        stream.write(content)
+
+
+def read(path: str) -> Any:
+    """What ``write`` or DCP's own writer wrote.
+
+    As with DCP's own reader, whoever wrote the file may make this process do anything.
+
+    Raises:
+        ChecksumError: it has a checksum, and another content.
+        FormatError: it cannot be read.
+        OSError: there is none.
+    """
+    with open(path, "rb") as stream:
+        content = stream.read()
+    if found := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
+        content = content[: found.start()]
+        if checksums_of([content], CHECKSUM)[0] != int(found[1], 16):
+            raise ChecksumError(path, [os.path.basename(path)])
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # whatever damage makes of a pickle
+        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error

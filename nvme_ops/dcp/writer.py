@@ -1,0 +1,100 @@
+"""``NvmeStorageWriter``: DCP's files, written from the tensors themselves and never over those of an old checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nvme_ops.checkpoint.atomic import replacing
+from nvme_ops.dcp import folder, metadata_file
+from nvme_ops.dcp.items import DataFile
+from nvme_ops.file import shared_handle
+from nvme_ops.handle import aio_handle
+
+
+class NvmeStorageWriter(filesystem.FileSystemWriter):
+    """For ``torch.distributed.checkpoint.save`` and ``async_save``: the same files, at the speed of the device.
+
+    Every rank writes one file, from its tensors themselves; at most 64 MiB of memory are used beside them. The files of
+    an older checkpoint in the folder stay as they are until the new one is complete and ``.metadata`` was replaced,
+    and are removed then: a crash at any point leaves the old checkpoint or the new one. One save of a folder may run at
+    a time.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        durable: bool = True,
+        checksum: bool = True,
+        overwrite: bool = True,
+        cache_staged_state_dict: bool = False,
+        handle: aio_handle | None = None,
+    ) -> None:
+        """Makes a writer; the folder is made when something is saved.
+
+        Args:
+            path: the folder.
+            durable: return when all is on the device. Without it a power failure may take the checkpoint.
+            checksum: keep a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
+            overwrite: whether a checkpoint in the folder may be replaced.
+            cache_staged_state_dict: keep the memory of ``async_save``'s copies for the next one.
+            handle: whose settings the transfers use; one for the whole process when None, and in a process that saves
+                on behalf of this one.
+        """
+        super().__init__(path, sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
+        self.overwrite = overwrite
+        self._checksum = checksum
+        self._handle = handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handle": None}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the folder. Raises FileExistsError for a checkpoint that must not be replaced."""
+        path = os.fspath(self.path)
+        folder.make(path, self.sync_files)
+        alone = self._rank_that_saves_alone()
+        present = os.path.join(path, folder.METADATA if alone is None else f"__0{folder.METADATA}")
+        if not self.overwrite and os.path.exists(present):
+            raise FileExistsError(errno.EEXIST, "there is a checkpoint, and overwrite is False", path)
+        if alone is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{alone}_"))
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file."""
+        results: list[WriteResult] = []
+        if plan.items:
+            # not decided with the plan, which planners keep from one save to the next
+            name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
+            with replacing(os.path.join(self.path, name), self.sync_files) as file:
+                written = DataFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
+                results = written.write(plan.items)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Makes what all ranks wrote the checkpoint, then removes the older one."""
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for ranks in results for result in ranks}
+        metadata.storage_meta = self.storage_meta()
+        alone = self._rank_that_saves_alone()
+        path, prefix = os.fspath(self.path), "" if alone is None else f"__{alone}"
+        metadata_file.write(os.path.join(path, f"{prefix}{folder.METADATA}"), metadata, self.sync_files)
+        kept = {info.relative_path for info in metadata.storage_data.values()}
+        folder.remove_others(path, kept, f"{prefix}_" if prefix else "")
+
+    def _rank_that_saves_alone(self) -> int | None:
+        """Where ranks save without each other (``use_collectives=False``), which newer torch has; else None."""
+        return None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)

@@ -1,0 +1,144 @@
+"""Blocks of a file that are read before they are asked for, while reads follow each other."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+
+from nvme_ops._native import native
+from nvme_ops.handle import aio_handle
+from nvme_ops.stream.blocks import BLOCK, BLOCKS, PAGE, SMALL, Block
+
+_AHEAD = 2  # blocks under way beyond the one that is being used
+_GAP = 64 << 10  # bytes that a read may skip and still follow the one before
+
+
+class ReadAhead:
+    """Parts of the file as they were some time ago: what else changes the file has to ``drop`` them."""
+
+    def __init__(self, handle: aio_handle, fd: int) -> None:
+        self._handle, self._fd = handle, fd
+        self._blocks: deque[Block] = deque()  # without gaps
+        self._left: deque[Block] = deque()  # whose transfers nobody waits for any more
+        self._made = 0
+        self._expected = -1  # where the next read follows the last one
+
+    def read_into(self, data: memoryview, offset: int) -> int:
+        """Fills ``data``, unless the file ends before; returns how much."""
+        done, follows = 0, self._follows(offset)
+        if len(data) >= BLOCK:
+            native().expect_to_fill(data)
+        while done < len(data):
+            block = self._block_at(offset + done)
+            if block is None and follows and self._begin(offset + done):
+                continue
+            if block is None:
+                done += self._read_directly(data[done:], offset + done)
+                break
+            if not self._has_arrived(block):
+                follows = False  # as if there had been no blocks; what is wrong is met again, by who asks for it
+                continue
+            part = block.part(offset + done, len(data) - done)
+            data[done : done + len(part)] = part
+            done += len(part)
+            self._go_on()
+        self._expected = offset + done
+        return done
+
+    def read(self, count: int, offset: int) -> bytes | None:
+        """The bytes where they lie in a block, else None."""
+        block = self._block_at(offset)
+        if block is None or offset + count > block.stop or not self._has_arrived(block):
+            return None
+        self._go_on()
+        self._expected = offset + count
+        return bytes(block.part(offset, count))
+
+    def peek(self, count: int, offset: int) -> bytes:
+        """Some bytes from there on, at most ``count``; none at the end of the file."""
+        block = self._block_at(offset)
+        if block is None and self._begin(offset):
+            block = self._block_at(offset)
+        if block is not None and self._has_arrived(block):
+            return bytes(block.part(offset, count))
+        return os.pread(self._fd, min(count, PAGE), offset)
+
+    def drop(self) -> None:
+        """Forgets what was read."""
+        self._left.extend(self._blocks)
+        self._blocks.clear()
+
+    def close(self) -> None:
+        """Returns when nothing is under way."""
+        self.drop()
+        while self._left:
+            self._wait_for_one()
+
+    def _follows(self, offset: int) -> bool:
+        return 0 <= offset - self._expected <= _GAP and self._expected >= 0
+
+    def _block_at(self, offset: int) -> Block | None:
+        """The block with this byte; those before it are not needed any more."""
+        for number, block in enumerate(self._blocks):
+            if block.start <= offset < block.stop:
+                for _ in range(number):
+                    self._left.append(self._blocks.popleft())
+                return block
+        return None
+
+    def _begin(self, offset: int) -> bool:
+        """Reads a block from there on; False at the end of the file."""
+        if offset >= os.fstat(self._fd).st_size:
+            return False
+        self.drop()
+        self._fetch(offset)
+        return True
+
+    def _go_on(self) -> None:
+        """Reads ahead of the first block."""
+        while 0 < len(self._blocks) <= _AHEAD and self._blocks[-1].full:
+            if self._blocks[-1].stop >= os.fstat(self._fd).st_size:
+                return
+            self._fetch(self._blocks[-1].stop)
+
+    def _fetch(self, offset: int) -> None:
+        block = self._take()
+        block.place(offset)
+        block.length = min(block.room, os.fstat(self._fd).st_size - offset)
+        block.transfer = self._handle.submit_pread(block.tensor(), self._fd, offset)
+        self._blocks.append(block)
+
+    def _has_arrived(self, block: Block) -> bool:
+        """Waits for it; when that failed, all blocks are forgotten: the file may have been cut."""
+        if block.transfer is not None and block.transfer.exception() is not None:
+            self.drop()
+            return False
+        return True
+
+    def _read_directly(self, data: memoryview, offset: int) -> int:
+        count = max(0, min(len(data), os.fstat(self._fd).st_size - offset))
+        if count < SMALL:
+            return os.preadv(self._fd, [data[:count]], offset) if count else 0
+        lanes = self._handle.get_thread_count()
+        self._handle._engine.run(False, data[:count], self._fd, offset, False, lanes > 1)
+        return count
+
+    def _take(self) -> Block:
+        for number, block in enumerate(self._left):
+            if block.transfer is None or block.transfer.done():
+                del self._left[number]
+                self._forget(block)
+                return block
+        if self._made == BLOCKS:
+            return self._wait_for_one()
+        self._made += 1
+        return Block()
+
+    def _wait_for_one(self) -> Block:
+        self._forget(self._left[0])
+        return self._left.popleft()
+
+    @staticmethod
+    def _forget(block: Block) -> None:
+        if block.transfer is not None:
+            block.transfer.exception()

@@ -1,0 +1,247 @@
+"""Saves that end badly: in children that strace kills, or to whose system calls it answers with errors, or held up.
+
+A forked child of a process that has imported everything starts in milliseconds; it stops itself before it saves, strace
+takes hold of it, and it goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from conftest import MIB
+
+import nvme_ops
+from nvme_ops import aio_handle
+
+Tensors = dict[str, torch.Tensor]
+OLD: Tensors = {"a": torch.zeros(1000), "b": torch.arange(3000).view(50, 60).t(), "none": torch.zeros(0)}
+NEW: Tensors = {"a": torch.ones(1000), "b": OLD["b"] + 1, "none": torch.zeros(0), "more": torch.ones(5).to(torch.int8)}
+
+_SET_TRACER = 0x59616D61  # PR_SET_PTRACER
+
+#: What the kernel may answer to the calls by which a file is replaced. EINTR says to try again: the save goes on.
+ERRORS = {
+    "openat": ("EIO", "ENOSPC", "EINTR", "EMFILE"),
+    "newfstatat": ("EIO",),
+    "statx": ("EIO",),
+    "readlink": ("EIO",),
+    "getdents64": ("EIO", "EINTR"),
+    "fchmod": ("EIO", "ENOSPC"),
+    "flock": ("EINTR", "ENOLCK"),
+    "fcntl": ("EMFILE",),
+    "pwrite64": ("EIO", "ENOSPC", "EINTR"),
+    "io_uring_enter": ("EIO", "ENOSPC", "EINTR"),
+    "io_submit": ("EIO", "ENOSPC", "EINTR"),
+    "fdatasync": ("EIO", "ENOSPC", "EINTR"),
+    "rename": ("EIO", "ENOSPC"),
+    "fsync": ("EIO", "ENOSPC", "EINTR"),
+    "close": ("EIO", "ENOSPC", "EINTR"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended: its exit code or the negative signal, what its save raised, and its system calls in order."""
+
+    status: int
+    error: str | None = None
+    code: int | None = None
+    filename: str | None = None
+    calls: list[tuple[int, str]] = field(default_factory=list)
+
+    def points(self) -> list[tuple[str, int]]:
+        """Each call as strace counts it: the name, and which one of that name it is in its thread."""
+        counts = Counter(self.calls)
+        most: dict[str, int] = {}
+        for (_, name), count in counts.items():
+            most[name] = max(count, most.get(name, 0))
+        return [(name, number) for name, count in most.items() for number in range(1, count + 1)]
+
+
+class NoStraceError(Exception):
+    """strace is missing, or may not trace."""
+
+
+def save_under_strace(save: Callable[[], object], folder: Path, *injections: str) -> Outcome:
+    """Runs ``save`` in a child under strace, which traces all calls, or injects something into some.
+
+    ``folder`` takes the trace.
+
+    Raises:
+        NoStraceError: with the reason.
+    """
+    if shutil.which("strace") is None:
+        raise NoStraceError("strace is not installed")
+    log = folder / "strace.log"
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _save_when_told(save, writing)
+    os.close(writing)
+    os.waitpid(child, os.WUNTRACED)
+    with open(reading, encoding="utf-8") as report:
+        try:
+            command = ["strace", "-f", "-p", str(child), "-o", str(log)]
+            for injection in injections:
+                command += ["-e", f"inject={injection}"]
+            if injections:
+                command += ["-e", "trace=" + ",".join(injection.partition(":")[0] for injection in injections)]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+                assert tracer.stderr is not None
+                said = tracer.stderr.readline()
+                if "attached" not in said:
+                    raise NoStraceError(said.strip())
+                os.kill(child, signal.SIGCONT)
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                child = 0
+                tracer.communicate()
+        finally:
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        told = json.loads(report.read() or "{}")
+    found = (re.match(r"(\d+)\s+(\w+)\(", line) for line in log.read_text(errors="replace").splitlines())
+    log.unlink()
+    return Outcome(status, calls=[(int(match[1]), match[2]) for match in found if match], **told)
+
+
+def _save_when_told(save: Callable[[], object], report: int) -> NoReturn:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)  # a child that hangs ends too
+    torch.set_num_threads(1)  # OpenMP's threads are the parent's
+    ctypes.CDLL(None).prctl(_SET_TRACER, ctypes.c_ulong(-1))  # strace is no ancestor: Yama asks for leave
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        save()
+    except BaseException as error:
+        told: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"}
+        if isinstance(error, OSError):
+            told |= {"code": error.errno, "filename": error.filename}
+        os.write(report, json.dumps(told).encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def kill_at(name: str, number: int) -> str:
+    """For strace: the process dies where a thread enters this call of its, before the call does anything."""
+    return f"{name}:signal=KILL:when={number}"
+
+
+def fail_at(name: str, number: int, error: str) -> str:
+    """For strace: this call of a thread does nothing and returns an error."""
+    return f"{name}:error={error}:when={number}"
+
+
+# What a save leaves, and what may come between
+
+
+def content(path: Path) -> str | None:
+    """``"old"`` or ``"new"``; None where there is no file. Fails for anything else."""
+    if not path.exists():
+        return None
+    found = nvme_ops.load(path, verify=True)
+    for name, tensors in (("old", OLD), ("new", NEW)):
+        if found.keys() == tensors.keys() and all(torch.equal(found[each], tensors[each]) for each in tensors):
+            return name
+    raise AssertionError(f"neither the old tensors nor the new ones: {found}")
+
+
+def beside(path: Path) -> list[str]:
+    """What else is in the folder."""
+    return sorted(each.name for each in path.parent.iterdir() if each != path)
+
+
+def assert_untouched(path: Path) -> None:
+    assert content(path) == "old"
+    assert beside(path) == []
+
+
+class Hooked(aio_handle):
+    """Does something once, when the first tensors are on their way to the file."""
+
+    def __init__(self, hook: Callable[[], object]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def submit_pwritev(self, *arguments: Any, **options: Any) -> Any:
+        future = super().submit_pwritev(*arguments, **options)
+        hook, self.hook = self.hook, lambda: None
+        hook()
+        return future
+
+
+class Gated(aio_handle):
+    """Lets tensors, and then the head of the file, pass when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.tensors, self.head = threading.Event(), threading.Event(), threading.Event()
+
+    def submit_pwritev(self, *arguments: Any, **options: Any) -> Any:
+        self.reached.set()
+        assert self.tensors.wait(60)
+        return super().submit_pwritev(*arguments, **options)
+
+    def submit_pwrite(self, tensor: torch.Tensor, file: Any, file_offset: int | None = None) -> Any:
+        if file_offset == 0:
+            assert self.head.wait(60)
+        return super().submit_pwrite(tensor, file, file_offset)
+
+    def open(self) -> None:
+        self.tensors.set()
+        self.head.set()
+
+
+def numbered(number: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((1000,), float(number)), "b": torch.full((30, 40), number).t()}
+
+
+def number_in(path: Path) -> int:
+    """Of ``numbered``'s, if they are whole."""
+    found = nvme_ops.load(path, verify=True)
+    number = int(found["a"][0])
+    assert all((tensor == number).all() for tensor in found.values())
+    return number
+
+
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """No file may be longer than 1 MiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def interrupted_by(code: int) -> Iterator[None]:
+    """The signal comes in a moment, and raises KeyboardInterrupt."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(code, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(code, before)

@@ -1,0 +1,130 @@
+"""Indexes and shards that do not fit together, and what is asked of them in vain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_files import INDEX, SHARD, STATE, by_torch, by_us
+
+import nvme_ops
+from nvme_ops.checkpoint import sharded
+from nvme_ops.checkpoint.contents import contents
+from nvme_ops.checkpoint.safetensors_format import FormatError
+
+load: Any = nvme_ops.load  # takes its options as dictionaries here
+
+
+@pytest.fixture
+def saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """STATE in three shards."""
+    monkeypatch.setattr(sharded, "MAX_SHARD_SIZE", SHARD)
+    by_us(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"keys": ["norm", "gone"]}, KeyError, "has no tensor 'gone'"),
+        ({"into": {"norm": torch.zeros(100)}}, KeyError, "'embedding' has no counterpart"),
+        ({"into": {**STATE, "more": torch.zeros(1)}}, KeyError, "has no tensor 'more'"),
+        ({"into": {"norm": torch.zeros(99)}, "keys": ["norm"]}, ValueError, "99"),
+        ({"map_location": {"cpu": "cpu"}}, TypeError, "map_location"),
+    ],
+)
+def test_what_is_asked_for_in_vain(options: Any, error: Any, words: str, saved: Path) -> None:
+    with pytest.raises(error, match=words):
+        load(saved, **options)
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**document, **changes}))
+
+
+INDEXES: dict[str, tuple[str | bytes, str]] = {
+    "not JSON": ("{", "not JSON"),
+    "not text": (b"\xff\xfe", "not JSON"),
+    "too deep": ("[" * 100_000, "not JSON"),
+    "not an object": ("[]", "not a JSON object"),
+    "empty": ("", "not JSON"),
+    "no map": ("{}", "weight_map is missing"),
+    "a map that is none": ('{"weight_map": ["a"]}', "not an object"),
+    "a file that is no name": ('{"weight_map": {"a": 3}}', "the file of 'a' is 3"),
+    "a file that is none": ('{"weight_map": {"a": ""}}', "does not lie in the folder"),
+    "a file elsewhere": ('{"weight_map": {"a": "../b.safetensors"}}', "does not lie in the folder"),
+    "a file in a folder elsewhere": ('{"weight_map": {"a": "x/../../b.safetensors"}}', "does not lie in the folder"),
+    "a file at the root": ('{"weight_map": {"a": "/etc/b.safetensors"}}', "does not lie in the folder"),
+    "a file with a null": ('{"weight_map": {"a": "b\\u0000.safetensors"}}', "does not lie in the folder"),
+    "a file of another kind": ('{"weight_map": {"a": "config.json"}}', "no format that is known"),
+    "a missing file": ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which is missing"),
+    "a missing pickle": ('{"weight_map": {"a": "gone.bin"}}', "'gone.bin', which is missing"),
+    "a name twice": ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a' comes twice"),
+    "metadata that are none": ('{"weight_map": {}, "metadata": 3}', "metadata is not an object"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_is_none(name: str, folder: Path) -> None:
+    content, words = INDEXES[name]
+    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for path in (folder, folder / INDEX):
+        with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
+            load(path)
+        with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
+            contents(path)
+
+
+def test_an_index_without_end(folder: Path) -> None:
+    with (folder / INDEX).open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(FormatError, match="at most 100000000 bytes"):
+        load(folder)
+
+
+@pytest.mark.parametrize("write", [by_torch, by_us])
+def test_a_name_that_its_shard_lacks(write: Callable[[Path], Path], folder: Path) -> None:
+    index = write(folder)
+    document = json.loads(index.read_text())
+    document["weight_map"]["ghost"] = document["weight_map"]["norm"]
+    index.write_text(json.dumps(document))
+    for options in ({}, {"keys": ["ghost"]}):
+        with pytest.raises(FormatError, match=r"index\.json: weight_map does not fit its shard: .*'ghost'"):
+            load(folder, **options)
+
+
+def test_a_name_in_another_shard(saved: Path) -> None:
+    places = json.loads((saved / INDEX).read_text())["weight_map"]
+    rewrite(saved, weight_map={**places, "norm": places["head"]})
+    with pytest.raises(FormatError, match="'norm'"):
+        load(saved)
+    with pytest.raises(FormatError, match="'norm'"):
+        contents(saved)
+
+
+def test_tensors_that_the_index_does_not_name_are_left_out(saved: Path) -> None:
+    places = json.loads((saved / INDEX).read_text())["weight_map"]
+    del places["norm"]
+    rewrite(saved, weight_map=places)
+    assert "norm" not in load(saved)
+
+
+def test_a_damaged_shard_is_the_one_named(saved: Path) -> None:
+    (saved / "model-00002-of-00003.safetensors").write_bytes(b"\1")
+    with pytest.raises(FormatError, match="model-00002-of-00003"):
+        load(saved)
+
+
+def test_a_folder_without_a_model(folder: Path) -> None:
+    with pytest.raises(FormatError, match=r"none of model\.safetensors"):
+        load(folder)
+
+
+def test_a_missing_index(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(folder / INDEX)
