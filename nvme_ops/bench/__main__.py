@@ -1,0 +1,8 @@
+"""``python -m nvme_ops.bench`` is ``nvme-bench``."""
+
+import sys
+
+from nvme_ops.bench.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

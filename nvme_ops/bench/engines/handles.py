@@ -1,0 +1,79 @@
+"""A row of an ``aio_handle`` or ``gds_handle``, this package's or DeepSpeed's: the calls are the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.measure import BlockTimes, Row, Sample
+from nvme_ops.bench.work import tensor_row
+
+BLOCKS, SECONDS = 512, 1.0  # single blocks end with whichever comes first
+
+
+def handle_row(task: Task, name: str, handle: Any) -> Row:
+    """Each pass is one asynchronous call and ``wait``, as ds_io does it."""
+    start = handle.pwrite if task.write else handle.pread
+    submitted = 0.0
+
+    def move(tensor: torch.Tensor) -> None:
+        nonlocal submitted
+        begin = time.perf_counter()
+        start(tensor, task.path, task.validate, True)
+        submitted = time.perf_counter() - begin
+        handle.wait()
+        task.finish()
+
+    def move_through_new_memory(tensor: torch.Tensor) -> None:
+        bounce = handle.new_cpu_locked_tensor(tensor.numel(), torch.empty(0, dtype=tensor.dtype))
+        if task.write:
+            bounce.copy_(tensor)
+        move(bounce)
+        if not task.write:
+            tensor.copy_(bounce)
+        task.finish()
+        handle.free_cpu_locked_tensor(bounce)
+
+    through = move_through_new_memory if task.slow_bounce_buffer else move
+    row = tensor_row(task, name, lambda: task.buffer, through)
+    run = row.run
+
+    def run_and_tell() -> Sample:
+        return replace(run(), submit_seconds=submitted)
+
+    row.run = run_and_tell
+    row.blocks = lambda: block_times(task, handle)
+    return row
+
+
+def block_times(task: Task, handle: Any) -> BlockTimes:
+    """Single blocks of the handle's block size at random places of the file, one after the other."""
+    block = task.buffer[: handle.get_block_size()]
+    start = handle.async_pwrite if task.write else handle.async_pread
+    task.set_out()
+    complete, submit = [], []
+    for offset in random_offsets(task.size, block.numel()):
+        begin = time.perf_counter()
+        start(block, task.path, offset)
+        submitted = time.perf_counter()
+        handle.wait()
+        task.finish()
+        complete.append(time.perf_counter() - begin)
+        submit.append(submitted - begin)
+    return BlockTimes.of(complete, submit)
+
+
+def random_offsets(size: int, block: int) -> Iterator[int]:
+    """Different multiples of ``block`` within ``size``, always the same, until there are enough or time is over."""
+    blocks = max(1, size // block)
+    end = time.perf_counter() + SECONDS
+    for place in random.Random(0).sample(range(blocks), min(BLOCKS, blocks)):
+        yield place * block
+        if time.perf_counter() > end:
+            return

@@ -1,0 +1,67 @@
+"""What one process does with one file, the same for every engine; and the file and memory its rows share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+from nvme_ops.bench.files import checksum, make_cold, make_warm
+from nvme_ops.bench.measure import Row
+from nvme_ops.bench.work import Work, filled
+
+
+@dataclass
+class Task(Work):
+    """A transfer of ``size`` bytes between ``path`` and memory, in the words of ``nvme-bench``'s flags.
+
+    Pickled before its memory is made, it does the same in another process.
+    """
+
+    gpu: int | None = None  # number of the device that holds the tensor; None: host memory
+    cached: bool = False  # the file lies in the page cache
+    validate: bool = False
+    pageable_memory: bool = False  # an ordinary tensor instead of a page-locked one
+    use_gds: bool = False
+    slow_bounce_buffer: bool = False
+    more_paths: tuple[str, ...] = ()  # with them each pass takes the next file
+    _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    @functools.cached_property
+    def buffer(self) -> torch.Tensor:
+        """What is read into or written from."""
+        if self.gpu is not None:
+            return filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
+        return self.pageable if self.pageable_memory else self.locked
+
+    def set_out(self) -> None:
+        """The same starting point for all: the file out of the page cache, or in it."""
+        (make_warm if self.cached else make_cold)(self.path)
+
+    def finish(self) -> None:
+        """Returns when the device of the tensor is done."""
+        if self.gpu is not None:
+            torch.cuda.synchronize(self.gpu)
+
+    @property
+    def content(self) -> int:
+        """The checksum of the file that is read."""
+        if self.path not in self._contents:
+            self._contents[self.path] = checksum(self.path)
+        return self._contents[self.path]
+
+
+def over_files(task: Task, row: Row) -> Row:
+    """Makes every pass of ``row`` take the next file, the same ones as the other rows."""
+    paths = (task.path, *task.more_paths)
+    before, passes = row.before, 0
+
+    def take_next() -> None:
+        nonlocal passes
+        task.path = paths[passes % len(paths)]
+        passes += 1
+        before()
+
+    row.before = take_next
+    return row

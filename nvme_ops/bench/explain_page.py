@@ -1,0 +1,131 @@
+"""What ``nvme-bench explain`` found, as one page for a reader and as a document."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from nvme_ops.bench.explain_judge import FIO, rate_words
+from nvme_ops.bench.tables import Table, as_json, with_range
+from nvme_ops.bench.tables import as_text as table_text
+from nvme_ops.sizes import size_words
+
+if TYPE_CHECKING:
+    from nvme_ops.bench.explain import Direction, Page
+
+_WIDTH = 120
+_NOTE = 50
+
+
+def as_text(page: Page) -> str:
+    """The verdicts, then for each direction its table and findings, then the place and the machine."""
+    lines = [direction.judgement.verdict for direction in page.directions]
+    for direction in page.directions:
+        lines += ["", _table_text(_table(page, direction)), "", *_findings(direction)]
+    return "\n".join([*lines, "", *_surroundings(page)])
+
+
+def as_document(page: Page, command: list[str]) -> dict[str, Any]:
+    """Everything that the text tells, and each pass."""
+    return {
+        "command": ["explain", *command],
+        "machine": page.machine,
+        "place": {**asdict(page.place), "scratch": page.scratch},
+        "io_size": page.size,
+        "rounds": page.rounds,
+        "as_found": page.as_found and asdict(page.as_found),
+        "still_cached": page.still_cached,
+        "refused": [{"what": words, "fix": fix} for words, fix in page.hindrances],
+        "energy": page.energy or "available",
+        "directions": [
+            {
+                **asdict(direction.judgement),
+                "write": direction.measured.write,
+                "busy_cores": direction.measured.busy,
+                "copy_rate": direction.measured.copy_rate,
+                "new_page_rate": direction.measured.new_page_rate,
+                "device_copy_rate": direction.measured.device_copy_rate,
+                "table": as_json(_table(page, direction)),
+            }
+            for direction in page.directions
+        ],
+    }
+
+
+def _table(page: Page, direction: Direction) -> Table:
+    judgement = direction.judgement
+    marks = {judgement.ceiling: "the ceiling", judgement.reached: "what was reached"}
+    rows = [replace(row, note=", ".join(filter(None, (marks.get(row.name), row.note)))) for row in direction.rows]
+    word = "write" if direction.measured.write else "read"
+    title = (
+        f"{word} of {size_words(page.size)} past the page cache, default aio_handle, medians of {page.rounds} rounds"
+    )
+    return Table(word, title, "GB/s", rows, judgement.ceiling, ("CPU s/GiB", "J/GiB"))
+
+
+def _table_text(table: Table) -> str:
+    """What fits on a screen; the document has the notes in full."""
+    short = [replace(row, note=textwrap.shorten(row.note, _NOTE, placeholder=" ...")) for row in table.rows]
+    return table_text(replace(table, rows=short))
+
+
+def _findings(direction: Direction) -> list[str]:
+    judgement, measured = direction.judgement, direction.measured
+    lines = []
+    for number, finding in enumerate(judgement.findings, 1):
+        lines.append(f"{number}. {finding.name}: {finding.share:.0%} of the gap")
+        lines += _wrapped("   measured: ", finding.evidence) + _wrapped("   change: ", finding.fix)
+    if not judgement.findings:
+        lines.append("Nothing to change: no part of this program costs more than the noise of the measurement.")
+    if judgement.ceiling != FIO:
+        why = measured.missing or f"{FIO} is slower here"
+        lines += _wrapped("", f"The ceiling is this package's own best with page-locked memory: {why}.")
+    words = f"Differences below {judgement.noise:.0%} are not told from noise (more --rounds tell more)."
+    if not any("one core" in finding.evidence for finding in judgement.findings):
+        rates = rate_words(measured.copy_rate), rate_words(measured.new_page_rate)
+        words += f" One core copies {rates[0]} and makes new pages at {rates[1]}."
+    lines += _wrapped("", words)
+    return lines
+
+
+def _surroundings(page: Page) -> list[str]:
+    place = page.place
+    lines = []
+    if not page.scratch:
+        extents = "" if place.extents is None else f" in {place.extents} extent{'' if place.extents == 1 else 's'}"
+        lines.append(f"file: {place.path}, {size_words(place.size)}{extents}; {_cache_words(page)}")
+    if place.stored < place.size:
+        lines.append(
+            f"caution: {size_words(place.size - place.stored)} of it are not on the device (holes or compression)"
+        )
+    if page.still_cached is not None and page.still_cached > page.size // 50:
+        lines.append(f"caution: {size_words(page.still_cached)} of it stay in the page cache: others map them")
+    lines += [f"refused: {words}; fix: {fix}" for words, fix in page.hindrances]
+    if page.energy:
+        lines.append(f"energy: {page.energy}")
+    lines.append(f"place: {place.words()}")
+    about = page.machine
+    lines.append(
+        f"machine: {about['cpu']}; {about['memory']}; kernel {about['kernel']}; python {about['python']}; "
+        f"torch {about['torch']}; {about['backends']}"
+    )
+    return [part for line in lines for part in _wrapped("", line, "  ")]
+
+
+def _cache_words(page: Page) -> str:
+    cached = page.place.cached
+    if cached == 0:
+        return "nothing of it in the page cache"
+    share = "unknown how much of it" if cached is None else f"{cached / page.place.size:.0%} of it"
+    return f"{share} in the page cache, as found {with_range(page.as_found, 3)} GB/s"
+
+
+def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:
+    whole = label + re.sub(r" (?=[GM]B/s)", "\xa0", text)  # a number stays with its unit
+    lines = textwrap.wrap(
+        whole, _WIDTH, subsequent_indent=" " * len(label) if indent is None else indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace("\xa0", " ") for line in lines]

@@ -1,0 +1,235 @@
+"""The rows that ``nvme-bench explain`` measures in interleaved rounds, and the rates of the processor beside them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import nvme_ops
+from nvme_ops.bench import fio
+from nvme_ops.bench.energy import Meter, used
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.explain_judge import EMPTY, FIO, GDS, GPU, KEPT, LANES, LOCKED, NEW, Variation
+from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
+from nvme_ops.bench.work import filled
+from nvme_ops.report import kernel, memory
+from nvme_ops.report.host import Host
+from nvme_ops.report.result import Status
+from nvme_ops.sizes import KIB, MIB
+
+_LEAST_PASS = 64 * MIB  # a smaller file is moved several times in a pass
+_MOST_CALLS = 1024
+_COPIED = 256 * MIB
+_SETTINGS = (
+    ("block_size", 256 * KIB),
+    ("block_size", 4 * MIB),
+    ("queue_depth", 32),
+    ("queue_depth", 512),
+    (LANES, 2),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All rows of one direction."""
+
+    rows: list[Row]
+    reached: str
+    variations: list[Variation]
+
+
+def make_rows(task: Task, meter: Meter) -> Rows:
+    """Rows over ``task.size`` bytes from the beginning of its file, which is only written when ``task.write``."""
+    reached = GPU if task.gpu is not None else KEPT if task.write else NEW
+    default = task.handle
+    rows = [
+        _fio_row(task),
+        _row(task, LOCKED, default, lambda: task.locked),
+    ]
+    if task.gpu is None:
+        if not task.write:
+            rows.append(_row(task, EMPTY, default, lambda: nvme_ops.empty(task.size, dtype=torch.uint8)))
+        rows.append(_row(task, KEPT, default, lambda: task.pageable))
+        if not task.write:
+            rows.append(_row(task, NEW, default, lambda: torch.empty(task.size, dtype=torch.uint8)))
+    else:
+        rows += [_row(task, GPU, default, lambda: task.buffer), _gds_row(task)]
+    variations = [Variation(LOCKED, argument, value) for argument, value in _SETTINGS]
+    variations.append(Variation(reached, LANES, 2))
+    for each in variations:
+        handle = nvme_ops.aio_handle(**{each.argument: each.value})  # type: ignore[arg-type]
+        rows.append(_row(task, each.name, handle, _memory_of(task, each.of)))
+    for row in rows:
+        _instrument(row, meter)
+    return Rows(rows, reached, variations)
+
+
+def as_found_row(task: Task) -> Row:
+    """The default handle and an ordinary tensor, with whatever of the file lies in the page cache."""
+    row = _row(task, "as found", task.handle, _memory_of(task, NEW if task.gpu is None else GPU))
+    row.before = lambda: None
+    return row
+
+
+def probe(path: str, size: int) -> float:
+    """Bytes per second of one short read, to know how much can be read in the time that there is."""
+    handle = nvme_ops.aio_handle()
+    tensor = filled(nvme_ops.empty(min(size, _LEAST_PASS), dtype=torch.uint8))
+    task = Task(path, tensor.numel(), write=False)
+    task.set_out()
+    return timed(lambda: handle.sync_pread(tensor, path, 0), tensor.numel()).rate
+
+
+def lock(task: Task) -> bool:
+    """Makes the page-locked tensor; False where the system refuses to lock it, which works all the same."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        task.locked  # noqa: B018  (made when first asked for)
+    return not any("lock" in str(warning.message) for warning in said)
+
+
+def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
+    """What the system refuses a handle that would be faster with it, each with the fix."""
+    host = Host()
+    found = []
+    if wanted := os.environ.get("NVME_OPS_BACKEND"):
+        if backend != "io_uring":
+            found.append((f"NVME_OPS_BACKEND={wanted}", "unset NVME_OPS_BACKEND"))
+    elif backend != "io_uring" and (result := kernel.io_uring(host)).status is not Status.OKAY:
+        found.append((f"io_uring: {result.detail}", result.fix))
+    if not locked:
+        fix = memory.memlock(host).fix or "ulimit -l unlimited"
+        found.append(("memory cannot be locked (RLIMIT_MEMLOCK)", fix))
+    huge = memory.transparent(host)
+    if huge.status is Status.WARNING:
+        found.append((f"huge pages: {huge.detail}", huge.fix))
+    return found
+
+
+def copy_rate(task: Task) -> float:
+    """Bytes per second that one core copies to a tensor whose pages are there: the best of three.
+
+    In blocks from a few MiB that lie in its cache, as they do just after the device filled them.
+    """
+    count = min(task.size, _COPIED)
+    source, target, block = task.locked.data_ptr(), task.pageable.data_ptr(), min(count, MIB)
+
+    def copy() -> None:
+        for offset in range(0, count - block + 1, block):
+            ctypes.memmove(target + offset, source + offset % (16 * MIB), block)
+
+    return count // block * block / _best_of_three(copy)
+
+
+def new_page_rate(task: Task) -> float:
+    """Bytes per second of new memory that one core touches for the first time: the best of three."""
+    count = max(min(task.size, _COPIED), _LEAST_PASS)  # less might come from memory that was used before
+    tensor = torch.empty(0)
+
+    def touch() -> None:
+        tensor[::4096] = 1
+
+    seconds = []
+    for _ in range(3):
+        tensor = torch.empty(count, dtype=torch.uint8)
+        seconds.append(_seconds(touch))
+    return count / min(seconds)
+
+
+def device_copy_rate(task: Task) -> float:
+    """Bytes per second between memory that torch pinned and the GPU, one way: the best of three; 0 without a GPU."""
+    if task.gpu is None:
+        return 0.0
+    count = min(task.size, _COPIED)
+    pinned, device = torch.empty(count, dtype=torch.uint8, pin_memory=True), task.buffer[:count]
+    target, source = (pinned, device) if task.write else (device, pinned)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        task.finish()
+
+    return count / _best_of_three(copy)
+
+
+def calls(size: int) -> int:
+    """How often a file of this size is moved in a pass."""
+    return max(1, min(_MOST_CALLS, _LEAST_PASS // size))
+
+
+def _memory_of(task: Task, row: str) -> Callable[[], torch.Tensor]:
+    return {
+        LOCKED: lambda: task.locked,
+        KEPT: lambda: task.pageable,
+        NEW: lambda: torch.empty(task.size, dtype=torch.uint8),
+        GPU: lambda: task.buffer,
+    }[row]
+
+
+def _row(task: Task, name: str, handle: nvme_ops.aio_handle, memory: Callable[[], torch.Tensor]) -> Row:
+    """``memory`` is asked for its tensor in each call: what it costs to make is part of the pass."""
+    start = handle.sync_pwrite if task.write else handle.sync_pread
+
+    def move() -> None:
+        for _ in range(calls(task.size)):
+            start(memory(), task.path, 0)
+        task.finish()
+
+    def before() -> None:
+        memory()
+        task.set_out()
+
+    return Row(name, lambda: timed(move, task.size * calls(task.size)), before)
+
+
+def _gds_row(task: Task) -> Row:
+    try:
+        handle = nvme_ops.gds_handle()
+    except RuntimeError as error:
+        reason = Unavailable(str(error).splitlines()[0])
+
+        def give_up() -> None:
+            raise reason
+
+        return Row(GDS, lambda: Sample(1, 1), give_up)
+    return _row(task, GDS, handle, lambda: task.buffer)
+
+
+def _fio_row(task: Task) -> Row:
+    """4 MiB x 32 in huge pages; of a smaller file, whatever fits."""
+    block = 4 * MIB
+    while block > max(task.size, 4096):
+        block //= 2
+    made = Row(FIO, lambda: Sample(1, 1), task.set_out)
+    shape = [f"--bs={block}", "--iodepth=32"]
+    if not task.write:
+        shape.append("--readonly")  # fio refuses to run when a job would write
+    pattern = "write" if task.write else "read"
+    made.run = fio.first_that_runs(made, fio.variants(shape), pattern, lambda: task.path, task.size * calls(task.size))
+    return made
+
+
+def _instrument(row: Row, meter: Meter) -> None:
+    run = row.run
+
+    def run_and_meter() -> Sample:
+        before = meter.read()
+        sample = run()
+        return replace(sample, joules=used(before, meter.read()))
+
+    row.run = run_and_meter
+
+
+def _best_of_three(work: Callable[[], object]) -> float:
+    return min(_seconds(work) for _ in range(3))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

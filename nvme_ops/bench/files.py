@@ -1,0 +1,129 @@
+"""The file that a benchmark works on: made, dropped from the page cache, compared, and removed whatever happens."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from nvme_ops.sizes import MIB, size_words
+
+_PIECE = 16 * MIB
+
+
+class NotUsable(Exception):  # noqa: N818  (the message is all there is to it)
+    """The folder cannot be benchmarked, and why."""
+
+
+@contextmanager
+def scratch(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
+    """A new folder in ``folder``, removed at the end, on Ctrl-C and on SIGTERM too.
+
+    ``needed``: bytes of free space.
+
+    ``smaller``: the flags by which to need less, for the message.
+    """
+    require_space(folder, needed, smaller)
+    try:
+        place = tempfile.mkdtemp(prefix="nvme_ops-bench-", dir=folder)
+    except OSError as error:
+        raise NotUsable(f"{folder}: {error.strerror}") from error
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def require_space(folder: str, needed: int, smaller: str) -> None:
+    """Raises NotUsable for less than ``needed`` bytes of free space in ``folder``."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise NotUsable(f"{folder}: {error.strerror}") from error
+    if free < needed:
+        raise NotUsable(
+            f"{folder}: {size_words(needed)} of free space are needed and there are {size_words(free)}; "
+            f"choose another {smaller}"
+        )
+
+
+def leave_on_sigterm() -> None:
+    """Makes SIGTERM an ordinary exit, which removes files on its way out."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def make_file(path: str, size: int) -> None:
+    """Fills ``path`` with ``size`` arbitrary bytes that no device can compress, all written to the device."""
+    piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
+    content = view(piece)
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, size, _PIECE):
+            piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
+            end = min(_PIECE, size - start)
+            written = 0
+            while written < end:
+                written += file.write(content[written:end])
+        os.fsync(file.fileno())
+
+
+def make_cold(path: str) -> None:
+    """Writes back what is dirty and drops the file from the page cache (on tmpfs there is nowhere to drop it to)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def make_warm(path: str) -> None:
+    """Reads the file through the page cache, so that it lies there."""
+    for _ in _pieces(path):
+        pass
+
+
+def sync(path: str) -> None:
+    """What was written to ``path`` is on the device when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: str) -> int:
+    """Of a file, read by plain Python."""
+    total = 0
+    for piece in _pieces(path):
+        total = zlib.crc32(piece, total)
+    return total
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """Of a tensor's bytes, on any device; the same as of a file that holds them."""
+    return zlib.crc32(view(tensor.cpu()))
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, in place. The caller keeps the tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _pieces(path: str) -> Iterator[memoryview]:
+    buffer = bytearray(_PIECE)
+    with open(path, "rb", buffering=0) as file, memoryview(buffer) as view:
+        while count := file.readinto(buffer):
+            yield view[:count]

@@ -1,0 +1,184 @@
+"""Runs fio and takes its figures."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nvme_ops.bench.measure import PERCENTILES, BlockTimes, Row, Sample, Unavailable
+from nvme_ops.sizes import MIB
+
+_PAGE = 4096
+_HUGE_PAGES = "/proc/sys/vm/nr_hugepages"
+_HUGE_MEMORY = 160 << 20  # fio's best: 32 blocks of 4 MiB, and room to align them
+
+DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
+RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
+Paths = str | Sequence[str]  # of one file, or of several at once
+Variant = tuple[list[str], str]  # options, and in words what had to be left out
+
+
+def variants(shape: list[str]) -> list[Variant]:
+    """Blocks of a shape in the memory that suits fio best, first; a later one is for where those before do not run."""
+    return [
+        (["--ioengine=io_uring", *shape, "--iomem=mmaphuge", "--fixedbufs=1"], ""),
+        (["--ioengine=io_uring", *shape, "--iomem=mmaphuge"], "without fixedbufs (memlock limit)"),
+        (["--ioengine=io_uring", *shape, "--iomem=malloc", "--fixedbufs=1"], "without huge pages (vm.nr_hugepages)"),
+        (["--ioengine=io_uring", *shape, "--iomem=malloc"], "without huge pages and fixedbufs"),
+        (["--ioengine=libaio", *shape, "--iomem=malloc"], "libaio: io_uring is not allowed here"),
+    ]
+
+
+BLOCK = 4 * MIB  # of fio at its best
+BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
+
+
+def best(size: int) -> list[Variant]:
+    """``BEST`` for a file of that size, which may be smaller than its block."""
+    return BEST if size >= BLOCK else variants([f"--bs={size}", "--iodepth=32"])
+
+
+def require() -> str:
+    """Where fio is. Raises Unavailable."""
+    found = shutil.which("fio")
+    if found is None:
+        raise Unavailable("fio is not installed: apt-get install fio")
+    return found
+
+
+def first_that_runs(
+    row: Row, variants: Sequence[Variant], pattern: str, path: Callable[[], Paths], size: int, lanes: int = 1
+) -> Callable[[], Sample]:
+    """Runs the first of the variants that works, that again until it fails; what it lacks is the row's note."""
+    usable: list[list[str]] = []
+
+    def run_it() -> Sample:
+        if usable:
+            try:
+                return run(pattern, path(), size, usable[0], lanes=lanes)
+            except RuntimeError:  # another run may have taken the huge pages
+                usable.clear()
+        for options, lacks in variants:
+            try:
+                sample = run(pattern, path(), size, options, lanes=lanes)
+            except RuntimeError as error:
+                failure = error
+                continue
+            usable.append(options)
+            row.note = lacks
+            return sample
+        raise failure
+
+    return run_it
+
+
+def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
+    """Fio over ``size`` bytes of every ``path`` at once: ``read``, ``write`` or ``randread``, past the page cache.
+
+    ``lanes`` jobs share the bytes of a path.
+
+    Time and CPU are what fio says of its job; starting the process and laying out its memory do not count.
+
+    Raises:
+        Unavailable: fio is not installed.
+        RuntimeError: fio failed; with its words.
+    """
+    done = _execute(pattern, path, size, options, lanes)
+    return read_output(done.returncode, done.stdout, done.stderr, operations)
+
+
+def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTimes:
+    """What fio says of the latencies of its blocks. Raises as ``run`` does."""
+    shares = ":".join(f"{100 * share:g}" for share in PERCENTILES)
+    wanted = [f"--percentile_list={shares}", "--lat_percentiles=1", "--clat_percentiles=0"]  # submission included
+    done = _execute(pattern, path, size, [*options, *wanted])
+    _, side = _job(done.returncode, done.stdout, done.stderr)
+    times = {float(share) / 100: nanoseconds / 1e9 for share, nanoseconds in side["lat_ns"]["percentile"].items()}
+    complete = {share: min(times.items(), key=lambda item: abs(item[0] - share))[1] for share in PERCENTILES}
+    return BlockTimes(side["total_ios"], complete)
+
+
+def _execute(
+    pattern: str, path: Paths, size: int, options: list[str], lanes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        require(), f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none",
+        "--output-format=json", "--group_reporting", "--thread", *options,
+    ]  # fmt: skip
+    block = max([_PAGE, *(int(option[5:]) for option in options if re.fullmatch(r"--bs=\d+", option))])
+    share = -(-size // (lanes * block)) * block if lanes > 1 else size
+    for number, file in enumerate([path] if isinstance(path, str) else path):
+        name = os.path.abspath(file).replace(":", "\\:")  # a colon separates files
+        for start in range(0, size, share):
+            length = min(share, size - start)
+            command += [
+                f"--name=file{number}-{start}", f"--filename={name}", f"--filesize={os.path.getsize(file)}",
+                f"--offset={start}", f"--size={length}", f"--io_size={length}",
+            ]  # fmt: skip
+    with huge_pages("--iomem=mmaphuge" in options):
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
+    """The sample in what fio printed. Raises RuntimeError with fio's words when it failed."""
+    job, side = _job(status, output, errors)
+    seconds = side["runtime"] / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    if seconds <= 0:
+        raise RuntimeError("fio: the job is too short to time (below 1 ms); choose a larger --size")
+    return Sample(seconds, side["total_ios"] if operations else side["io_bytes"], cpu)
+
+
+def _job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    start = output.find("{")  # notes may stand before the document
+    try:
+        job: dict[str, Any] = json.loads(output[start:])["jobs"][0]
+    except (ValueError, LookupError, TypeError):
+        job = {"error": 1}
+    if status or job["error"]:
+        words = [line.strip() for line in (errors + output[: max(0, start)]).splitlines() if line.strip()]
+        raise RuntimeError(f"fio: {words[0] if words else f'exit status {status}'}")
+    return job, job["write"] if job["write"]["total_ios"] else job["read"]
+
+
+@contextmanager
+def huge_pages(wanted: bool = True) -> Iterator[None]:
+    """Reserved huge pages while fio runs, where we may reserve them; afterwards as many as before.
+
+    Only as long as fio runs, lest others of the run take them.
+    """
+    got = 0
+    try:
+        if wanted:
+            got = _reserve(_HUGE_MEMORY // _huge_page_size())
+    except OSError:  # not root: what is reserved may do
+        pass
+    try:
+        yield
+    finally:
+        if got:
+            _reserve(-got)
+
+
+def _reserve(pages: int) -> int:
+    """Adds so many to the machine's, or as many as there is memory for; several processes may do so at once."""
+    with open(_HUGE_PAGES, "r+", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = int(file.read())
+        file.seek(0)
+        file.write(str(max(0, before + pages)))
+        file.flush()
+        file.seek(0)
+        return int(file.read()) - before
+
+
+def _huge_page_size() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Hugepagesize")), 2 << 20)

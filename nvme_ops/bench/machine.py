@@ -1,0 +1,34 @@
+"""What the figures were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from nvme_ops.op_builder import AsyncIOBuilder
+from nvme_ops.report import storage
+from nvme_ops.report.host import Host
+
+
+def machine() -> dict[str, str]:
+    """Processor, kernel, memory and versions."""
+    host = Host()
+    models = [line.split(":", 1)[1].strip() for line in host.read("/proc/cpuinfo").splitlines() if "model name" in line]
+    memory = next(line.split()[1] for line in host.read("/proc/meminfo").splitlines() if line.startswith("MemTotal"))
+    usable = [name for name, refusal in AsyncIOBuilder().load().backends().items() if refusal is None]
+    return {
+        "cpu": f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.machine()}",
+        "memory": f"{int(memory) / (1 << 20):.0f} GiB",
+        "kernel": os.uname().release,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backends": ", ".join(usable),
+    }
+
+
+def place(folder: str) -> dict[str, str]:
+    """File system, direct I/O and device of a folder, in the report's words."""
+    wanted = ("file system", "O_DIRECT", "alignment", "device")
+    return {result.name: result.detail for result in storage.inspect(Host(), folder) if result.name in wanted}

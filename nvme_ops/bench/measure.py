@@ -1,0 +1,206 @@
+"""Timing and statistics that the benchmarks share: rows taken in interleaved rounds, medians, paired ratios."""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from nvme_ops.sizes import GIB
+
+
+class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)
+    """What a row needs is not here."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed pass."""
+
+    seconds: float
+    amount: int  # bytes or operations, as the table says
+    cpu_seconds: float | None = None  # user and system, of all that did the work
+    submit_seconds: float | None = None  # until an asynchronous call returned
+    end_to_end: float | None = None  # seconds, with everything around the transfer that the caller waits for
+    peak_bytes: int | None = None  # of memory, beyond what was held before
+    joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, where it can tell
+
+    @property
+    def rate(self) -> float:
+        """Amount per second."""
+        return self.amount / self.seconds
+
+    @property
+    def cpu_per_gib(self) -> float | None:
+        """CPU seconds per GiB, for amounts in bytes."""
+        return None if self.cpu_seconds is None else self.cpu_seconds * GIB / self.amount
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, and between which they lie."""
+
+    median: float
+    low: float
+    high: float
+
+
+#: The shares of which a latency is told.
+PERCENTILES = (0.5, 0.9, 0.99, 0.999)
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """How long single blocks took, one after the other: seconds by each of ``PERCENTILES``."""
+
+    count: int
+    complete: dict[float, float]
+    submit: dict[float, float] = field(default_factory=dict)  # until an asynchronous call returned
+
+    @classmethod
+    def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
+        """From the seconds of each block."""
+        made = ({share: percentile(values, share) for share in PERCENTILES} if values else {} for values in
+                (complete, submit))  # fmt: skip
+        return cls(len(complete), *made)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that ``share`` (0 to 1) of all values do not exceed: the nearest-rank method."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None when there are no values."""
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _over() -> Sample:
+    raise Unavailable("measured already")
+
+
+@dataclass
+class Row:
+    """One contender of a table.
+
+    ``run`` does the work once and says how long it took; ``before`` makes the same starting point for all, untimed;
+    ``check`` looks, after the untimed first pass, whether the work was done. ``peer`` names the row of the same call by
+    another package.
+    """
+
+    name: str
+    run: Callable[[], Sample]
+    before: Callable[[], None] = _nothing
+    check: Callable[[], None] = _nothing
+    peer: str = ""
+    note: str = ""
+    blocks: Callable[[], BlockTimes | None] | None = None  # single blocks, one after the other, where it makes sense
+    samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
+    wrong: bool = False  # the check found other bytes than there should be
+
+
+def interleave(
+    rows: Sequence[Row], rounds: int, progress: Callable[[str], None] = lambda _: None, warmups: int = 1
+) -> None:
+    """Passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
+
+    Each round starts with another row, so that slow changes of the machine meet all of them. A row that fails keeps the
+    reason as its note; the others go on. Afterwards the rows hold samples, and nothing of what they worked on.
+    ``progress`` is told of each pass that begins, ``len(rows) * (1 + rounds)`` in all where none fails.
+    """
+    able = []
+    try:
+        for row in rows:
+            progress(f"first pass: {row.name}")
+            with _kept_as_note(row):
+                for _ in range(warmups):
+                    row.before()
+                    row.run()
+                if not warmups:
+                    row.before()
+                try:
+                    row.check()
+                except AssertionError as error:
+                    row.wrong = True
+                    row.note = f"WRONG DATA: {error}"
+                    continue
+                able.append(row)
+        for number in range(rounds):
+            first = number % len(able) if able else 0
+            for row in able[first:] + able[:first]:
+                progress(f"round {number + 1} of {rounds}: {row.name}")
+                row.samples.append(None)
+                with _kept_as_note(row):
+                    row.before()
+                    row.samples[-1] = row.run()
+    finally:
+        for row in rows:
+            row.run, row.before, row.check = _over, _nothing, _nothing  # the tensors that these hold can go
+
+
+@contextmanager
+def _kept_as_note(row: Row) -> Iterator[None]:
+    try:
+        yield
+    except Unavailable as reason:
+        row.note = str(reason)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        row.note = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | None]) -> list[float]:
+    """My rate over the reference's, round by round; rounds that lack either are left out."""
+    pairs = zip(mine, reference, strict=False)
+    return [own.rate / other.rate for own, other in pairs if own is not None and other is not None]
+
+
+def timed(work: Callable[[], object], amount: int) -> Sample:
+    """One call of ``work``, with the CPU time of all threads of this process and of children that ended meanwhile.
+
+    Its peak memory is this process', and known only where the kernel can forget the last peak.
+    """
+    before = _forget_peak()
+    cpu = _cpu_seconds()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    used = _cpu_seconds() - cpu
+    peak = None if before is None else max(0, (_status("VmHWM") or 0) - before)
+    return Sample(seconds, amount, used, peak_bytes=peak)
+
+
+def _forget_peak() -> int | None:
+    """Resident bytes now, from which the kernel's high-water mark starts anew; None where it cannot."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # resets VmHWM: proc_pid_clear_refs(5)
+    except OSError:
+        return None
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int | None:
+    """Bytes of a line of /proc/self/status."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)
+
+
+def latency(work: Callable[[], object]) -> float:
+    """Seconds of one short call. Nothing else is looked at, to disturb it little."""
+    start = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start) / 1e9
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

@@ -1,0 +1,76 @@
+"""Rows that several processes run at the same time, one for each folder or rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from nvme_ops.bench.engines import Contender, make_row
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.measure import Row, Sample, Unavailable
+from nvme_ops.bench.remote import Remote
+
+
+def make_rows(task: Task, contenders: Sequence[Contender]) -> list[Row]:
+    """All rows of one process. They share the file and its memory."""
+    return [make_row(contender, task) for contender in contenders]
+
+
+def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
+    """The row ``number`` of all these processes, begun at the same time, as one row: their sum."""
+    row = Row(name, lambda: Sample(1, 1))
+
+    def ask(command: str) -> list[Any]:
+        answers, asked = [], []
+        failure: Exception | None = None
+        for remote in remotes:
+            try:
+                remote.send(number, command)
+                asked.append(remote)
+            except Unavailable as error:
+                failure = error
+        for remote in asked:  # all answers are taken, or the next question would get an old one
+            try:
+                answer, note = remote.receive()
+            except (Unavailable, AssertionError, RuntimeError) as error:
+                failure = error
+                continue
+            row.note = note
+            answers.append(answer)
+        if failure is not None:
+            raise failure
+        return answers
+
+    def run() -> Sample:
+        begin = time.perf_counter()
+        samples = ask("run")
+        return combined(samples, time.perf_counter() - begin)
+
+    def before() -> None:
+        ask("before")
+
+    def check() -> None:
+        ask("check")
+
+    row.run, row.before, row.check = run, before, check
+    return row
+
+
+def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
+    """Of processes that worked at the same time: the longest of their times, the sum of the rest, as ds_io does it."""
+
+    def total(values: Sequence[Any]) -> Any:
+        return None if any(value is None for value in values) else sum(values)
+
+    submits = [sample.submit_seconds for sample in samples if sample.submit_seconds is not None]
+    return replace(
+        samples[0],
+        seconds=max(sample.seconds for sample in samples),
+        amount=sum(sample.amount for sample in samples),
+        cpu_seconds=total([sample.cpu_seconds for sample in samples]),
+        submit_seconds=max(submits, default=None),
+        peak_bytes=total([sample.peak_bytes for sample in samples]),
+        end_to_end=end_to_end,
+    )

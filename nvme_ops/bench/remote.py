@@ -1,0 +1,181 @@
+"""Rows that work in a process of their own: what they load may exit, hang or change settings, and the rest goes on.
+
+Several processes that are asked at the same time stand for several ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from nvme_ops.bench.measure import Row, Sample, Unavailable
+
+FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
+LIMIT = 300.0  # seconds until any other
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """These variables, for what is made or started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """For processes that are started in the block, for ever; here it comes after the block."""
+    resource_tracker.ensure_running()  # which would unblock it
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if main else None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:
+            signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(signal.SIGINT, None)
+
+
+class Remote:
+    """Rows that ``make(*arguments)``, called in a new process when the first is needed, makes: one, or a list."""
+
+    def __init__(
+        self,
+        make: Callable[..., Row | list[Row]],
+        *arguments: object,
+        variables: dict[str, str] | None = None,
+        first_limit: float = FIRST_LIMIT,
+        limit: float = LIMIT,
+    ) -> None:
+        self._make, self._arguments, self._variables = make, arguments, variables or {}
+        self._limits = [limit, first_limit]  # the last one applies; the first answer takes one away
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._said = tempfile.NamedTemporaryFile("r", errors="replace", prefix="nvme_ops-bench-")  # noqa: SIM115
+        self._over = ""
+
+    def row(self, name: str, number: int = 0) -> Row:
+        """The row as the parent sees it. Its note is that of the row over there."""
+        here = Row(name, lambda: Sample(1, 1))
+
+        def ask(command: str) -> Any:
+            self.send(number, command)
+            answer, here.note = self.receive()
+            return answer
+
+        here.run, here.before, here.check = lambda: ask("run"), lambda: ask("before"), lambda: ask("check")
+        here.blocks = lambda: ask("blocks")
+        return here
+
+    def close(self) -> None:
+        """Ends the process, however it is."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.join(10)  # it leaves when the pipe is closed
+            if self._process.is_alive():
+                self._process.kill()
+            self._process.join()
+        self._said.close()
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._pipe, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, self._said.name, self._make, self._arguments), daemon=True
+        )
+        with environment(**self._variables), _without_ctrl_c():  # it is asked for by the parent alone
+            process.start()
+            self._process = process
+        theirs.close()
+        return self._pipe
+
+    def send(self, number: int, command: str) -> None:
+        """Asks the row of that number. Raises Unavailable when the process is gone."""
+        if self._over:
+            raise Unavailable(self._over)
+        pipe = self._pipe or self._start()
+        try:
+            pipe.send((number, command))
+        except OSError:
+            self._ended()
+
+    def receive(self) -> tuple[Any, str]:
+        """The answer and the row's note, or what the row raised. Raises Unavailable when the process is gone."""
+        if self._over:
+            raise Unavailable(self._over)
+        pipe = self._pipe
+        assert pipe is not None, "nothing was sent"
+        try:
+            if not pipe.poll(self._limits[-1]):
+                self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
+            kind, answer, note = pipe.recv()
+        except (EOFError, OSError):
+            self._ended()
+        if len(self._limits) > 1:
+            self._limits.pop()
+        if kind is not None:
+            raise kind(answer)
+        return answer, note
+
+    def _ended(self) -> NoReturn:
+        assert self._process is not None
+        self._process.join(10)
+        self._give_up(f"its process ended with status {self._process.exitcode}")
+
+    def _give_up(self, reason: str) -> NoReturn:
+        words = [line.strip() for line in self._said if line.strip()]
+        self._over = f"{reason} ({words[-1]})" if words else reason
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+        raise Unavailable(self._over)
+
+
+def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
+    """Does what the parent asks for until it closes the pipe. All that is printed goes to the file ``said``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    rows: list[Row] = []
+    while True:
+        try:
+            number, command = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if not rows:
+                made = make(*arguments)
+                rows = made if isinstance(made, list) else [made]
+            answer: tuple[type[Exception] | None, Any, str] = (None, _answer(rows[number], command), rows[number].note)
+        except (Unavailable, AssertionError) as reason:
+            answer = (type(reason), str(reason), "")
+        except Exception as error:  # whatever it is, the parent keeps it as a note
+            answer = (RuntimeError, f"{type(error).__name__}: {error}", "")
+        pipe.send(answer)
+
+
+def _answer(row: Row, command: str) -> Any:
+    if command == "blocks" and row.blocks is None:
+        return None
+    return getattr(row, command)()

@@ -1,0 +1,139 @@
+"""What ``nvme-bench`` says of a run: text, JSON, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict
+from typing import Any
+
+from nvme_ops.bench.energy import total
+from nvme_ops.bench.measure import PERCENTILES, Row, Sample
+from nvme_ops.bench.run import Result
+from nvme_ops.bench.tables import as_json, as_text, columns_text, plain, with_range
+from nvme_ops.sizes import GIB
+
+
+def text(result: Result) -> str:
+    """Everything for a reader."""
+    parts = ["; ".join(f"{name} {words}" for name, words in result.machine.items())]
+    parts += [
+        f"{folder}: " + "; ".join(f"{name} {words}" for name, words in place.items())
+        for folder, place in result.places.items()
+    ]
+    parts = ["\n".join(parts), as_text(result.table)]
+    if result.blocks:
+        parts.append(_blocks_text(result))
+    if result.scaling:
+        parts.append(_scaling_text(result))
+    if words := ds_io_lines(result):
+        parts.append(words)
+    if result.energy:
+        parts.append(f"energy: {result.energy}")
+    if result.interrupted:
+        parts.append("interrupted: this is what was measured until then; the files are removed")
+    return "\n\n".join(parts)
+
+
+def ds_io_lines(result: Result) -> str:
+    """Latency and speed of the task and end to end, as ds_io reports them: of all passes together; its GB are GiB."""
+    direction = "Write" if result.options.write else "Read"
+    measured = [row for row in result.table.rows if any(row.samples) and row.name != result.table.reference]
+    if not measured:
+        return ""
+    figures = {row.name: ds_io_figures(row) for row in measured}
+    if len(measured) > 1:
+        head = ["as ds_io counts (GB = GiB)", *next(iter(figures.values()))]
+        return columns_text(
+            [head, *([name, *(f"{value:.4g}" for value in row.values())] for name, row in figures.items())]
+        )
+    found = figures[measured[0].name]
+    split = (name.split() for name in found)
+    return "\n".join(
+        f"{kind} {direction} {what} = {value} {unit}"
+        for (kind, what, unit), value in zip(split, found.values(), strict=True)
+    )
+
+
+def ds_io_figures(row: Row) -> dict[str, float]:
+    """Sums over the passes that succeeded."""
+    samples = [sample for sample in row.samples if sample is not None]
+    amount = sum(sample.amount for sample in samples) / GIB
+    task = sum(sample.seconds for sample in samples)
+    end_to_end = sum(_end_to_end(sample) for sample in samples)
+    return {
+        "Task Latency sec": task,
+        "Task Speed GB/sec": amount / task,
+        "E2E Latency sec": end_to_end,
+        "E2E Speed GB/sec": amount / end_to_end,
+    }
+
+
+def _end_to_end(sample: Sample) -> float:
+    return sample.seconds if sample.end_to_end is None else sample.end_to_end
+
+
+def _blocks_text(result: Result) -> str:
+    options = result.options
+    head = ["us", *(f"p{100 * share:g}" for share in PERCENTILES), "submit p50", "submit p99", ""]
+    lines = [head]
+    for name, times in result.blocks.items():
+        submit = [f"{1e6 * times.submit[share]:.1f}" if times.submit else "-" for share in (0.5, 0.99)]
+        complete = [f"{1e6 * times.complete[share]:.0f}" for share in PERCENTILES]
+        lines.append([name, *complete, *submit, f"{times.count} blocks"])
+    what = "write" if options.write else "read"
+    title = f"latency of single blocks, {what} at random places, one after the other"
+    return f"{title}\n{columns_text(lines)}"
+
+
+def _scaling_text(result: Result) -> str:
+    lines = [["", "devices", "GB/s (min - max)", "/ sum of each alone"]]
+    for each in result.scaling:
+        together = with_range(each.rate, 4)
+        lines.append([each.engine, str(each.devices), together, with_range(each.ratio, 3)])
+    return f"scaling over devices\n{columns_text(lines)}"
+
+
+def as_document(result: Result) -> dict[str, Any]:
+    """Everything for a program."""
+    options = asdict(result.options)
+    return {
+        "command": ["nvme-bench", *options.pop("words")],
+        "machine": result.machine,
+        "folders": result.places,
+        "options": options,
+        "tables": [as_json(result.table)],
+        "passes": [
+            {"row": row.name, **({"failed": True} if sample is None else asdict(sample))}
+            for row in result.table.rows
+            for sample in row.samples
+        ],
+        "ds_io": {row.name: ds_io_figures(row) for row in result.table.rows if any(row.samples)},
+        "blocks": {name: asdict(times) for name, times in result.blocks.items()},
+        "scaling": [
+            {
+                "engine": each.engine,
+                "devices": each.devices,
+                "rate": plain(each.rate),
+                "alone": plain(each.alone),
+                "ratio": plain(each.ratio),
+            }
+            for each in result.scaling
+        ],
+        "energy": result.energy or "available",
+        "interrupted": result.interrupted,
+    }
+
+
+def as_csv(result: Result) -> str:
+    """One line for each pass."""
+    out = io.StringIO()
+    lines = csv.writer(out, lineterminator="\n")
+    names = ["seconds", "amount", "cpu_seconds", "submit_seconds", "end_to_end", "peak_bytes"]
+    lines.writerow(["engine", "pass", *names, "joules", "note"])
+    for row in result.table.rows:
+        for number, sample in enumerate(row.samples, 1):
+            values = [None if sample is None else getattr(sample, name) for name in names]
+            joules = total(sample.joules) if sample and sample.joules else None
+            lines.writerow([row.name, number, *values, joules, row.note])
+    return out.getvalue()

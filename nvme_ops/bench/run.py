@@ -1,0 +1,260 @@
+"""One run of ``nvme-bench``: files and processes made, all rows measured in interleaved rounds, everything removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from nvme_ops.bench import files, machine
+from nvme_ops.bench.energy import Meter, used
+from nvme_ops.bench.engines import ENGINES, FIO_BEST, Contender
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread, Unavailable, interleave, spread
+from nvme_ops.bench.options import Options
+from nvme_ops.bench.ranks import joint_row, make_rows
+from nvme_ops.bench.remote import Remote
+from nvme_ops.bench.settings import Settings
+from nvme_ops.bench.tables import Table
+from nvme_ops.progress import Step, progress_bar
+from nvme_ops.sizes import MIB, size_words
+
+_SMALLER = "--io_size or --folder"
+COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", "submit us", "J/GiB")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """An engine on the first ``devices`` folders at once, over the sum of its rates on each of them alone."""
+
+    engine: str
+    devices: int
+    rate: Spread | None  # GB/s, of all at once
+    alone: Spread | None  # GB/s, the sum
+    ratio: Spread | None
+
+
+@dataclass
+class Result:
+    """What was measured, until the end or until Ctrl-C."""
+
+    options: Options
+    machine: dict[str, str]
+    places: dict[str, dict[str, str]]
+    table: Table
+    blocks: dict[str, BlockTimes] = field(default_factory=dict)
+    scaling: list[Scaling] = field(default_factory=list)
+    energy: str = ""  # why there is none
+    interrupted: bool = False
+
+    @property
+    def wrong(self) -> list[str]:
+        """Names of the rows that moved other bytes than they should."""
+        return [row.name for row in self.table.rows if row.wrong]
+
+
+def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result:
+    """Measures. Raises ``files.NotUsable`` where a folder cannot be used.
+
+    ``say`` is given a line about what is prepared.
+    """
+    with contextlib.ExitStack() as stack:
+        tasks = _make_files(options, stack, say)
+        crew = _Crew(options, tasks, stack)
+        rows = crew.rows()
+        meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
+        for row in rows:
+            _instrument(row, meter)
+        blocks_of = {row.name: row.blocks for row in rows if row.blocks is not None}
+        reference = FIO_BEST if options.reference else ""
+        title = f"{'write' if options.write else 'read'}, {_work_words(options)}"
+        result = Result(
+            options, machine.machine(), {place.folder: machine.place(place.folder) for place in options.places},
+            Table("write" if options.write else "read", title, "GB/s", rows, reference, COLUMNS),
+            energy=meter.unavailable(),
+        )  # fmt: skip
+        step: Step
+        try:
+            with progress_bar(len(rows) * (1 + options.loops) + len(blocks_of)) as step:
+                interleave(rows, options.loops, step, options.warmup_loops)
+                if len(options.settings) == 1:
+                    result.blocks = _measure_blocks(rows, blocks_of, step)
+        except KeyboardInterrupt:
+            result.interrupted = True
+        for row in rows:
+            row.blocks = None
+        result.scaling = crew.scaling()
+        return result
+
+
+def contenders(options: Options) -> list[Contender]:
+    """The rows in their order: fio at its best, then each engine with each settings that differ for it."""
+    made = [Contender(FIO_BEST, options.settings[0], FIO_BEST)] if options.reference else []
+    for engine in options.engines:
+        takes = ENGINES[engine].takes
+        distinct = dict.fromkeys(_only(settings, takes) for settings in options.settings)
+        for settings in distinct:
+            swept = [name for name in options.swept if name in takes]
+            words = ", ".join(f"{name} {_value(getattr(settings, name))}" for name in swept)
+            made.append(Contender(engine, settings, f"{engine}, {words}" if words else engine))
+    return made
+
+
+def _only(settings: Settings, takes: Sequence[str]) -> Settings:
+    """With the defaults for what makes no difference."""
+    return replace(Settings(), **{each.name: getattr(settings, each.name) for each in fields(settings)
+                                  if each.name in takes})  # fmt: skip
+
+
+def _value(value: object) -> str:
+    return size_words(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 1024 else str(value)
+
+
+def _work_words(options: Options) -> str:
+    words = size_words(options.size)
+    if (count := len(options.places)) > 1:
+        folders = len({place.folder for place in options.places})
+        words += f" by each of {count} processes at once"
+        words += f", in {folders} folders" if folders > 1 else ""
+    memory = "GPU memory" if options.gpu else "an ordinary CPU tensor" if options.pageable else "page-locked CPU memory"
+    return f"{words}, {memory}, {'from the page cache' if options.cached else 'files out of the page cache'}"
+
+
+def _make_files(options: Options, stack: contextlib.ExitStack, say: Callable[[str], None]) -> list[Task]:
+    copies = 1 + sum(ENGINES[engine].own_file for engine in options.engines)
+    needed = Counter(place.folder for place in options.places)
+    _check_space(needed, options.size * copies * options.files)
+    scratch = {
+        folder: stack.enter_context(
+            files.scratch(folder, count * options.size * copies * options.files + 64 * MIB, _SMALLER)
+        )
+        for folder, count in needed.items()
+    }
+    tasks = []
+    for number, place in enumerate(options.places):
+        paths = [os.path.join(scratch[place.folder], f"data.{number}.{count}") for count in range(options.files)]
+        for path in paths:
+            say(f"writing {size_words(options.size)} to {place.folder}")
+            try:
+                files.make_file(path, options.size)
+            except OSError as error:
+                raise files.NotUsable(f"{place.folder}: {error.strerror}") from error
+        tasks.append(
+            Task(
+                paths[0],
+                options.size,
+                options.write,
+                place.device if options.gpu else None,
+                options.cached,
+                options.validate,
+                options.pageable,
+                options.use_gds,
+                options.slow_bounce_buffer,
+                tuple(paths[1:]),
+            )
+        )
+    return tasks
+
+
+def _check_space(processes: Counter[str], each: int) -> None:
+    """Folders of one file system share what is free there."""
+    together: Counter[int] = Counter()
+    for folder, count in processes.items():
+        device = os.stat(folder).st_dev
+        together[device] += count * each
+        files.require_space(folder, together[device] + 64 * MIB, _SMALLER)
+
+
+class _Crew:
+    """The processes of a run and the rows that they make."""
+
+    def __init__(self, options: Options, tasks: list[Task], stack: contextlib.ExitStack) -> None:
+        self._options, self._tasks, self._stack = options, tasks, stack
+        self._scaling: list[tuple[str, Row, list[Row]]] = []
+
+    def rows(self) -> list[Row]:
+        everyone = contenders(self._options)
+        groups: dict[str, list[Contender]] = {}
+        for contender in everyone:
+            groups.setdefault(contender.engine if contender.own_process else "", []).append(contender)
+        made: dict[str, list[Row]] = {}
+        for group, members in groups.items():
+            if len(self._tasks) == 1 and not group:
+                rows = [[row] for row in make_rows(self._tasks[0], members)]
+            else:
+                remotes = [self._remote(task, members) for task in self._tasks]
+                rows = [self._over(member.name, remotes, number) for number, member in enumerate(members)]
+            made.update(zip((member.name for member in members), rows, strict=True))
+        return [row for contender in everyone for row in made[contender.name]]
+
+    def _remote(self, task: Task, members: list[Contender]) -> Remote:
+        remote = Remote(make_rows, replace(task), members)
+        self._stack.callback(remote.close)
+        return remote
+
+    def _over(self, name: str, remotes: list[Remote], number: int) -> list[Row]:
+        """One row of all processes; with --scaling also of each alone, and of the first 2, 3, ..."""
+        if len(remotes) == 1:
+            return [remotes[0].row(name, number)]
+        if not self._options.scaling:
+            return [joint_row(name, remotes, number)]
+        places = self._options.places
+        alone = [
+            joint_row(f"{name}, {place.folder} alone", [remote], number)
+            for place, remote in zip(places, remotes, strict=True)
+        ]
+        together = []
+        for count in range(2, len(remotes) + 1):
+            label = name if count == len(remotes) else f"{name}, the first {count}"
+            together.append(joint_row(label, remotes[:count], number))
+            self._scaling.append((name, together[-1], alone[:count]))
+        return alone + together
+
+    def scaling(self) -> list[Scaling]:
+        """By engine and number of devices; round by round, as far as it went."""
+        return [scaling_of(name, together, alone) for name, together, alone in self._scaling]
+
+
+def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
+    """Only of the rounds in which all rows succeeded."""
+    rounds = [each for each in zip(*(row.samples for row in (together, *alone)), strict=False) if None not in each]
+    rates = [[sample.rate / 1e9 for sample in each if sample is not None] for each in rounds]
+    return Scaling(
+        name, len(alone), spread([joint for joint, *_ in rates]), spread([sum(single) for _, *single in rates]),
+        spread([joint / sum(single) for joint, *single in rates]),
+    )  # fmt: skip
+
+
+def _instrument(row: Row, meter: Meter) -> None:
+    """Adds energy and the end-to-end time to what a row measures."""
+    inner = row.run
+
+    def run_and_measure() -> Sample:
+        before = meter.read()
+        begin = time.perf_counter()
+        sample = inner()
+        end_to_end = time.perf_counter() - begin
+        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
+
+    row.run = run_and_measure
+
+
+def _measure_blocks(
+    rows: Sequence[Row], blocks_of: dict[str, Callable[[], BlockTimes | None]], step: Step
+) -> dict[str, BlockTimes]:
+    found = {}
+    for row in rows:
+        if row.name not in blocks_of or not any(row.samples):
+            continue
+        step(f"single blocks: {row.name}")
+        try:
+            times = blocks_of[row.name]()
+        except (Unavailable, OSError, RuntimeError, ValueError, EOFError) as error:
+            row.note = row.note or f"single blocks: {error}".splitlines()[0]
+            continue
+        if times is not None:
+            found[row.name] = times
+    return found

@@ -1,0 +1,180 @@
+"""Tables of rows: as text, as JSON, as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nvme_ops.bench.energy import total
+from nvme_ops.bench.measure import Row, Sample, Spread, paired_ratios, spread
+from nvme_ops.sizes import GIB, size_words
+
+# Amount per second, or seconds, of one unit
+RATES = {"GB/s": 1e9, "kIOPS": 1e3}
+TIMES = {"us": 1e-6, "s": 1.0}
+_OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
+
+
+def _end_to_end(sample: Sample) -> float | None:
+    return None if sample.end_to_end is None else sample.amount / sample.end_to_end / RATES["GB/s"]
+
+
+def _submit(sample: Sample) -> float | None:
+    return None if sample.submit_seconds is None else sample.submit_seconds / TIMES["us"]
+
+
+def _joules(sample: Sample) -> float | None:
+    return total(sample.joules) * GIB / sample.amount if sample.joules else None
+
+
+#: What a table can tell beside its unit: of each pass a value, and how its median is written.
+COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
+    "end to end GB/s": (_end_to_end, lambda value: _short(value, 4)),
+    "CPU s/GiB": (lambda sample: sample.cpu_per_gib, lambda value: f"{value:.3f}"),
+    "peak memory": (lambda sample: sample.peak_bytes, lambda value: size_words(int(value))),
+    "submit us": (_submit, lambda value: _short(value, 3)),
+    "J/GiB": (_joules, lambda value: _short(value, 3)),
+}
+
+
+@dataclass
+class Table:
+    """Rows measured in the same rounds. ``reference`` names the row that the others are divided by."""
+
+    group: str
+    title: str
+    unit: str
+    rows: list[Row]
+    reference: str = ""
+    columns: Sequence[str] = ("CPU s/GiB",)  # of COLUMNS, where a row has them; for rates of bytes
+
+    def values(self, row: Row) -> list[float]:
+        """What the row measured, in the table's unit."""
+        taken = [sample for sample in row.samples if sample is not None]
+        if self.unit in TIMES:
+            return [sample.seconds / TIMES[self.unit] for sample in taken]
+        return [sample.rate / RATES[self.unit] for sample in taken]
+
+    def against(self, row: Row, name: str) -> list[float]:
+        """Round by round the row over the row ``name``; of times where the unit is one, else of rates."""
+        other: list[Sample | None] = next((each.samples for each in self.rows if each.name == name), [])
+        pair = (other, row.samples) if self.unit in TIMES else (row.samples, other)
+        return paired_ratios(*pair)
+
+
+def as_text(table: Table) -> str:
+    """Medians, and in brackets between which values they lie."""
+    peers = any(table.against(row, row.peer) for row in table.rows)
+    columns = _columns(table)
+    head = ["", f"{table.unit} (min - max)", *columns]
+    head += [f"/ {table.reference}"] if table.reference else []
+    head += ["/ DeepSpeed"] if peers else []
+    lines = [[*head, ""]]
+    for row in table.rows:
+        line = [row.name, with_range(spread(table.values(row)), 4)]
+        for name in columns:
+            found = spread(_values_of(row, name))
+            line.append(COLUMNS[name][1](found.median) if found else "-")
+        if table.reference:
+            ratios = [] if row.name == table.reference else table.against(row, table.reference)
+            line.append(with_range(spread(ratios), 3))
+        if peers:
+            line.append(with_range(spread(table.against(row, row.peer)), 3))
+        lines.append([*line, row.note])
+    return f"{table.title}\n{columns_text(lines)}"
+
+
+def columns_text(lines: Sequence[Sequence[str]]) -> str:
+    """Cells below each other, as wide as the widest."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _columns(table: Table) -> list[str]:
+    """Those of which any row knows something."""
+    wanted = table.columns if table.unit == "GB/s" else ()
+    return [name for name in wanted if any(_values_of(row, name) for row in table.rows)]
+
+
+def _values_of(row: Row, column: str) -> list[float]:
+    values = (COLUMNS[column][0](sample) for sample in row.samples if sample is not None)
+    return [value for value in values if value is not None]
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    """Everything that the text shows, and each round's figures."""
+    return {
+        "group": table.group,
+        "title": table.title,
+        "unit": table.unit,
+        "reference": table.reference,
+        "rows": [
+            {
+                "name": row.name,
+                "note": row.note,
+                "wrong": row.wrong,
+                "values": table.values(row),
+                "spread": plain(spread(table.values(row))),
+                "cpu_seconds_per_gib": [sample.cpu_per_gib for sample in row.samples if sample is not None]
+                if table.unit == "GB/s"
+                else [],
+                "against_reference": plain(spread(table.against(row, table.reference))),
+                "columns": {name: plain(spread(_values_of(row, name))) for name in _columns(table)},
+                "peer": row.peer,
+                "against_peer": plain(spread(table.against(row, row.peer))),
+            }
+            for row in table.rows
+        ],
+    }
+
+
+def plot(tables: dict[str, list[Table]], path: str) -> bool:
+    """Bars of the throughput tables, one picture for all folders; False when there is none. Needs matplotlib."""
+    import matplotlib  # type: ignore[import-not-found,unused-ignore]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
+    if not shown:
+        return False
+    figure, axes = pyplot.subplots(
+        len(shown), 1, figsize=(9, 1 + sum(0.3 * len(table.rows) + 0.8 for _, table in shown)), squeeze=False,
+        gridspec_kw={"height_ratios": [len(table.rows) + 1 for _, table in shown]},
+    )  # fmt: skip
+    for axis, (folder, table) in zip(axes[:, 0], shown, strict=True):
+        for place, row in enumerate(table.rows):
+            found = spread(table.values(row))
+            if found:
+                error = [[found.median - found.low], [found.high - found.median]]
+                colour = "tab:orange" if row.name.startswith(_OURS) else "tab:gray"
+                axis.barh(place, found.median, xerr=error, color=colour, ecolor="black", capsize=2)
+        axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
+        axis.invert_yaxis()
+        axis.set_title(f"{table.title} ({folder})", loc="left", fontsize=10)
+        axis.set_xlabel("GB/s: median, least and most")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return True
+
+
+def with_range(found: Spread | None, digits: int) -> str:
+    """The median and, in brackets, the least and the most; ``-`` for nothing."""
+    if found is None:
+        return "-"
+    return f"{_short(found.median, digits)} ({_short(found.low, digits)} - {_short(found.high, digits)})"
+
+
+def _short(value: float, digits: int) -> str:
+    """At most so many significant digits, never an exponent: 2.713, 41.2, 1234."""
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def plain(found: Spread | None) -> dict[str, float] | None:
+    """For JSON."""
+    return None if found is None else {"median": found.median, "min": found.low, "max": found.high}

@@ -1,0 +1,111 @@
+"""The file and the memory that the rows of one process share, and how a row is made of a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+import nvme_ops
+from nvme_ops.bench.files import checksum, make_cold, tensor_checksum
+from nvme_ops.bench.measure import Row, timed
+
+
+@dataclass
+class Work:
+    """The file that all rows of a table read or write, and what they need beside it."""
+
+    path: str
+    size: int
+    write: bool
+    written: int = field(default=0, init=False)  # how many checked writes there were, to tell them apart
+
+    @functools.cached_property
+    def handle(self) -> nvme_ops.aio_handle:
+        """One handle with default settings for all rows, made when first needed."""
+        return nvme_ops.aio_handle()
+
+    @functools.cached_property
+    def pageable(self) -> torch.Tensor:
+        """An ordinary tensor, all of whose pages are there."""
+        return filled(torch.empty(self.size, dtype=torch.uint8))
+
+    @functools.cached_property
+    def locked(self) -> torch.Tensor:
+        """From ``new_cpu_locked_tensor``."""
+        return filled(self.handle.new_cpu_locked_tensor(self.size, torch.empty(0, dtype=torch.uint8)))
+
+    @functools.cached_property
+    def huge(self) -> torch.Tensor:
+        """From ``nvme_ops.empty``."""
+        return filled(nvme_ops.empty(self.size, dtype=torch.uint8))
+
+    @functools.cached_property
+    def content(self) -> int:
+        """The checksum of the file as the first pass finds it; rows that write do not use it."""
+        return checksum(self.path)
+
+    def set_out(self) -> None:
+        """The same starting point for every pass."""
+        make_cold(self.path)
+
+
+def filled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, full of arbitrary bytes, so that no page of it is still to be made."""
+    words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
+    words.copy_(torch.arange(words.numel(), dtype=torch.int64)).mul_(0x5851F42D4C957F2D)  # Knuth's MMIX multiplier
+    return tensor
+
+
+def tensor_row(
+    work: Work, name: str, memory: Callable[[], torch.Tensor], move: Callable[[torch.Tensor], object], peer: str = ""
+) -> Row:
+    """A row that moves the whole file from or to one tensor; ``memory`` makes the tensor when first called."""
+
+    def before() -> None:
+        memory()
+        work.set_out()
+
+    def check() -> None:
+        tensor = memory()
+        if work.write:
+            # a mark of its own in every page, or a write that does nothing would leave what the last row wrote
+            work.written += 1
+            tensor[::4096] = work.written % 256
+        else:
+            tensor.zero_()
+        work.set_out()
+        move(tensor)
+        there = checksum(work.path) if work.write else work.content
+        assert tensor_checksum(tensor) == there, "tensor and file differ"
+
+    return Row(name, lambda: timed(lambda: move(memory()), work.size), before, check, peer)
+
+
+def saved_row(
+    work: Work,
+    name: str,
+    path: str,
+    memory: Callable[[], torch.Tensor],
+    save: Callable[[], None],
+    load: Callable[[], torch.Tensor],
+    saved: list[int],
+) -> Row:
+    """A row that saves a tensor to a file of a format of its own at ``path``, or loads it from there.
+
+    Several rows may share ``path``. ``saved``: the checksum of the tensor in it, empty before the first.
+    """
+
+    def before() -> None:
+        if not saved:
+            save()
+            saved.append(tensor_checksum(memory()))
+        make_cold(path)
+
+    def check() -> None:
+        expected = tensor_checksum(memory()) if work.write else saved[0]
+        assert tensor_checksum(load()) == expected, "tensor and file differ"
+
+    return Row(name, lambda: timed(save if work.write else load, work.size), before, check)

@@ -1,0 +1,84 @@
+"""A progress bar on standard error: tqdm's where it is installed, else one line that is written over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Step = Callable[[str], None]  # told in words what begins; what was told before has ended
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Step]:
+    """Of ``total`` steps. Nothing is shown where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        yield from _plain_line(total)
+        return
+    with tqdm(total=total, leave=False, dynamic_ncols=True, bar_format="{l_bar}{bar}| {n}/{total} {elapsed}") as bar:
+        begun = False
+
+        def step(words: str) -> None:
+            nonlocal begun
+            if begun:
+                bar.update()
+            begun = True
+            bar.set_description_str(words)
+
+        yield step
+
+
+def _plain_line(total: int) -> Iterator[Step]:
+    number = 0
+
+    def step(words: str) -> None:
+        nonlocal number
+        number += 1
+        sys.stderr.write(f"\r\033[K{number} of {total}: {words}")
+        sys.stderr.flush()
+
+    try:
+        yield step
+    finally:
+        sys.stderr.write("\r\033[K")
+
+
+@contextmanager
+def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
+    """Of ``total`` bytes; it is told how many more were dealt with. Shown on a terminal only."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        yield from _plain_bytes(total, words)
+        return
+    with tqdm(total=total, desc=words, leave=False, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+
+        def told(count: int) -> None:
+            bar.update(count)
+
+        yield told
+
+
+def _plain_bytes(total: int, words: str) -> Iterator[Callable[[int], None]]:
+    done, shown = 0, -1
+
+    def told(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if (percent := 100 * done // max(1, total)) != shown:
+            shown = percent
+            sys.stderr.write(f"\r\033[K{words}: {percent} %")
+            sys.stderr.flush()
+
+    try:
+        yield told
+    finally:
+        sys.stderr.write("\r\033[K")

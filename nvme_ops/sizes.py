@@ -1,0 +1,28 @@
+"""Sizes as people write them; units are powers of 1024."""
+
+from __future__ import annotations
+
+import math
+import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if not 1 <= size < math.inf:
+        raise ValueError(f"{text!r} is not a size; examples: 512M, 1G, 1.5G")
+    return int(size)
+
+
+def size_words(size: int) -> str:
+    """For a reader: ``512 B``, ``1 GiB``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if float(f"{value:.4g}") < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

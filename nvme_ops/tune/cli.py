@@ -1,0 +1,67 @@
+"""The command ``nvme-tune``: arguments in, the best settings out, exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nvme_ops.bench.files import NotUsable, leave_on_sigterm
+from nvme_ops.tune import options, report, store
+from nvme_ops.tune.run import Result, run
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Status 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C."""
+    leave_on_sigterm()
+    torch.set_num_threads(1)  # the model's matrices are small, and other threads would disturb what is measured
+    given = options.parse(words)
+    try:
+        shown_by_the_bar = sys.stderr.isatty() and not given.verbose
+        result = run(given, _silent if shown_by_the_bar else _say)
+        if result.interrupted:
+            _say("\nnvme-tune: interrupted; the files are removed")
+        if result.devices:
+            _show(result)
+        return 130 if result.interrupted else 0
+    except (NotUsable, OSError) as reason:
+        _say(f"nvme-tune: {reason}")
+        return 2
+    except KeyboardInterrupt:
+        _say("\nnvme-tune: interrupted; the files are removed")
+        return 130
+
+
+def _show(result: Result) -> None:
+    given = result.options
+    document = json.dumps(report.as_document(result), indent=2) + "\n"
+    print(document if given.json == "-" else report.text(result) + "\n", end="")
+    if given.json and given.json != "-":
+        Path(given.json).write_text(document, encoding="utf-8")
+    if given.store and not result.interrupted:
+        _keep(result)
+
+
+def _keep(result: Result) -> None:
+    for tuned in result.devices:
+        try:
+            path = store.save(tuned.identity, tuned.outcome.best, report.details(tuned))
+        except (OSError, RuntimeError) as error:
+            _say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
+        else:
+            _say(f"kept for tuned_handle in {path}")
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""``tuned_handle``: an ``aio_handle`` with the settings that suit the device under a path."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from nvme_ops.bench.settings import Settings
+from nvme_ops.handle import aio_handle
+from nvme_ops.tune import store
+from nvme_ops.tune.background import Watched, tuner_of
+from nvme_ops.tune.identity import BARE, folder_of, identify
+
+__all__ = ["stored_settings", "tuned_handle"]
+
+
+def stored_settings(path: str | os.PathLike[str], way: str = "cpu", backend: str | None = None) -> Settings | None:
+    """What ``nvme-tune`` or a ``tuned_handle`` found for the device under ``path``; None where nothing was.
+
+    Args:
+        path: a file or folder, which need not exist yet.
+        way: ``"cpu"``; ``"gpu"`` or ``"gds"`` for what ``nvme-tune --gpu`` and ``--gds`` found:
+            ``gds_handle(**stored_settings(path, "gds").as_json())``.
+        backend: of the handle; by default the one that a handle takes here.
+    """
+    return store.load(identify(path, way, backend or aio_handle().backend))
+
+
+class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
+    """An ``aio_handle`` with the settings found for the device under ``path``, by ``nvme-tune`` or by itself.
+
+    Where nothing has been found yet it starts with the defaults and, after its first transfer of 16 MiB or more, tunes
+    the device in the background: while none of the process' tuned handles moves anything, for 20 seconds of measuring
+    in all, in a nameless scratch file of 128 MiB in the folder of ``path`` (not at all without room or rights for it).
+    Later transfers then have the new settings. The result is kept for the next program. Several handles, threads and
+    processes that use the same device tune it once; a forked child leaves it to its parent. A tuning that fails says so
+    by one ``RuntimeWarning``.
+
+    ``path`` only tells the device: the handle reads and writes any file.
+
+    Args:
+        path: a file or folder, which need not exist yet.
+        tune: False uses what is known and never tunes; so does ``NVME_OPS_TUNE=off``.
+        overrides: arguments of ``aio_handle``, which stay as they are given.
+
+    Raises:
+        ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_TUNE``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, tune: bool = True, **overrides: Any) -> None:
+        mode = os.environ.get("NVME_OPS_TUNE") or "auto"
+        if mode not in ("auto", "off"):
+            raise ValueError(f"NVME_OPS_TUNE={mode!r} is not one of auto, off")
+        super().__init__(**overrides)
+        self._overrides = {name: value for name, value in overrides.items() if value is not None}
+        identity = identify(path, "cpu", self.backend)
+        found = store.load(identity)
+        if found is not None:
+            self.adopt(found)
+        elif tune and mode == "auto" and overrides.get("cache") != "buffered" and identity.file_system != BARE:
+            same = {name: self._overrides[name] for name in ("backend", "cache") if name in self._overrides}
+            tuner = tuner_of(identity, folder_of(path), lambda settings: aio_handle(**settings.as_json(), **same))
+            tuner.join(self)
+            self._engine = Watched(self._engine, tuner)  # type: ignore[assignment]
+
+    def adopt(self, settings: Settings | None) -> None:
+        """Uses these settings from the next transfer on; what is pending ends as it began. None: tuning is over."""
+        engine: Any = self._engine
+        if settings is None:
+            self._engine = engine.engine if isinstance(engine, Watched) else engine
+            return
+        values = {**settings.as_json(), **self._overrides}
+        if self._overrides.get("num_threads") is not None:  # the other name of the same setting
+            del values["intra_op_parallelism"]
+        tuned = aio_handle(**values)
+        for name in ("_block_size", "_queue_depth", "_single_submit", "_overlap_events", "_lanes", "_engine"):
+            setattr(self, name, getattr(tuned, name))

@@ -1,0 +1,113 @@
+"""What was found for each device, one small file for each in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nvme_ops.bench.settings import Settings
+from nvme_ops.tune.identity import Identity
+
+FORMAT = 1  # of the files; those of another one are ignored
+
+
+def folder() -> Path:
+    """``$XDG_CACHE_HOME``, else ``~/.cache``, and in it ``nvme_ops/tune``. A relative variable counts as none."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return base / "nvme_ops" / "tune"
+
+
+def path_of(identity: Identity) -> Path:
+    """Where the settings of a device are kept. RuntimeError without a home folder."""
+    return folder() / f"{identity.file_system}-{identity.way}-{identity.key}.json".replace("/", "-")
+
+
+def load(identity: Identity) -> Settings | None:
+    """The settings that were found for this device, kernel and way, or None.
+
+    Warns:
+        RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it.
+    """
+    try:
+        path = path_of(identity)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError):
+        return None
+    except UnicodeDecodeError:
+        text = ""
+    try:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']} instead of {FORMAT}")
+        return settings_of(document["aio"])
+    except (ValueError, LookupError, TypeError) as error:
+        warnings.warn(f"{path} is ignored: {error or 'damaged'} (nvme-tune replaces it)", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def settings_of(values: object) -> Settings:
+    """From the section ``aio`` of a document. ValueError unless it has all settings, of their types, and no others."""
+    wanted = asdict(Settings())
+    if not isinstance(values, dict) or set(values) != set(wanted):
+        raise ValueError(f"its settings are not {', '.join(wanted)}")
+    for each in fields(Settings):
+        value = values[each.name]
+        if type(value) is not type(wanted[each.name]) or (not isinstance(value, bool) and value < 1):
+            raise ValueError(f"{each.name} is {value!r}")
+    return Settings(**values)
+
+
+def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
+    """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
+
+    ``found``: what else may be worth knowing. Raises OSError, and RuntimeError without a home folder.
+    """
+    path = path_of(identity)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        **found,
+        "format": FORMAT,
+        "aio": settings.as_json(),
+        "identity": asdict(identity),
+        "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path
+
+
+@contextlib.contextmanager
+def sole(identity: Identity) -> Iterator[bool]:
+    """Whether no other process tunes this device; until the block ends none begins that asks here.
+
+    A lock of the process, not of the descriptor: children that are forked meanwhile do not keep it. OSError,
+    RuntimeError where the folder cannot be written.
+    """
+    path = path_of(identity).with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except (BlockingIOError, PermissionError):  # POSIX lets systems choose
+            alone = False
+        yield alone

@@ -1,0 +1,93 @@
+"""Duels: ratios round by round, their median, and what of a difference is noise."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from nvme_ops.bench.settings import Settings
+from nvme_ops.tune.duel import LEAST_GAIN, Contest, Duel, geometric_mean
+
+DEFAULT = Settings()
+OTHER = replace(DEFAULT, queue_depth=32)
+THIRD = replace(DEFAULT, intra_op_parallelism=2)
+
+
+def duel(*ratios: float) -> Duel:
+    return Duel(OTHER, ratios)
+
+
+def test_the_ratio_is_the_median_of_the_rounds() -> None:
+    assert duel(1.1, 5.0, 1.2).ratio == 1.2
+
+
+def test_the_noise_is_what_the_median_scatters_when_all_is_repeated() -> None:
+    chance = random.Random(0)
+    repeated = [duel(*(math.exp(chance.gauss(0, 0.05)) for _ in range(25))) for _ in range(300)]
+    scattered = statistics.stdev(one.ratio for one in repeated)
+    assert statistics.median(one.noise for one in repeated) == pytest.approx(scattered, rel=0.2)
+
+
+def test_slow_changes_of_the_machine_are_no_noise() -> None:
+    assert duel(*(1 + 0.01 * number for number in range(20))).noise < 0.005
+
+
+@pytest.mark.parametrize(
+    ("ratios", "won"),
+    [
+        ([1.2, 1.21, 1.19], True),
+        ([1.2, 1.2], False),  # two rounds say nothing
+        ([1.01, 1.01, 1.01, 1.01], False),  # below what is worth a change
+        ([1.3, 0.8, 1.2, 0.9, 1.1], False),
+        ([0.9, 0.9, 0.9], False),
+    ],
+)
+def test_a_challenger_wins_by_more_than_the_noise(ratios: list[float], won: bool) -> None:
+    assert duel(*ratios).won == won
+
+
+def test_a_difference_beyond_four_times_the_noise_is_clear() -> None:
+    assert duel(1.2, 1.21, 1.19, 1.2, 1.2).clear
+    assert duel(0.8, 0.81, 0.79, 0.8, 0.8).clear
+    assert not duel(1 + LEAST_GAIN / 2, 1 + LEAST_GAIN / 2, 1.0).clear
+    assert not duel(1.2, 0.9, 1.3, 0.8, 1.1).clear
+
+
+def test_one_round_is_never_clear() -> None:
+    assert not duel(1.5).clear
+    assert not duel(1.5).won
+
+
+def test_a_contest_measures_all_in_turn_and_begins_with_another_each_time() -> None:
+    contest, order = Contest(DEFAULT, [OTHER, THIRD]), []
+
+    def measure(settings: Settings) -> dict[str, float]:
+        order.append(settings)
+        return {"read": {DEFAULT: 1.0, OTHER: 2.0, THIRD: 3.0}[settings], "write": 1.0}
+
+    assert all(contest.round(measure) for _ in range(3))
+    assert order == [DEFAULT, OTHER, THIRD, OTHER, THIRD, DEFAULT, THIRD, DEFAULT, OTHER]
+    first, second = contest.duels()
+    assert (first.challenger, second.challenger) == (OTHER, THIRD)
+    assert first.ratios == pytest.approx([math.sqrt(2)] * 3)  # the geometric mean over the directions
+    assert second.ratios == pytest.approx([math.sqrt(3)] * 3)
+
+
+def test_a_round_that_is_cut_short_does_not_count() -> None:
+    contest = Contest(DEFAULT, [OTHER])
+    assert contest.round(lambda _: {"read": 1.0})
+    assert not contest.round(lambda settings: {"read": 9.0} if settings == OTHER else None)
+    assert contest.rounds == 1
+    assert contest.duels()[0].ratios == (1.0,)
+
+
+def test_before_the_first_round_there_is_no_duel() -> None:
+    assert Contest(DEFAULT, [OTHER]).duels() == []
+
+
+def test_the_geometric_mean_weighs_ratios_alike() -> None:
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)

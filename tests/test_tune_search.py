@@ -1,0 +1,234 @@
+"""The search on made-up devices with a made-up clock: what it finds, what it keeps, and when it ends."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nvme_ops.bench.settings import Settings
+from nvme_ops.sizes import KIB, MIB
+from nvme_ops.tune.search import DEFAULT, Axis, Search, axes, combinations
+
+BUDGET = 45.0
+PEAK = 2e9
+SHORT, FULL = 100 * MIB, 300 * MIB
+
+
+class MadeUpDevice:
+    """Rates that depend on settings, disturbed as those of a shared machine; a clock that passes advance."""
+
+    def __init__(self, kind: str, seed: int, noise: float = 0.05, peak: float = PEAK) -> None:
+        self.kind, self.noise, self.peak = kind, noise, peak
+        self.now, self.passes = 0.0, 0
+        self._chance, made = random.Random(seed), random.Random(f"{kind} {seed}")
+        self._drift = 0.0
+        self.block = made.choice([256 * KIB, MIB, 4 * MIB, 8 * MIB])  # where it is fastest
+        self.needs = made.choice([2, 8, 32]) * MIB  # in flight
+        self.per_block = made.uniform(20e-6, 150e-6)  # seconds that one lane spends on a request
+        self.lane = made.uniform(0.4, 1.5) * peak  # bytes per second of one lane
+        self.crowding = made.uniform(0.0, 0.1)
+        self.switch = made.uniform(-0.08, 0.08)
+
+    def rate(self, settings: Settings) -> float:
+        """Bytes per second without noise."""
+        flight = settings.block_size * settings.queue_depth * settings.intra_op_parallelism
+        away = math.log2(settings.block_size / self.block)
+        if self.kind == "flat":
+            return self.peak
+        if self.kind == "far":  # a smooth optimum away from the default, and less with too much in flight
+            shape = 1 - 0.02 * away**2 - self.crowding * max(0.0, math.log2(flight / self.needs) - 4) / 4
+            return (
+                self.peak
+                * max(0.1, shape)
+                * flight
+                / (flight + self.needs / 4)
+                * (1 + self.switch * settings.overlap_events)
+            )
+        if self.kind == "cliffs":  # sharp limits
+            shape = (0.75 if settings.block_size > self.block else 1.0) * min(1.0, flight / self.needs)
+            return self.peak * shape * (0.8 if settings.queue_depth > 32 else 1.0)
+        # interacting: small blocks cost processor time, of which more lanes have more, while lanes crowd the device
+        lanes = settings.intra_op_parallelism / (1 / self.lane + self.per_block / settings.block_size)
+        crowd = 1 - self.crowding * math.log2(settings.intra_op_parallelism) - 0.01 * max(0.0, away)
+        return 1 / (1 / (self.peak * crowd) ** 4 + 1 / lanes**4) ** 0.25
+
+    def measure(self, settings: Settings, full: bool) -> dict[str, float]:
+        self.passes += 1
+        rates = {}
+        for direction in ("write", "read"):
+            self._drift = 0.97 * self._drift + self._chance.gauss(0, self.noise / 4)
+            rate = self.rate(settings) * math.exp(self._chance.gauss(self._drift, self.noise))
+            if self._chance.random() < self.noise:  # somebody else's turn
+                rate *= self._chance.uniform(0.6, 0.95)
+            rates[direction] = rate
+            self.now += (FULL if full else SHORT) * self.peak / PEAK / rate
+        return rates
+
+    def spent(self) -> float:
+        return self.now / BUDGET
+
+    def search(self, processors: int = 4, tried: list[Axis] | None = None) -> Search:
+        return Search(self.measure, tried or axes(processors), self.spent)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def share_of_best(device: MadeUpDevice) -> float:
+    found = device.search().run().best
+    return device.rate(found) / max(map(device.rate, combinations(axes(4))))
+
+
+@pytest.mark.parametrize("kind", ["far", "cliffs", "interacting"])
+def test_the_winner_is_nearly_always_within_3_per_cent_of_the_best(kind: str) -> None:
+    shares = [share_of_best(MadeUpDevice(kind, seed)) for seed in range(10)]
+    assert min(shares) > 0.9, shares
+    assert sum(share >= 0.97 for share in shares) >= 9, shares
+
+
+def test_little_noise_finds_the_best() -> None:
+    for kind in ("far", "cliffs", "interacting"):
+        assert min(share_of_best(MadeUpDevice(kind, seed, noise=0.01)) for seed in range(2)) > 0.97
+
+
+def test_a_flat_device_keeps_the_default() -> None:
+    kept = [
+        MadeUpDevice("flat", seed, noise).search().run().best == DEFAULT for seed in range(4) for noise in (0.02, 0.1)
+    ]
+    assert sum(kept) >= 7, kept
+
+
+def test_the_difference_of_a_flat_device_is_not_called_more_than_noise() -> None:
+    outcome = MadeUpDevice("flat", 0).search().run()
+    assert outcome.final is None or abs(outcome.final.ratio - 1) < 4 * outcome.final.noise + 0.02
+
+
+@pytest.mark.parametrize("peak", [5e7, 4e8, 2e9, 2e10])
+def test_nothing_starts_once_the_time_is_over(peak: float) -> None:
+    device = MadeUpDevice("far", 1, peak=PEAK)
+    begins = []
+
+    def measure(settings: Settings, full: bool) -> dict[str, float]:
+        begins.append(device.now)
+        rates = device.measure(settings, full)
+        device.now += (PEAK / peak - 1) * (device.now - begins[-1])  # slower or faster than the sizes suggest
+        return rates
+
+    outcome = Search(measure, axes(4), device.spent).run()
+    assert max(begins) < BUDGET
+    assert outcome.passes
+    assert sum(outcome.passes.values()) == len(begins)
+
+
+def test_a_final_that_is_cut_short_is_told() -> None:
+    device = MadeUpDevice("far", 1)
+
+    def spent() -> float:
+        return 0.69 if device.passes < 40 else 0.71 if device.passes < 43 else 1.0
+
+    outcome = Search(device.measure, axes(4), spent).run()
+    assert device.passes == 43
+    assert outcome.final is None
+    assert not outcome.complete
+
+
+def test_without_any_time_only_the_default_is_measured() -> None:
+    device = MadeUpDevice("far", 1)
+    device.now = 2 * BUDGET
+    outcome = device.search().run()
+    assert (outcome.best, list(outcome.rates), device.passes) == (DEFAULT, [DEFAULT], 1)
+    assert not outcome.complete
+
+
+def test_the_same_measurements_give_the_same_result() -> None:
+    first, second = (MadeUpDevice("interacting", 3).search().run() for _ in range(2))
+    assert first.best == second.best
+    assert first.passes == second.passes
+
+
+def test_a_quiet_device_takes_less_than_all_the_time() -> None:
+    device = MadeUpDevice("far", 0, noise=0.001)
+    few = [Axis("block_size", [MIB, 8 * MIB]), Axis("queue_depth", [8, 128])]
+    assert device.search(tried=few).run().complete
+    assert device.now < 0.5 * BUDGET
+
+
+def test_hopeless_settings_are_measured_least() -> None:
+    device = MadeUpDevice("far", 2)
+    outcome = device.search().run()
+    best = max(map(device.rate, combinations(axes(4))))
+    hopeless = [count for settings, count in outcome.passes.items() if device.rate(settings) < 0.6 * best]
+    close = [count for settings, count in outcome.passes.items() if device.rate(settings) > 0.95 * best]
+    assert max(hopeless, default=0) <= 2
+    assert max(close) > 5
+
+
+def test_only_the_values_of_the_axes_are_tried() -> None:
+    device = MadeUpDevice("interacting", 0)
+    tried = [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])]
+    outcome = device.search(tried=tried).run()
+    assert set(outcome.passes) <= set(combinations(tried))
+    assert outcome.baseline == replace(DEFAULT, block_size=2 * MIB, queue_depth=24)
+    assert outcome.best in combinations(tried)
+
+
+def test_a_single_combination_is_only_measured() -> None:
+    outcome = MadeUpDevice("far", 0).search(tried=[Axis("queue_depth", [16])]).run()
+    assert outcome.best == outcome.baseline == replace(DEFAULT, queue_depth=16)
+    assert outcome.final is None
+    assert outcome.complete
+
+
+def test_of_equal_settings_the_simplest_wins() -> None:
+    """Everything but the default's block size is equally much faster."""
+    device = MadeUpDevice("flat", 0, noise=0.02)
+    flat = device.rate
+
+    def rate(settings: Settings) -> float:
+        return flat(settings) * (0.7 if settings.block_size == MIB else 1)
+
+    device.rate = rate  # type: ignore[method-assign]
+    best = device.search().run().best
+    assert best.block_size != MIB
+    assert best.intra_op_parallelism + best.single_submit + best.overlap_events <= 2
+
+
+def test_an_interrupted_search_tells_what_it_knows() -> None:
+    device = MadeUpDevice("far", 5, noise=0.01)
+
+    def measure(settings: Settings, full: bool) -> dict[str, float]:
+        if device.passes == 150:
+            raise KeyboardInterrupt
+        return device.measure(settings, full)
+
+    search = Search(measure, axes(4), lambda: device.now / 400)
+    with pytest.raises(KeyboardInterrupt):
+        search.run()
+    outcome = search.outcome()
+    assert sum(outcome.passes.values()) == 150
+    assert outcome.final is None
+    assert device.rate(outcome.best) > device.rate(DEFAULT)
+
+
+def test_more_lanes_than_processors_are_not_tried() -> None:
+    for processors, most in ((1, 1), (2, 2), (6, 4), (64, 16)):
+        lanes = next(axis.values for axis in axes(processors) if axis.name == "intra_op_parallelism")
+        assert max(lanes) == most
+
+
+def test_what_begins_is_told() -> None:
+    device = MadeUpDevice("flat", 0)
+    told: list[str] = []
+    Search(device.measure, axes(2), device.spent, told.append).run()
+    assert set(told) == {"searching", "the best against the default"}
+    assert len(told) == device.passes

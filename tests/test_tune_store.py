@@ -1,0 +1,171 @@
+"""What is found for a device is kept in one small file: whole or not at all, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import give_up_root, in_child, in_threads, open_to_all, run_python
+
+from nvme_ops.bench.settings import Settings
+from nvme_ops.tune import store
+from nvme_ops.tune.identity import Identity
+
+DEVICE = Identity(("nvme made up",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")
+FOUND = Settings(block_size=4 << 20, queue_depth=16, overlap_events=True, intra_op_parallelism=2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nvme_ops" / "tune"
+
+
+def test_what_is_saved_is_loaded(cache: Path) -> None:
+    assert store.load(DEVICE) is None
+    path = store.save(DEVICE, FOUND, {"ratio": 1.2})
+    assert store.load(DEVICE) == FOUND
+    assert path.parent == cache
+    document = json.loads(path.read_text())
+    assert document["aio"] == FOUND.as_json()
+    assert (document["format"], document["ratio"]) == (store.FORMAT, 1.2)
+    assert document["identity"]["file_system_id"] == "1234"
+
+
+def test_each_device_and_way_has_a_file_of_its_own() -> None:
+    store.save(DEVICE, FOUND, {})
+    for other in (replace(DEVICE, way="gpu"), replace(DEVICE, kernel="6.2"), replace(DEVICE, file_system_id="5")):
+        assert store.load(other) is None
+        assert store.path_of(other) != store.path_of(DEVICE)
+
+
+def test_a_later_result_replaces_an_earlier_one(cache: Path) -> None:
+    store.save(DEVICE, FOUND, {})
+    store.save(DEVICE, Settings(), {})
+    assert store.load(DEVICE) == Settings()
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert store.folder() == tmp_path / ".cache" / "nvme_ops" / "tune"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting"),
+        ("[]", "list"),
+        ("{}", "'format'"),
+        ('{"format": 0, "aio": {}}', "format 0 instead of 1"),
+        ('{"format": 2, "aio": {}}', "format 2 instead of 1"),
+        ('{"format": 1}', "'aio'"),
+        ('{"format": 1, "aio": {"block_size": 1048576}}', "its settings are not"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": 0}}), "queue_depth is 0"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": "8"}}), "queue_depth is '8'"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": True}}), "queue_depth is True"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "single_submit": 1}}), "single_submit is 1"),
+    ],
+)
+def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning(text: str, reason: str) -> None:
+    path = store.save(DEVICE, FOUND, {})
+    path.write_text(text)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert store.load(DEVICE) is None
+    assert reason in str(caught[0].message)
+    assert str(path) in str(caught[0].message)
+    store.save(DEVICE, FOUND, {})
+    assert store.load(DEVICE) == FOUND
+
+
+def test_bytes_that_are_no_text_are_ignored_with_a_warning() -> None:
+    store.save(DEVICE, FOUND, {}).write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        assert store.load(DEVICE) is None
+
+
+def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(DEVICE, FOUND, {})
+
+    def fail(*_: object) -> None:
+        raise OSError("made up")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="made up"):
+        store.save(DEVICE, Settings(), {})
+    assert store.load(DEVICE) == FOUND
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_saving_only(tmp_path: Path) -> None:
+    open_to_all(tmp_path)
+    tmp_path.chmod(0o755)
+
+    def body() -> None:
+        give_up_root()
+        if os.access(tmp_path, os.W_OK):
+            os._exit(0)
+        assert store.load(DEVICE) is None
+        with pytest.raises(PermissionError):
+            store.save(DEVICE, FOUND, {})
+        with pytest.raises(PermissionError), store.sole(DEVICE):
+            pass
+
+    in_child(body)
+
+
+def test_writers_at_once_leave_one_whole_file(cache: Path) -> None:
+    choices = [replace(FOUND, queue_depth=depth) for depth in range(1, 9)]
+
+    def write(number: int) -> None:
+        for _ in range(10):
+            store.save(DEVICE, choices[number], {})
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert store.load(DEVICE) in choices
+
+    in_threads(write, len(choices))
+    assert store.load(DEVICE) in choices
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_only_one_process_tunes_a_device() -> None:
+    program = """
+        from nvme_ops.tune import store
+        from test_tune_store import DEVICE
+        with store.sole(DEVICE) as alone:
+            print(alone)
+    """
+    with store.sole(DEVICE) as alone:
+        assert alone
+        assert run_python(program).stdout == "False\n"
+    assert run_python(program).stdout == "True\n"
+
+
+def test_a_forked_child_does_not_keep_the_device_to_itself() -> None:
+    reading, writing = os.pipe()
+    with store.sole(DEVICE):
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has left
+            os._exit(0)
+    try:
+
+        def ask() -> None:
+            with store.sole(DEVICE) as alone:
+                assert alone
+
+        in_child(ask)
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)
