@@ -6,9 +6,10 @@ import os
 
 import torch
 
-from benchmarks.contenders import Work, tensor_row
-from benchmarks.files import make_warm
-from benchmarks.measure import MIB, Row
+from nvme_ops.bench.files import make_warm
+from nvme_ops.bench.measure import Row
+from nvme_ops.bench.work import Work, tensor_row
+from nvme_ops.sizes import MIB
 
 PREADV = "os.preadv in 64 MiB pieces"
 _PIECE = 64 * MIB

@@ -9,7 +9,7 @@ import time
 import torch
 
 import nvme_ops
-from benchmarks.files import make_cold
+from nvme_ops.bench.files import make_cold
 from nvme_ops.op_builder import AsyncIOBuilder
 
 

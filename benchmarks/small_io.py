@@ -11,10 +11,11 @@ from functools import partial
 import torch
 
 import nvme_ops
-from benchmarks import fio
-from benchmarks.contenders import Work
-from benchmarks.files import make_cold
-from benchmarks.measure import MIB, Row, Sample, latency, timed
+from nvme_ops.bench import fio
+from nvme_ops.bench.files import make_cold
+from nvme_ops.bench.measure import Row, Sample, latency, timed
+from nvme_ops.bench.work import Work
+from nvme_ops.sizes import MIB
 
 PAGE = 4096
 REQUESTS = 16384

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import Row, Sample, Unavailable
+from nvme_ops.bench.measure import Row, Sample, Unavailable
 
 # prints the seconds from torch's import to the first handle
 _PROGRAM = """

@@ -1,0 +1,332 @@
+"""Those who save and load a state dict, each its own file, kept from the save for the load."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+import nvme_ops
+from nvme_ops.bench import fio
+from nvme_ops.bench.files import make_cold, make_file, make_warm
+from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
+from nvme_ops.checkpoint import freeing
+
+FIO_BEST = "fio best"
+SAFETENSORS = "safetensors"
+COPY = "copy_ into tensors that exist"
+REFERENCES = {"save": FIO_BEST, "load": FIO_BEST, "cached": SAFETENSORS, "async": COPY}
+
+_SMALL = 64 << 10  # bytes
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Work:
+    """A state dict and where its files go: each contender's path begins with ``path``."""
+
+    path: str
+    tensors: dict[str, torch.Tensor]
+    deepspeed: bool = True
+    saved: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``save`` and ``load`` get a path of their own; ``load`` gives the tensors, in memory or mapped."""
+
+    name: str
+    suffix: str
+    save: Callable[[Tensors, str], object] | None
+    load: Callable[[str], Tensors] | None
+    package: str = ""  # to be installed by pip, named as it is imported
+    saved_by: str = ""  # whose file it loads
+
+
+def _files(path: str) -> list[str]:
+    """A file, or those of a folder."""
+    return [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
+
+
+def _sync(path: str) -> None:
+    """What was written to a file or a folder is on the device."""
+    for name in _files(path):
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _torch_save(tensors: Tensors, path: str) -> None:
+    torch.save(tensors, path)
+    _sync(path)
+
+
+def _torch_load_mapped(path: str) -> Tensors:
+    return cast(Tensors, torch.load(path, mmap=True))
+
+
+def _torch_save_through_us(tensors: Tensors, path: str) -> None:
+    with nvme_ops.open(path, "w") as file:
+        torch.save(tensors, cast(Any, file))
+        file.sync()
+
+
+def _torch_load_through_us(path: str) -> Tensors:
+    with nvme_ops.open(path) as file:
+        return cast(Tensors, torch.load(cast(Any, file)))
+
+
+def _safetensors_save(tensors: Tensors, path: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path)
+    _sync(path)
+
+
+def _safetensors_load(path: str) -> Tensors:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+class _Lent(dict[str, torch.Tensor]):
+    """Tensors in memory that their owners keep until they are closed."""
+
+    owners: Sequence[Any] = ()
+
+    def __del__(self) -> None:
+        self.clear()
+        for owner in self.owners:
+            owner.close()
+
+
+def _fastsafetensors_load(path: str) -> Tensors:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found,unused-ignore]
+
+    loader = SafeTensorsFileLoader(SingleGroup(), torch.device("cpu"), nogds=True)
+    loader.add_filenames({0: [path]})
+    buffer = loader.copy_files_to_device()
+    found = _Lent({name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
+    found.owners = [buffer, loader]
+    return found
+
+
+def _runai_load(path: str) -> Tensors:
+    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found,unused-ignore]
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(path)
+        return {name: tensor.clone() for name, tensor in streamer.get_tensors()}  # it reuses its memory
+
+
+def _dcp_save(tensors: Tensors, path: str) -> None:
+    from torch.distributed import checkpoint
+
+    checkpoint.save(dict(tensors), checkpoint_id=path, no_dist=True)
+    _sync(path)
+
+
+def _dcp_save_through_us(tensors: Tensors, path: str) -> None:
+    from torch.distributed import checkpoint
+
+    from nvme_ops.dcp import NvmeStorageWriter
+
+    checkpoint.save(dict(tensors), storage_writer=NvmeStorageWriter(path), no_dist=True)
+
+
+def _dcp_load(work: Work, path: str, through_us: bool) -> Tensors:
+    from torch.distributed import checkpoint
+
+    targets = {name: torch.empty_like(tensor) for name, tensor in work.tensors.items()}
+    if through_us:
+        from nvme_ops.dcp import NvmeStorageReader
+
+        checkpoint.load(targets, storage_reader=NvmeStorageReader(path), no_dist=True)
+    else:
+        checkpoint.load(targets, checkpoint_id=path, no_dist=True)
+    return targets
+
+
+def _deepspeed_save(tensors: Tensors, path: str) -> None:
+    from deepspeed.io import FastFileWriter, FastFileWriterConfig  # type: ignore[import-not-found,unused-ignore]
+
+    from nvme_ops.bench.engines.deepspeed import load
+
+    op = load()
+    if isinstance(op, Unavailable):
+        raise op
+    handle = op.aio_handle()
+    pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
+    config = FastFileWriterConfig(
+        dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True, num_parallel_writers=1, writer_rank=0,
+        global_rank=0,
+    )  # fmt: skip
+    writer = FastFileWriter(file_path=path, config=config)
+    torch.save(tensors, writer)
+    writer.close()
+    handle.free_cpu_locked_tensor(pinned)
+    _sync(path)
+
+
+def contenders(work: Work) -> Iterator[Contender]:
+    """All of them; those of packages that are not installed too."""
+    yield Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load)
+    yield Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load)
+    yield Contender("torch with nvme_ops.open", ".through.pt", _torch_save_through_us, _torch_load_through_us)
+    yield Contender("nvme_ops.dcp", ".nvme_ops.dcp", _dcp_save_through_us, lambda path: _dcp_load(work, path, True))
+    yield Contender("torch.save, torch.load", ".torch.pt", _torch_save, torch.load)
+    yield Contender("torch.load(mmap=True)", ".torch.pt", None, _torch_load_mapped, saved_by="torch.save, torch.load")
+    yield Contender(SAFETENSORS, ".peer.safetensors", _safetensors_save, _safetensors_load, "safetensors")
+    for name, load, package in (
+        ("fastsafetensors", _fastsafetensors_load, "fastsafetensors"),
+        ("Run:ai streamer", _runai_load, "runai_model_streamer"),
+    ):
+        yield Contender(name, ".peer.safetensors", None, load, package, SAFETENSORS)
+    yield Contender("DCP", ".dcp", _dcp_save, lambda path: _dcp_load(work, path, False))
+    if work.deepspeed:
+        yield Contender("DeepSpeed FastFileWriter", ".deepspeed.pt", _deepspeed_save, None, "deepspeed")
+
+
+def save_rows(work: Work) -> list[Row]:
+    """Fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
+    rows = [_fio_row(work, "write"), _fio_new_row(work)]
+    for each in contenders(work):
+        if each.save is not None:
+            rows.append(_row(work, each, functools.partial(each.save, work.tensors, work.path + each.suffix), None))
+    return rows
+
+
+def load_rows(work: Work) -> list[Row]:
+    """Fio's best read, and every load; what is only mapped is looked at."""
+    return [_fio_row(work, "read"), *_loads(work, make_cold)]
+
+
+def cached_rows(work: Work) -> list[Row]:
+    """Every load of what lies in the page cache."""
+    return _loads(work, make_warm)
+
+
+def async_rows(work: Work) -> list[Row]:
+    """Until the call returns; the write, which goes on meanwhile, is waited for behind the clock."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in work.tensors.items()}
+    path = work.path + ".async.safetensors"
+    futures: list[nvme_ops.SaveFuture] = []
+
+    def copy() -> None:
+        for name, tensor in work.tensors.items():
+            targets[name].copy_(tensor)
+
+    def save() -> Sample:
+        sample = timed(lambda: futures.append(nvme_ops.save_async(work.tensors, path)), work.size)
+        futures.pop().result()
+        return sample
+
+    def check() -> None:
+        _compare(work.tensors, nvme_ops.load(path, verify=True))
+
+    return [Row(COPY, lambda: timed(copy, work.size)), Row("nvme_ops.save_async", save, check=check)]
+
+
+def _loads(work: Work, prepare: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for each in contenders(work):
+        if each.load is not None:
+            rows.append(_row(work, each, functools.partial(each.load, work.path + each.suffix), prepare))
+    return rows
+
+
+def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None) -> Row:
+    path = work.path + each.suffix
+    made_by = next(other for other in contenders(work) if other.name == (each.saved_by or each.name))
+
+    def before() -> None:
+        if each.package and importlib.util.find_spec(each.package) is None:
+            raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
+        if prepare is None:
+            _warm_free_memory(work.size)
+            return
+        if path not in work.saved:
+            assert made_by.save is not None
+            made_by.save(work.tensors, path)
+            work.saved.add(path)
+        for name in _files(path):
+            prepare(name)
+        _warm_free_memory(work.size)
+
+    def run() -> Sample:
+        sample = timed((lambda: _look_at(call())) if prepare is not None else call, work.size)
+        freeing.wait()  # the next row has the device, and the memory, for itself
+        for name in _files(path):
+            make_cold(name)
+        return sample
+
+    def check() -> None:
+        if prepare is not None:
+            _compare(work.tensors, call())
+        elif made_by.load is not None:
+            _compare(work.tensors, made_by.load(path))
+
+    return Row(each.name, run, before, check)
+
+
+def _look_at(tensors: Tensors) -> None:
+    """One byte of every page, so that what is only mapped is there. The tensors go with the end of the pass."""
+    small = [tensor for tensor in tensors.values() if tensor.nbytes <= _SMALL and tensor.is_floating_point()]
+    if small:  # all of their bytes, in one call: 20,000 would take longer than to load them
+        torch.nn.utils.get_total_norm(small)
+    for tensor in tensors.values():
+        if tensor.nbytes > _SMALL or not tensor.is_floating_point():
+            tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+
+
+def _warm_free_memory(size: int) -> None:
+    """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm."""
+    torch.empty(size + size // 4, dtype=torch.uint8)[::4096].fill_(0)
+
+
+def _compare(tensors: Tensors, loaded: Tensors) -> None:
+    assert loaded.keys() == tensors.keys(), "other names"
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor), f"{name} differs"
+
+
+def _fio_new_row(work: Work) -> Row:
+    """Where nothing was: blocks have to be found for what is written, as for a save."""
+    row = _fio_row(work, "write", ".new")
+    path = f"{work.path}.fio.new"
+
+    def before() -> None:
+        fio.require()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with open(path, "wb") as file:
+            file.truncate(-(-work.size // fio.BLOCK) * fio.BLOCK)
+
+    row.name, row.before = "fio best, new file", before
+    return row
+
+
+def _fio_row(work: Work, pattern: str, suffix: str = "") -> Row:
+    path = f"{work.path}.fio{suffix}"
+    size = -(-work.size // fio.BLOCK) * fio.BLOCK
+
+    def before() -> None:
+        fio.require()
+        if not os.path.exists(path):
+            make_file(path, size)
+        make_cold(path)
+
+    row = Row(FIO_BEST, lambda: Sample(1, 1), before)
+    row.run = fio.first_that_runs(row, fio.BEST, pattern, lambda: path, size)
+    return row

@@ -1,0 +1,247 @@
+"""Block devices of a fixed rate, made of memory: they stand in for SSDs, so that scaling shows on one machine.
+
+Each is a file in /dev/shm under a loop device with ext4. The kernel limits the processes of one cgroup on each of
+them (``io.max`` of version 2, ``blkio.throttle`` of version 1), reads and writes apart; what kernel threads write back
+is not limited. It gives out a rate in slices of a tenth of a second: powers of two are kept within 1 %, others may
+begin with a slice too much; who begins within the slice of the one before gets the pause as well.
+
+Also a command, which limits another one::
+
+    python benchmarks/throttled.py --devices 4 --rate 256M --size 600M -- ls {folder}
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+
+from benchmarks.throttled_group import Group, end_processes, join, make_group
+from nvme_ops.arguments import positive, size
+from nvme_ops.bench import files
+from nvme_ops.bench.files import NotUsable
+from nvme_ops.sizes import MIB, size_words
+
+MEMORY = "/dev/shm"
+LEAST_SIZE = 16 * MIB
+MOST_DEVICES = 64
+FOLDERS = "THROTTLED_FOLDERS"  # for the command: joined by colons
+_PATIENCE = 10.0  # seconds for processes to end
+_TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Mounted file systems, one on each device."""
+
+    folders: list[str]
+    rate: int  # bytes per second
+    group: Group
+    numbers: list[str]
+
+    def join(self) -> None:
+        """Puts this process under the limits; its children and threads that are made from now on are with it."""
+        join(str(self.group.processes))
+
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lifts the limits, for what is not measured."""
+        try:
+            for number in self.numbers:
+                self.group.limit(number, None)
+            yield
+        finally:
+            for number in self.numbers:
+                self.group.limit(number, self.rate)
+
+
+@contextlib.contextmanager
+def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
+    """So many devices of ``size`` bytes that read and write ``rate`` bytes per second, each.
+
+    They are gone at the end, whatever happened in between, and with them every process that is still in their cgroup.
+    SIGINT and SIGTERM that come while they are made or taken down act afterwards.
+
+    Raises:
+        NotUsable: root, loop devices, a tool, memory or the cgroup's controller is missing; it says which.
+    """
+    _require(count * size)
+    with contextlib.ExitStack() as stack:
+        try:
+            with _signals_deferred():
+                group = make_group(stack)
+                place = tempfile.mkdtemp(prefix="nvme_ops-throttled-")
+                stack.callback(os.rmdir, place)
+                made = [_make_device(stack, os.path.join(place, str(number)), size) for number in range(count)]
+                for _, number in made:
+                    group.limit(number, rate)
+                stack.callback(end_processes, group)  # before anything is unmounted
+                for _, number in made:
+                    stack.callback(group.limit, number, None)  # lest they end at the rate of what they have begun
+            yield Devices([folder for folder, _ in made], rate, group, [number for _, number in made])
+        finally:
+            with _signals_deferred():
+                stack.close()
+
+
+def _require(memory: int) -> None:
+    if os.geteuid() != 0:
+        raise NotUsable("throttled devices need root: for loop devices, mounts and a cgroup")
+    for tool in _TOOLS:
+        if shutil.which(tool) is None:
+            raise NotUsable(f"{tool} is not installed: apt-get install util-linux mount e2fsprogs")
+    if not os.path.isdir(MEMORY):
+        raise NotUsable(f"{MEMORY} does not exist: mount -t tmpfs tmpfs {MEMORY}")
+    free = min(shutil.disk_usage(MEMORY).free, _available())
+    if free < memory:
+        raise NotUsable(
+            f"{MEMORY}: {size_words(memory)} of memory are needed and there are {size_words(free)}; "
+            "choose fewer or smaller devices"
+        )
+
+
+def _available() -> int:
+    """Bytes of memory that can be had without taking it from others."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 1 << 62)
+
+
+def _make_device(stack: contextlib.ExitStack, folder: str, size: int) -> tuple[str, str]:
+    """The folder in which it is mounted, and the device's MAJOR:MINOR."""
+    descriptor, image = tempfile.mkstemp(prefix="nvme_ops-throttled-", suffix=".img", dir=MEMORY)
+    stack.callback(os.unlink, image)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # all pages now, or the first write would be slower
+    except OSError as error:
+        raise NotUsable(f"{MEMORY}: {error.strerror}; choose fewer or smaller devices") from error
+    finally:
+        os.close(descriptor)
+    device = _run("losetup", "--find", "--show", image)
+    stack.callback(_run, "losetup", "--detach", device)
+    # no journal, which kernel threads would write, no reserve, and no inodes beyond what benchmarks need
+    _run("mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-N", "256", "-O", "^has_journal", "-E", "nodiscard", device)
+    os.mkdir(folder)
+    stack.callback(os.rmdir, folder)
+    _run("mount", "-o", "nodiscard", device, folder)
+    stack.callback(_unmount, folder)
+    return folder, Path("/sys/block", os.path.basename(device), "dev").read_text(encoding="ascii").strip()
+
+
+def _unmount(folder: str) -> None:
+    try:
+        _run("umount", folder)
+    except NotUsable:  # someone's working folder or open file
+        _run("umount", "--lazy", folder)
+
+
+def _run(*words: str) -> str:
+    # in a session of its own: Ctrl-C on the terminal does not stop it halfway
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        raise NotUsable(said if said.startswith(words[0]) else f"{words[0]}: {said}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """SIGINT and SIGTERM that come meanwhile act at the end. In the main thread; others never get one."""
+    came: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, remember)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with status 2 on wrong ones."""
+    parser = argparse.ArgumentParser(
+        description="Runs a command on block devices of a fixed rate, which are made for it in memory.",
+        epilog="in COMMAND a word with {folder} is given once for each device, and {number} in it is its number: "
+        f"--folder_to_device_mapping {{folder}}:{{number}}; {{folders}} is {{folder}}. The environment's {FOLDERS} has "
+        "all folders, joined by colons. Exit status: the command's; 1 where such devices cannot be made; 2 for wrong "
+        "arguments.",
+    )
+    parser.add_argument("--devices", type=positive, default=4, metavar="N", help="how many (default 4)")
+    parser.add_argument("--rate", type=size, default="256M", help="of each, bytes per second, reads and writes apart")
+    parser.add_argument("--size", type=size, default="1200M", help="of each (default 1200M)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, after --")
+    given = parser.parse_args(words)
+    if given.devices > MOST_DEVICES:
+        parser.error(f"--devices: at most {MOST_DEVICES}")
+    if given.size < LEAST_SIZE:
+        parser.error(f"--size: at least {size_words(LEAST_SIZE)}")
+    return given
+
+
+def with_folders(words: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """A word that has ``{folder}`` in it once for each folder, and ``{number}`` in it the folder's number."""
+    made = []
+    for word in words:
+        pattern = word.replace("{folders}", "{folder}")
+        if "{folder}" in pattern:
+            made += [pattern.replace("{folder}", each).replace("{number}", str(n)) for n, each in enumerate(folders)]
+        else:
+            made.append(word)
+    return made
+
+
+def _run_limited(words: Sequence[str], devices: Devices) -> int:
+    environment = {**os.environ, FOLDERS: ":".join(devices.folders)}
+    try:
+        started = subprocess.Popen(with_folders(words, devices.folders), env=environment, preexec_fn=devices.join)
+    except OSError as error:
+        print(f"throttled.py: {words[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    with started as process:
+        try:
+            status = process.wait()
+        except BaseException as reason:
+            if not isinstance(reason, KeyboardInterrupt):  # which the terminal sent to it as well
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
+            process.kill()
+            raise
+    return status if status >= 0 else 128 - status
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command's status; 1 where such devices cannot be made; 2 for wrong arguments; 130 after Ctrl-C."""
+    given = arguments(words)
+    files.leave_on_sigterm()
+    try:
+        with throttled(given.devices, given.rate, given.size) as devices:
+            return _run_limited(given.command, devices)
+    except NotUsable as reason:
+        print(f"throttled.py: {reason}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the devices are removed", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
