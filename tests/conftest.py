@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,15 @@ def round_trip(handle: aio_handle, path: Path, size: int = 3 * MIB + 5) -> None:
     back.zero_()
     assert handle.submit_pread(back, path).result() == size
     assert torch.equal(back, data)
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    """``work(number)`` for each number at once."""
+    threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 HandleFactory = Callable[..., aio_handle]
@@ -231,3 +241,11 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     caught: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: caught.append(event.exc_value))
     return caught
+
+
+@pytest.fixture(autouse=True)
+def _no_device_for_dcp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have registered the simulated device, which DCP's own writer takes for a GPU."""
+    device = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
+    if device is not None and request.module.__name__.startswith("test_dcp"):
+        monkeypatch.setattr(device, "is_available", lambda: False)

@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+ON_A_GPU = [name for name in EXAMPLES if name.startswith("gds_")]
 
 
-def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
         env={
@@ -24,6 +26,7 @@ def start(name: str, *arguments: str) -> subprocess.Popen[str]:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
             "PYTHONWARNINGS": "ignore::RuntimeWarning",  # memory that may not be locked
+            **variables,
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -32,18 +35,42 @@ def start(name: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(name: str, *arguments: str) -> tuple[int, str, str]:
-    process = start(name, *arguments)
+def run(name: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    process = start(name, *arguments, **variables)
     output, errors = process.communicate()
     return process.returncode, output, errors
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "demo"])
-def test_example_runs_and_leaves_nothing(name: str, tmp_path: Path) -> None:
-    status, output, errors = run(name, str(tmp_path))
+def says_that_all_is_right(status: int, output: str, errors: str) -> None:
     assert (status, errors) == (0, "")
     assert re.search(r"equal|right", output)
     assert not re.search(r"DIFFERENT|WRONG", output)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "demo" and name not in ON_A_GPU])
+def test_example_runs_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    says_that_all_is_right(*run(name, str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_example_of_a_gpu_runs_and_leaves_nothing(name: str, mode: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch.cuda is not available: no GPU, or torch without CUDA")
+    status, output, errors = run(name, str(tmp_path), NVME_OPS_GDS=mode)
+    if mode == "auto" and status == 1 and errors.startswith(f"{name}.py: cuFile "):
+        pytest.skip(errors.strip())
+    says_that_all_is_right(status, output, errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_example_of_a_gpu_ends_with_one_line_where_there_is_none(name: str, tmp_path: Path) -> None:
+    status, output, errors = run(name, str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert (status, output) == (1, "")
+    assert re.fullmatch(rf"{name}\.py: no CUDA GPU here, .+\n", errors)
     assert list(tmp_path.iterdir()) == []
 
 

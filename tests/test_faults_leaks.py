@@ -88,8 +88,12 @@ def test_errors(make_handle: HandleFactory, folder: Path, make_device, lanes: in
     handle, path = make_handle(intra_op_parallelism=lanes), store(folder / "file", pattern(1000))
     tensor = torch.zeros(200_000, dtype=torch.uint8)
 
+    def asynchronous(*arguments) -> None:
+        handle.async_pread(*arguments)
+        handle.wait()
+
     def work(i: int) -> None:
-        for call in (handle.sync_pread, handle.async_pread, handle.submit_pread):
+        for call in (handle.sync_pread, asynchronous, lambda *a: handle.submit_pread(*a).result()):
             with pytest.raises(EOFError):
                 call(tensor, path)
             with pytest.raises(FileNotFoundError):

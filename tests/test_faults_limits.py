@@ -89,23 +89,32 @@ def test_no_descriptors_left(make_handle: HandleFactory, folder: Path, limit: Ca
             while True:
                 stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
         for handle in (warm, cold):
-            for call in (handle.sync_pread, handle.async_pwrite, handle.submit_pread):
-                with pytest.raises(OSError, match="Too many open files"):
-                    call(torch.zeros(100), path)
+            with pytest.raises(OSError, match="Too many open files"):
+                handle.sync_pread(torch.zeros(100), path)
+            with pytest.raises(OSError, match="Too many open files"):
+                handle.submit_pwrite(torch.zeros(100), path).result()
     for handle in (warm, cold):
         round_trip(handle, path)
 
 
-def test_too_many_files_in_one_call(
-    make_handle: HandleFactory, folder: Path, limit: Callable[[int, int], None]
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_more_files_than_descriptors(
+    make_handle: HandleFactory, folder: Path, limit: Callable[[int, int], None], lanes: int
 ) -> None:
-    handle = make_handle()
-    files = [store(folder / str(i), pattern(10)) for i in range(50)]
-    handle.submit_preadv(torch.zeros(50, 10, dtype=torch.uint8), files).result()
+    """A lane that finds none left waits for its own transfers, or a while for those of others."""
+    handle = make_handle(intra_op_parallelism=lanes, cache="direct")
+    data, back = pattern(500 * 1001).view(500, 1001), torch.zeros(500, 1001, dtype=torch.uint8)
+    files = [folder / str(i) for i in range(500)]
+    handle.submit_pwritev(data[:50], files[:50]).result()
     before = len(os.listdir("/proc/self/fd"))
     limit(resource.RLIMIT_NOFILE, before + 20)
-    with pytest.raises(OSError, match="Too many open files"):
-        handle.submit_preadv(torch.zeros(50, 10, dtype=torch.uint8), files)
+    assert handle.submit_pwritev(data, files).result() == data.nbytes
+    assert handle.submit_preadv(back, files).result() == data.nbytes
+    assert torch.equal(back, data)
+    for path, row in zip(files, back.zero_(), strict=True):
+        handle.async_pread(row, path)
+    assert handle.wait() == 500
+    assert torch.equal(back, data)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

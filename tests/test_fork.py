@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, HandleFactory, contents, in_child, pattern, store
+from conftest import MIB, HandleFactory, contents, in_child, pattern, run_python, store
 from torch.utils.data import DataLoader, Dataset
 
 import nvme_ops
@@ -140,6 +141,43 @@ def test_pooled_memory_is_the_childs_own(handle: aio_handle, folder: Path) -> No
 
     in_child(child)
     assert (tensor == 7).all()
+
+
+RESERVED = Path("/proc/sys/vm/nr_hugepages")
+
+
+@pytest.fixture
+def two_reserved_huge_pages() -> Iterator[None]:
+    """All that there are."""
+    if not os.access(RESERVED, os.W_OK):
+        pytest.skip("huge pages can be reserved by root only")
+    before = RESERVED.read_text()
+    try:
+        RESERVED.write_text("2")
+        if RESERVED.read_text().strip() != "2":
+            pytest.skip("the kernel does not reserve huge pages as it is told")
+        yield
+    finally:
+        RESERVED.write_text(before)
+
+
+@pytest.mark.usefixtures("two_reserved_huge_pages")
+def test_a_child_reuses_no_memory_for_which_it_would_need_more_reserved_huge_pages() -> None:
+    """The kernel kills a process that writes to such a page of its parent's when there is none for the copy."""
+    program = """
+        import os, sys, torch
+        import nvme_ops
+        torch.set_num_threads(1)  # OpenMP's would not be in the child
+        nvme_ops.empty(1 << 20).fill_(1)  # 4 MiB, back in the pool at once
+        with open("/proc/meminfo") as file:
+            assert "HugePages_Free:        0" in file.read(), "others use the reserved huge pages"
+        child = os.fork()
+        if child == 0:
+            nvme_ops.empty(1 << 20).fill_(2)
+            os._exit(0)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    run_python(program)
 
 
 class Rows(Dataset):

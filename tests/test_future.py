@@ -155,7 +155,7 @@ def test_asyncio(handle: aio_handle, folder: Path) -> None:
             assert await handle.submit_pread(back, folder / str(i)) == len(tensor)
             assert torch.equal(back, tensor)
         with pytest.raises(EOFError):
-            handle.submit_pread(torch.zeros(10**6), folder / "0")
+            await handle.submit_pread(torch.zeros(10**6), folder / "0")
 
     async def write(i: int) -> int:
         return await handle.submit_pwrite(tensors[i], folder / str(i))

@@ -93,7 +93,7 @@ def test_arguments_that_do_not_fit(handle: aio_handle, folder: Path) -> None:
     with pytest.raises(ValueError, match="file_offset must not be negative: -1"):
         handle.submit_preadv(two, path, [0, -1])
     with pytest.raises(EOFError):
-        handle.submit_preadv(two, path, [0, 97])
+        handle.submit_preadv(two, path, [0, 97]).result()
     others: list[Any] = [(None, path, [0]), (5, path, [0]), (two, 1.5, [0, 0]), (two, path, 5), (two, path, [0, "1"])]
     for other in others:
         with pytest.raises(TypeError):
@@ -103,7 +103,7 @@ def test_arguments_that_do_not_fit(handle: aio_handle, folder: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         handle.submit_preadv(two, path, torch.tensor([0.0, 4.0]))
     with pytest.raises(FileNotFoundError):
-        handle.submit_preadv(two, [path, folder / "missing"])
+        handle.submit_preadv(two, [path, folder / "missing"]).result()
 
 
 def test_one_bad_request_fails_the_call(make_handle: HandleFactory, make_device) -> None:

@@ -193,3 +193,31 @@ def test_round_trips(make_handle: HandleFactory, folder: Path, data: st.DataObje
         target = expected.new_zeros(lead + size + skew)[skew:]
         reader.sync_pread(target, path, offset - lead)
         assert torch.equal(target, expected[offset - lead : offset + size])
+
+
+def test_a_relative_path_is_one_of_the_folder_at_the_call(
+    make_handle: HandleFactory, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, data, other = make_handle(), pattern(100_000), folder / "other"
+    other.mkdir()
+    futures = []
+    for i in range(20):
+        monkeypatch.chdir(folder)
+        futures.append(handle.submit_pwrite(data, f"relative{i}"))
+        monkeypatch.chdir(other)
+    assert [future.result() for future in futures] == [100_000] * 20
+    assert os.listdir(other) == []
+    with pytest.raises(FileNotFoundError) as caught:
+        handle.submit_pread(data, "relative0").result()
+    assert caught.value.filename == "relative0"
+
+
+def test_a_descriptor_may_be_closed_after_the_call(make_handle: HandleFactory, folder: Path) -> None:
+    handle, data = make_handle(), pattern(100_000)
+    futures = []
+    for i in range(20):
+        fd = os.open(folder / f"file{i}", os.O_RDWR | os.O_CREAT)
+        futures.append(handle.submit_pwrite(data, fd))
+        os.close(fd)
+    assert [future.result() for future in futures] == [100_000] * 20
+    assert all((folder / f"file{i}").read_bytes() == data.numpy().tobytes() for i in range(20))

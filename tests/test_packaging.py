@@ -20,6 +20,7 @@ import pytest
 from tiny_op import REPOSITORY, SOURCE
 
 import nvme_ops
+from nvme_ops.op_builder import ALL_OPS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,6 +29,12 @@ import sys
 from nvme_ops.op_builder import AsyncIOBuilder
 builder = AsyncIOBuilder()
 print(builder.load().__file__, builder.jit_mode)
+"""
+LOAD_ALL = """
+from nvme_ops.op_builder import ALL_OPS
+for name, builder in ALL_OPS.items():
+    module = builder.load()
+    print(name, module.answer(), builder.jit_mode, module.__name__, module.__file__)
 """
 
 
@@ -44,12 +51,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A copy of the checkout with one small source for the ``async_io`` op."""
+    """A copy of the checkout with one small source for each op."""
     folder = copy_checkout(tmp_path)
     shutil.rmtree(folder / "csrc")
     (folder / "csrc" / "binding").mkdir(parents=True)
-    source = SOURCE.replace("tiny", "async_io").replace('"answer.h"', '"binding/answer.h"')
-    (folder / "csrc" / "binding" / "module.cpp").write_text(source)
+    for op in ALL_OPS:
+        source = SOURCE.replace("tiny", op).replace('"answer.h"', '"binding/answer.h"')
+        (folder / "csrc" / "binding" / f"{op}.cpp").write_text(source)
     (folder / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 42\n")
     return folder
 
@@ -152,27 +160,65 @@ def test_a_prebuilt_wheel_works_without_a_compiler(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+def compiled(wheel: Path) -> set[str]:
+    """The ops that lie compiled in a wheel; each with its record."""
+    ops = {name.split("/")[2].partition(".")[0] for name in contents(wheel) if name.endswith(".so")}
+    assert {f"nvme_ops/ops/{op}.build.json" for op in ops} <= contents(wheel)
+    return ops
+
+
+WANTED = {
+    "gds": ({"NVME_BUILD_GDS": "1"}, {"gds"}),
+    "gds by its alias": ({"DS_BUILD_GDS": "1"}, {"gds"}),
+    "all": ({"NVME_BUILD_OPS": "1"}, {"async_io", "gds"}),
+    "all by its alias but one": ({"DS_BUILD_OPS": "1", "NVME_BUILD_GDS": "0"}, {"async_io"}),
+}
+
+
+@pytest.mark.parametrize(("environment", "ops"), WANTED.values(), ids=WANTED.keys())
+def test_the_ops_that_are_asked_for_are_compiled_with_or_without_a_gpu(
+    run: Run, small: Path, tmp_path: Path, environment: dict[str, str], ops: set[str]
+) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "", "NVME_OPS_CUFILE_LIBRARY": "/no/such/libcufile.so"}
+    assert compiled(make_wheel(run, small, tmp_path / "wheel", **hidden, **environment)) == ops
+
+
+def test_a_wheel_with_both_ops_loads_both_without_a_compiler(
+    run: Run, small: Path, tmp_path: Path, clean_python: Path
+) -> None:
+    wheel = make_wheel(run, small, tmp_path / "wheel", NVME_BUILD_OPS="1")
+    assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
+    (tmp_path / "no programs").mkdir()
+    result = run("-c", LOAD_ALL, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    assert result.stderr == ""
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[:4] for line in lines] == [[op, "42", "False", f"nvme_ops.ops.{op}"] for op in ALL_OPS]
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
 @pytest.mark.slow
-def test_the_real_op_prebuilt_moves_a_tensor_without_a_compiler(
+def test_the_real_ops_prebuilt_work_without_a_compiler(
     run: Run, checkout: Path, tmp_path: Path, clean_python: Path
 ) -> None:
-    wheel = make_wheel(run, checkout, tmp_path / "wheel", NVME_BUILD_AIO="1")
+    wheel = make_wheel(run, checkout, tmp_path / "wheel", NVME_BUILD_OPS="1")
+    assert compiled(wheel) == set(ALL_OPS)
     installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
     assert installed.returncode == 0, installed.stderr
     (tmp_path / "no programs").mkdir()
     program = """
 import torch
-from nvme_ops.op_builder import AsyncIOBuilder
-builder = AsyncIOBuilder()
-handle = builder.load().aio_handle()
-there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
-assert handle.sync_pwrite(there, "file") == 1
-assert handle.sync_pread(back, "file") == 1
-assert torch.equal(there, back)
-print(builder.jit_mode)
+from nvme_ops.op_builder import AsyncIOBuilder, GDSBuilder
+for builder, name in ((AsyncIOBuilder(), "aio_handle"), (GDSBuilder(), "gds_handle")):
+    handle = getattr(builder.load(), name)()
+    there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
+    assert handle.sync_pwrite(there, "file") == 1
+    assert handle.sync_pread(back, "file") == 1
+    assert torch.equal(there, back)
+    print(builder.jit_mode)
 """
-    result = run("-c", program, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
-    assert (result.stdout, result.stderr) == ("False\n", "")
+    nothing = str(tmp_path / "no programs")
+    result = run("-c", program, python=clean_python, PATH=nothing, CXX="", NVME_OPS_GDS="off")
+    assert (result.stdout, result.stderr) == ("False\nFalse\n", "")
 
 
 def test_an_editable_install_follows_the_checkout(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
@@ -211,9 +257,15 @@ def test_a_checkout_works_without_an_install(run: Run, small: Path, clean_python
 ASK_BACKEND = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
 
 REFUSALS = {
-    "gds": ({"NVME_BUILD_GDS": "1"}, "the gds op cannot be built: The gds op is not part of this version"),
-    "gds alias": ({"DS_BUILD_GDS": "1"}, "Without NVME_BUILD_GDS=1 it is built on first use instead"),
     "no compiler": ({"NVME_BUILD_AIO": "1", "CXX": "no-such-compiler"}, "no C++ compiler was found (no-such-compiler)"),
+    "gds without a compiler": (
+        {"DS_BUILD_GDS": "1", "CXX": "no-such-compiler"},
+        "the gds op cannot be built: no C++ compiler was found (no-such-compiler)",
+    ),
+    "the variable to leave out": (
+        {"DS_BUILD_GDS": "1", "CXX": "/bin/false"},
+        "Without NVME_BUILD_GDS=1 it is built on first use instead",
+    ),
     "nothing possible": ({"NVME_BUILD_OPS": "1", "CXX": "/bin/false"}, "the C++ compiler /bin/false does not work"),
     "bad value": ({"NVME_BUILD_AIO": "maybe"}, "NVME_BUILD_AIO must be 1 or 0, not 'maybe'"),
 }
@@ -235,15 +287,19 @@ def test_a_request_without_torch_names_the_option(run: Run, small: Path, no_torc
     assert "pip install --no-build-isolation" in result.stderr
 
 
-def test_all_ops_leaves_out_the_one_that_is_not_available(run: Run, small: Path) -> None:
+def test_all_ops_leaves_out_the_one_that_cannot_be_built(run: Run, small: Path) -> None:
+    # as if gds needed more than this machine has
+    with (small / "op_builder" / "gds.py").open("a") as module:
+        module.write("    def is_buildable(self, verbose=False):\n")
+        module.write("        self.error_log = 'not for this machine'\n        return False\n")
     result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_OPS="1")
     assert result.returncode == 0, result.stderr
-    assert "the gds op cannot be built" in result.stderr
+    assert "the gds op cannot be built: not for this machine" in result.stderr
     assert "left out (NVME_BUILD_GDS=1 makes this an error)" in result.stderr
 
 
 def test_a_failing_compilation_ends_the_install_with_the_compilers_words(run: Run, small: Path, tmp_path: Path) -> None:
-    with (small / "csrc" / "binding" / "module.cpp").open("a") as source:
+    with (small / "csrc" / "binding" / "async_io.cpp").open("a") as source:
         source.write("int broken() { return no_such_name; }\n")
     arguments = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, small)
     result = run(*arguments, NVME_BUILD_AIO="1")

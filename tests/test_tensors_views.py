@@ -187,3 +187,13 @@ def test_tensors_that_share_memory_with_a_file(handle: aio_handle, folder: Path)
     assert torch.equal(mapped, values)
     handle.sync_pwrite(mapped, folder / "copy")
     assert (folder / "copy").read_bytes() == path.read_bytes()
+
+
+def test_a_tensor_whose_storage_was_cut_is_refused(handle: aio_handle, folder: Path) -> None:
+    path, tensor = store(folder / "file", pattern(4096)), torch.zeros(4096, dtype=torch.uint8)
+    tensor.untyped_storage().resize_(100)
+    for call in (handle.sync_pread, handle.sync_pwrite):
+        with pytest.raises(ValueError, match="beyond the 100 bytes of its storage"):
+            call(tensor, path)
+    assert path.stat().st_size == 4096
+    handle.sync_pread(tensor[50:100], path)
