@@ -5,6 +5,8 @@
 #   make lint       ruff, mypy, clang-format                     make format rewrites instead
 #   make bench      this package beside others                   make bench BENCH_ARGS='--help'
 #   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
+#   make gpu-bench  between files and GPU memory, beside others  make gpu-bench BENCH_ARGS='--help'
+#   make benchmarks-page  docs/benchmarks.md from a run      make benchmarks-page PAGE_ARGS='--help'
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
@@ -14,6 +16,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+PAGE_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 WITH_ENV := PATH="$(BIN):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))"
@@ -24,9 +27,9 @@ define quietly
 	@echo "pip install $(1)"; $(PIP) $(1) >$(LOG) 2>&1 || { cat $(LOG); exit 1; }
 endef
 
-NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device -name '*.h' -o -name '*.cpp' | sort)
+NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufile -name '*.h' -o -name '*.cpp' | sort)
 
-.PHONY: demo test build lint format bench gpu-test sanitize clean
+.PHONY: demo test build lint format bench benchmarks-page gpu-test gpu-bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -55,6 +58,12 @@ format: $(VENV)/linters
 
 bench: $(VENV)/bench
 	$(WITH_ENV) python benchmarks/raw_io.py $(BENCH_ARGS)
+
+benchmarks-page: $(VENV)/bench
+	$(WITH_ENV) python benchmarks/page.py $(PAGE_ARGS)
+
+gpu-bench: $(VENV)/bench
+	$(WITH_ENV) python benchmarks/gpu_io.py $(BENCH_ARGS)
 
 sanitize:
 	$(MAKE) -C tests/cpp sanitize
@@ -91,5 +100,5 @@ $(VENV)/linters: $(VENV)/installed
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed
-	$(call quietly,-e '.[bench]')
+	$(call quietly,-e '.[peers]')
 	@touch $@

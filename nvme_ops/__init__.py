@@ -4,6 +4,7 @@
     handle = nvme_ops.aio_handle()          # DeepNVMe's interface
     file = nvme_ops.open("weights", "r")    # a file object that reads tensors
     tensor = nvme_ops.empty(1024, 1024)     # memory that storage fills fastest
+    nvme_ops.save(model.state_dict(), "model.safetensors")      # checkpoints, atomic and at the speed of the device
 
 Importing the package loads nothing: names come when they are used, the compiled op when a handle is made.
 """
@@ -14,20 +15,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvme_ops.checkpoint.api import load as load
+    from nvme_ops.checkpoint.api import save as save
+    from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
+    from nvme_ops.checkpoint.background import save_async as save_async
     from nvme_ops.file import File as File
     from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
     from nvme_ops.future import IoFuture as IoFuture
+    from nvme_ops.gds import gds_handle as gds_handle
     from nvme_ops.handle import aio_handle as aio_handle
     from nvme_ops.tensors import empty as empty
+    from nvme_ops.tune.handle import tuned_handle as tuned_handle
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "File": "nvme_ops.file",
     "IoFuture": "nvme_ops.future",
+    "SaveFuture": "nvme_ops.checkpoint.background",
     "aio_handle": "nvme_ops.handle",
     "empty": "nvme_ops.tensors",
+    "gds_handle": "nvme_ops.gds",
+    "load": "nvme_ops.checkpoint.api",
     "open": "nvme_ops.file",
+    "save": "nvme_ops.checkpoint.api",
+    "save_async": "nvme_ops.checkpoint.background",
+    "tuned_handle": "nvme_ops.tune.handle",
 }
 
 
