@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis
 import pytest
 import torch
 
@@ -27,6 +28,11 @@ REPOSITORY = Path(__file__).parent.parent
 BACKENDS = ("io_uring", "libaio", "threads")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 NOBODY = 65534
+
+# The same sources are tested with the same examples, whatever the load; others: PYTEST_ARGS=--hypothesis-profile=search
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pattern(size: int, seed: int = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ safetensors = pytest.importorskip("safetensors", reason="safetensors is not inst
 their = pytest.importorskip("safetensors.torch")
 
 Tensors = dict[str, torch.Tensor]
-IN_A_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from nvme_ops.checkpoint.safetensors_format import FormatError
 
 their = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
 
-IN_A_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from nvme_ops.checkpoint.atomic import opened as opened_for_reading
 from nvme_ops.checkpoint.contents import compare, contents, damaged
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
-IN_A_FOLDER = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: quantized and nested tensors, complex halves
 

@@ -36,7 +36,7 @@ from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.checkpoint.torch_file import UnsafeError
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
-IN_A_FOLDER = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: other protocols, TorchScript
 

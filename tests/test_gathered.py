@@ -22,7 +22,7 @@ def ends(sizes: list[int], start: int) -> list[int]:
     return [start, *itertools.accumulate(sizes, initial=start)][1:-1]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=SIZES, start=st.sampled_from([0, 1, 512, 4096, 5000]), gap=st.integers(-1, 60), seed=st.integers(0, 99))
 def test_parts_of_any_size(backend: str, folder: Path, sizes: list[int], start: int, gap: int, seed: int) -> None:
     handle, path = aio_handle(backend=backend, block_size=65536, intra_op_parallelism=1 + seed % 3), folder / "file"

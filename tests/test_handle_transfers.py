@@ -154,7 +154,7 @@ def test_buffers_beside_tensors(handle: aio_handle, folder: Path) -> None:
 BLOCKS = [1, 512, 4096, 5000, 65536, 100_001, MIB, 1 << 40]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_round_trips(make_handle: HandleFactory, folder: Path, data: st.DataObject) -> None:
     """Whatever is written is read back, whatever else was there stays, in any combination of everything."""

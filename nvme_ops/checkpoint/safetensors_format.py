@@ -151,7 +151,7 @@ _Described = tuple[dict[str, str], dict[str, Entry]]
 # How this package and safetensors write a tensor. Other ways are as good, but take longer to read.
 _METADATA = '{"__metadata__":'
 _PLAIN = re.compile(
-    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+)","shape":\[([\d,]*)\],'
+    r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+)","shape":\[((?:\d{1,10}(?:,\d{1,10})*)?)\],'
     r'"data_offsets":\[(0|[1-9]\d{0,18}),(0|[1-9]\d{0,18})\]\}([,}])',
     re.ASCII,
 )
