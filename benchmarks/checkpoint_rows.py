@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -291,8 +292,13 @@ def _look_at(tensors: Tensors) -> None:
 
 
 def _warm_free_memory(size: int) -> None:
-    """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm."""
-    torch.empty(size + size // 4, dtype=torch.uint8)[::4096].fill_(0)
+    """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm.
+
+    In huge pages, which are easy to find for the next one then, and easy to split.
+    """
+    with mmap.mmap(-1, size + size // 4) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=torch.uint8)[::4096].fill_(1)
 
 
 def _compare(tensors: Tensors, loaded: Tensors) -> None:

@@ -482,6 +482,18 @@ def test_a_tensor_beside_one_of_a_tebibyte(folder: Path) -> None:
     assert nvme_ops.load(path, keys=["b"])["b"].tolist() == [0, 0]
 
 
+def test_a_file_beyond_all_memory_that_is_damaged(folder: Path) -> None:
+    """Nothing is said of memory: the data are not needed to know."""
+    path = folder / "model.safetensors"
+    path.write_bytes(file_of(tensor()))
+    try:
+        os.truncate(path, 2**43)
+    except OSError as error:
+        pytest.skip(f"no file of eight tebibytes here: {error}")
+    with pytest.raises(layout.FormatError, match="bytes follow the last tensor"):
+        nvme_ops.load(path)
+
+
 def test_many_names_of_which_one_comes_twice() -> None:
     """Found in one look at them: a child that takes a minute is ended."""
     content = file_of("{" + "".join(f'"{number}":0,' for number in range(200_000)) + '"199999":0}')

@@ -7,6 +7,7 @@
 #include "backends/registry.h"
 #include "base/crc.h"
 #include "base/error.h"
+#include "binding/async_io_tensors.h"
 #include "binding/buffer.h"
 #include "binding/device_path.h"
 #include "binding/engine_type.h"
@@ -119,6 +120,11 @@ PyMethodDef functions[] = {
     {"expect_to_fill", expect_to_fill_buffer, METH_O,
      "expect_to_fill(buffer). Huge pages for memory that has no pages yet and will be written as a whole."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
+    {"overlapping", overlapping, METH_O,
+     "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "
+     "bytes."},
+    {"set_storage_offsets", set_storage_offsets, METH_VARARGS,
+     "set_storage_offsets(tensors, offsets). Makes each, contiguous, begin at another element of its storage."},
     {"pool_statistics", pool_statistics, METH_NOARGS, "pool_statistics() -> dict[str, int]. Bytes in use, bytes kept."},
     {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Gives the pool's unused memory back to the system."},
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all work and ends all threads; runs at exit."},

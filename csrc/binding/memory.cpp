@@ -2,7 +2,6 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/Storage.h>
-#include <c10/core/TensorImpl.h>
 
 #include <string>
 
@@ -10,29 +9,11 @@
 #include "base/limits.h"
 #include "binding/device_tensor.h"
 #include "binding/python.h"
+#include "binding/tensor.h"
 #include "engine/buffer_pool.h"
 
 namespace nvme_ops {
 namespace {
-
-using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
-
-PyTypeObject* tensor_class = nullptr;
-PyObject* implementation_address = nullptr;  // the descriptor of torch.Tensor._cdata: looking it up costs a microsecond
-
-bool is_tensor(PyObject* object) {
-  return PyObject_TypeCheck(object, tensor_class);
-}
-
-// Through torch's `_cdata`, the address of the TensorImpl: the headers that unwrap a tensor take 15 s to compile.
-TensorPointer implementation(PyObject* tensor) {
-  PyTypeObject* const type = Py_TYPE(tensor);
-  const Ref address = checked(
-      Py_TYPE(implementation_address)->tp_descr_get(implementation_address, tensor, reinterpret_cast<PyObject*>(type)));
-  auto* const pointer = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
-  if (pointer == nullptr) throw PythonError();
-  return TensorPointer::unsafe_reclaim_from_nonowning(pointer);
-}
 
 Ref call(PyObject* object, const char* method) {
   return checked(PyObject_CallMethod(object, method, nullptr));
@@ -129,16 +110,6 @@ std::vector<Memory> rows_of(PyObject* object, Op op, const std::string& argument
 }
 
 }  // namespace
-
-void find_tensor_class() {
-  const Ref torch = checked(PyImport_ImportModule("torch"));
-  Ref found = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
-  if (!PyType_Check(found.get())) raise_type_error("torch.Tensor is not a class");
-  tensor_class = reinterpret_cast<PyTypeObject*>(found.release());
-  Ref address = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_class), "_cdata"));
-  if (Py_TYPE(address.get())->tp_descr_get == nullptr) raise_type_error("torch.Tensor._cdata is not a descriptor");
-  implementation_address = address.release();
-}
 
 Memory memory_of(PyObject* object, Op op, const char* argument) {
   return (is_tensor(object) ? memory_of_tensor : memory_of_buffer)(object, op, argument);

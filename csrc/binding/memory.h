@@ -22,9 +22,6 @@ struct Memory {
   std::shared_ptr<void> keep;            // let go only with the GIL held
 };
 
-// Once, when the module is loaded.
-void find_tensor_class();
-
 // `object` is a strided torch.Tensor or, in CPU memory, anything with the buffer protocol. A non-contiguous source is
 // gathered first; a non-contiguous destination is refused. Throw PythonError and IoError.
 Memory memory_of(PyObject* object, Op op, const char* argument);

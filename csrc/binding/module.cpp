@@ -1,9 +1,9 @@
 #include "binding/module.h"
 
 #include "binding/engine_type.h"
-#include "binding/memory.h"
 #include "binding/operation.h"
 #include "binding/python.h"
+#include "binding/tensor.h"
 
 namespace nvme_ops {
 namespace {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from nvme_ops._native import native
 from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, NAMES, Entry, Header
 
 _PAGE = 4096
@@ -21,35 +21,49 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
     Raises:
         ValueError: a dtype or a layout that the format does not have, a header beyond 100 MB.
     """
+    kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
     described = []
     for name, tensor in tensors.items():
-        dtype = tensor.dtype
-        if dtype not in NAMES:
-            raise ValueError(f"tensor {name!r}: safetensors has no dtype for {dtype}")
-        described.append((-dtype.itemsize, name, dtype, tuple(tensor.shape), tensor.nbytes))
-    described.sort(key=lambda each: each[:2])
+        key = tensor.dtype, tensor.shape
+        if key not in kinds:
+            kinds[key] = _kind(name, *key)
+        described.append((kinds[key], name))
+    described.sort(key=lambda each: (-each[0].itemsize, each[1]))
     lines = []
     if metadata:
         lines.append('"__metadata__":' + json.dumps(metadata, separators=(",", ":"), ensure_ascii=False))
     places, position = [], 0
-    for _, name, dtype, shape, size in described:
-        kind = NAMES[dtype]
-        if kind == "F4":
-            shape = _halves(name, shape)
-        end = position + size
-        dimensions = ",".join(map(str, shape))
-        lines.append(
-            f'{encode_basestring(name)}:{{"dtype":"{kind}","shape":[{dimensions}],"data_offsets":[{position},{end}]}}'
-        )
-        places.append((name, kind, shape, position, end))
+    for kind, name in described:
+        end = position + kind.size
+        lines.append(f"{encode_basestring(name)}:{kind.text}[{position},{end}]}}")
+        places.append((name, kind, position, end))
         position = end
     text = ("{" + ",".join(lines) + "}").encode()
     padded = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
     if padded > MOST_HEADER:
         raise ValueError(f"the header would be {padded} bytes long, and readers accept {MOST_HEADER}: too many tensors")
     start = 8 + padded
-    entries = {name: Entry(kind, shape, start + first, start + last) for name, kind, shape, first, last in places}
+    entries = {name: Entry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places}
     return Header(entries, dict(metadata), start, text.ljust(padded))
+
+
+class _Kind(NamedTuple):
+    """What tensors of one dtype and shape have in common."""
+
+    itemsize: int
+    dtype: str
+    shape: tuple[int, ...]
+    size: int  # in bytes
+    text: str  # in the header, up to their places
+
+
+def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
+    if dtype not in NAMES:
+        raise ValueError(f"tensor {name!r}: safetensors has no dtype for {dtype}")
+    counted = _halves(name, shape) if NAMES[dtype] == "F4" else tuple(shape)
+    dimensions = ",".join(map(str, counted))
+    text = f'{{"dtype":"{NAMES[dtype]}","shape":[{dimensions}],"data_offsets":'
+    return _Kind(dtype.itemsize, NAMES[dtype], counted, shape.numel() * dtype.itemsize, text)
 
 
 def _halves(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,21 +101,10 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """Like safetensors, which refuses what would be stored twice and come back as two."""
-    by_storage: dict[tuple[torch.device, int], list[str]] = {}
-    for name, tensor in tensors.items():
-        if tensor.nbytes:
-            by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(name)
-    for names in by_storage.values():
-        areas = sorted((_area(tensors[name]), name) for name in names) if len(names) > 1 else []
-        for ((_, end), before), ((begin, _), name) in itertools.pairwise(areas):
-            if begin < end:
-                raise ValueError(
-                    f"tensors {before!r} and {name!r} share memory, which a safetensors file would hold twice: save "
-                    "one of them, or a clone, or save as .pt"
-                )
-
-
-def _area(tensor: torch.Tensor) -> tuple[int, int]:
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (reach + 1) * tensor.element_size()
+    shared = native().overlapping(list(tensors.values()))
+    if shared is not None:
+        before, name = (list(tensors)[index] for index in shared)
+        raise ValueError(
+            f"tensors {before!r} and {name!r} share memory, which a safetensors file would hold twice: save one of "
+            "them, or a clone, or save as .pt"
+        )

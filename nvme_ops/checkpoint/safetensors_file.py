@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import integrity, pieces
+from nvme_ops.checkpoint import collector, integrity, pieces
 from nvme_ops.checkpoint import safetensors_format as layout
 from nvme_ops.checkpoint.atomic import opened, replacing
 from nvme_ops.checkpoint.contents import Contents, Item
@@ -41,6 +42,7 @@ class SafetensorsPlan:
             handle.submit_pwrite(torch.frombuffer(bytearray(head), dtype=torch.uint8), file.fd, 0).result()
 
 
+@collector.paused()
 def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> SafetensorsPlan:
     """Raises TypeError and ValueError for what the format cannot hold."""
     tensors = require_tensors(obj)
@@ -65,31 +67,35 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
     """``load`` of one of perhaps several files."""
     device = _one_device(request.map_location)
-    with opened(path) as fd:
-        header = layout.read(fd, path)
+    with opened(path) as fd, contextlib.ExitStack() as stack:
+        text, size = layout.read_text(fd, path)
+        ahead = None
+        if targets is None and request.keys is None and not request.mmap and device.type == "cpu":
+            ahead = pieces.ahead(request.handle, fd, 8 + len(text), size)
+            stack.callback(ahead.wait if ahead else lambda: None)
+        header = layout.decode(text, size, path)
         entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
         expected = _expected(header, path) if request.verify else {}
-        described = _described(entries, path)
+        wanted = _wanted(entries, path)
         if targets is not None:
-            tensors = targets.take(path, described, request)
+            kinds = {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
+            tensors = targets.take(path, kinds, request)
             places = [(entries[name].start, tensor) for name, tensor in tensors.items()]
             pieces.read_into(request.handle, fd, places)
         else:
-            wanted = [pieces.Wanted(entry.start, entry.end, *described[name]) for name, entry in entries.items()]
-            found = pieces.read(request.handle, fd, wanted, device, request.mmap)
+            found = pieces.read(request.handle, fd, wanted, device, request.mmap, ahead)
             tensors = dict(zip(entries, found, strict=True))
     if request.verify:
         integrity.check(path, expected, tensors)
     return tensors
 
 
-def _described(entries: Mapping[str, layout.Entry], path: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtypes and shapes of torch; there are few among many tensors."""
-    known: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
-    for name, entry in entries.items():
-        if entry[:2] not in known:
-            known[entry[:2]] = entry.in_torch(path, name)
-    return {name: known[entry[:2]] for name, entry in entries.items()}
+@collector.paused()
+def _wanted(entries: Mapping[str, layout.Entry], path: str) -> list[pieces.Wanted]:
+    """What torch makes of the entries."""
+    names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, among many tensors
+    kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}
+    return [(start, end, kinds[dtype, shape]) for dtype, shape, start, end in entries.values()]
 
 
 def _one_device(map_location: Any) -> torch.device:

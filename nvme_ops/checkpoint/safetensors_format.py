@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from nvme_ops.checkpoint import collector
+
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
 
@@ -86,10 +88,14 @@ class Header:
 
 
 def read(fd: int, path: str) -> Header:
-    """The header of an open file. Nothing is allocated on the strength of a number that the file's size contradicts.
+    """The header of an open file. Raises FormatError with the file and the field that is wrong."""
+    return decode(*read_text(fd, path), path)
 
-    Raises:
-        FormatError: with the file and the field that is wrong.
+
+def read_text(fd: int, path: str) -> tuple[bytes, int]:
+    """The JSON text and the size of an open file.
+
+    Nothing is allocated on the strength of a number that the file's size contradicts. Raises FormatError.
     """
     size = os.fstat(fd).st_size
     prefix = _read(fd, 8, 0, path)
@@ -106,7 +112,7 @@ def read(fd: int, path: str) -> Header:
         if not part:
             _refuse(path, "the file ended within its header")
         text += part
-    return decode(bytes(text), size, path)
+    return bytes(text), size
 
 
 def _read(fd: int, size: int, offset: int, path: str) -> bytes:
@@ -117,6 +123,7 @@ def _read(fd: int, size: int, offset: int, path: str) -> bytes:
         raise
 
 
+@collector.paused()
 def decode(text: bytes, size: int, path: str) -> Header:
     """From the JSON text of a file of ``size`` bytes. Raises FormatError."""
     start = 8 + len(text)
@@ -155,40 +162,38 @@ _PLAIN = re.compile(
     r'"data_offsets":\[(0|[1-9]\d{0,18}),(0|[1-9]\d{0,18})\]\}([,}])',
     re.ASCII,
 )
+_BETWEEN = len('"":{"dtype":"","shape":[],"data_offsets":[,]}')  # characters of a tensor that are always the same
 
 
 def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
     """The metadata, and the tensors in the order of the text; None where it is not plain, or not right."""
     try:
-        decoded = text.decode("utf-8")
+        decoded = text.decode("utf-8").rstrip(" \t\r\n")
     except UnicodeDecodeError:
         return None
-    metadata, place, after = {}, 1, "," if decoded.startswith("{") else ""
+    metadata, place = {}, 1
     if decoded.startswith(_METADATA):
         try:
             _, end = json.JSONDecoder().raw_decode(decoded, len(_METADATA))
             metadata = _metadata(_parse(decoded[len(_METADATA) : end].encode(), path), path)
         except (ValueError, RecursionError):  # FormatError among them
             return None
-        place, after = end + 1, decoded[end : end + 1]
-    kinds: dict[tuple[str, str], tuple[tuple[int, ...], int] | None] = {}
+        place = end + 1
+    found = _PLAIN.findall(decoded, place)
+    if not found or decoded[0] != "{" or decoded[place - 1] not in "{,":
+        return None
+    columns = list(zip(*found, strict=True))
+    if sum(sum(map(len, column)) for column in columns) + len(found) * _BETWEEN != len(decoded) - place:
+        return None  # there is something else between them
+    names, dtypes, dimensions, first, last, after = columns
+    known = {key: _kind(*key) for key in set(zip(dtypes, dimensions, strict=True))}
+    kinds = [known[key] for key in zip(dtypes, dimensions, strict=True)]
     entries: dict[str, Entry] = {}
-    count = 0
-    while after == ",":
-        found = _PLAIN.match(decoded, place)
-        if found is None:
-            return None
-        name, dtype, dimensions, first, last, after = found.groups()
-        key = dtype, dimensions
-        if key not in kinds:
-            kinds[key] = _kind(dtype, dimensions)
-        kind = kinds[key]
-        begin, end = int(first), int(last)
+    for name, dtype, kind, begin, end in zip(names, dtypes, kinds, map(int, first), map(int, last), strict=True):
         if kind is None or end - begin != kind[1]:
             return None
         entries[name] = Entry(dtype, kind[0], start + begin, start + end)
-        count, place = count + 1, found.end()
-    if after != "}" or decoded[place:].strip(" \t\r\n") or len(entries) < count or "__metadata__" in entries:
+    if "".join(after) != "," * (len(found) - 1) + "}" or len(entries) < len(found) or "__metadata__" in entries:
         return None
     return metadata, entries
 

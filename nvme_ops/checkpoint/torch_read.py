@@ -54,7 +54,7 @@ def storages(
     places = sorted((archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items())
     places = [place for place in places if place[1]]
     spans = _spans(places)
-    wanted = [pieces.Wanted(start, end, torch.uint8, (end - start,)) for start, end in spans]
+    wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
     mapped = mapped and all(start % _ALIGNMENT == 0 for start, _, _ in places)
     memories = pieces.read(handle, archive.fd, wanted, device, mapped) if wanted else []
     number = 0
