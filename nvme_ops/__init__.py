@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvme_ops import dcp as dcp
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
@@ -49,8 +50,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
+    if name == "dcp":  # a module to be named as it is, which importing sets
+        return importlib.import_module("nvme_ops.dcp")
     raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *_MODULE_OF, "dcp"})

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import MIB, REPOSITORY, in_child
+from conftest import MIB, REPOSITORY, in_child, run_python
 from dcp_states import equal, load, save, state
 from private_device import private_device
 from torch.distributed.checkpoint.metadata import Metadata
@@ -28,6 +28,11 @@ from nvme_ops import aio_handle
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, frame, use_by_default
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
+
+
+def test_the_package_has_it_without_another_import() -> None:
+    program = "import nvme_ops, sys; assert 'torch' not in sys.modules; print(nvme_ops.dcp.NvmeStorageWriter.__name__)"
+    assert run_python(program).stdout.strip() == "NvmeStorageWriter"
 
 
 # Both ways

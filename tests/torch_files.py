@@ -205,7 +205,7 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read = pieces.read
 
     def watched(handle: Any, fd: int, wanted: Any, *options: Any) -> Any:
-        sizes.append(sum(each.end - each.start for each in wanted))
+        sizes.append(sum(end - start for start, end, _ in wanted))
         return read(handle, fd, wanted, *options)
 
     monkeypatch.setattr(pieces, "read", watched)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from nvme_ops.checkpoint import collector
 from nvme_ops.checkpoint.formats import format_of
-from nvme_ops.checkpoint.pieces import Borrowed, copy_bytes
+from nvme_ops.checkpoint.pieces import Borrowed, copy, placed
 from nvme_ops.checkpoint.plan import Plan
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -183,8 +184,10 @@ def _work(future: SaveFuture, plan: Plan, key: str, durable: bool, handle: aio_h
 class _Copies:
     """Copies of as many of the tensors as fit into a budget, in one memory."""
 
+    @collector.paused()
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int) -> None:
-        places, size = [], 0
+        places: list[int | None] = []
+        size = 0
         for tensor in tensors:
             fits = size + tensor.nbytes <= budget
             places.append(size if fits else None)
@@ -192,16 +195,14 @@ class _Copies:
         self.memory = _memory(size) if size else None
         self.tensors = list(tensors)
         self.left_out = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
-        for index, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-            if place is not None and self.memory is not None:
-                held = self.memory[place : place + tensor.nbytes]
-                self.tensors[index] = _copy(held, tensor)
-
-
-def _copy(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        copy_bytes(held, tensor)
-        return held.view(tensor.dtype).view(tensor.shape)
+        if self.memory is None:
+            return
+        chosen = [index for index, place in enumerate(places) if place is not None]
+        kinds = [(places[index] or 0, (tensors[index].dtype, tensors[index].shape)) for index in chosen]
+        with torch.no_grad():
+            for index, held in zip(chosen, placed(self.memory, kinds), strict=True):
+                copy(held, tensors[index])
+                self.tensors[index] = held
 
 
 def _memory(size: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections import Counter
@@ -205,10 +206,15 @@ class _Ring:
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Fills ``target``, contiguous bytes, with the values of ``source`` in row-major order."""
-    if source.element_size() == 1:
-        target.view(source.shape).copy_(source.resolve_neg().view(torch.uint8))
+    copy(target.view(source.dtype).view(source.shape), source)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Fills ``target``, which is contiguous, with the values of ``source``, whose dtype and shape it has."""
+    if source.element_size() == 1:  # not every such dtype can be copied
+        target.view(torch.uint8).copy_(source.resolve_neg().view(torch.uint8))
     else:
-        target.view(source.dtype).view(source.shape).copy_(source)
+        target.copy_(source)
 
 
 #: What a tensor is, beside its place.
@@ -339,8 +345,8 @@ def _cut(
 ) -> list[torch.Tensor]:
     """Tensors of the parts of ``base``: no views of it, so that a change of one is none of the others to autograd."""
     tensors: list[torch.Tensor] = [base] * len(wanted)
-    first: dict[Kind, torch.Tensor] = {}  # of each kind one at the start of the memory
-    moved, offsets = [], []
+    aligned: list[int] = []
+    found: list[tuple[int, Kind]] = []
     run = 0
     for index in sorted(range(len(wanted)), key=[start for start, _, _ in wanted].__getitem__):
         start, end, kind = wanted[index]
@@ -354,13 +360,23 @@ def _cut(
         place = places[run] + start - runs[run][0]
         if place % dtype.itemsize:  # a file with an odd header
             tensors[index] = base[place : place + end - start].clone().view(dtype).view(shape)
-            continue
+        else:
+            aligned.append(index)
+            found.append((place, kind))
+    for index, tensor in zip(aligned, placed(base, found), strict=True):
+        tensors[index] = tensor
+    return tensors
+
+
+def placed(base: torch.Tensor, places: Sequence[tuple[int, Kind]]) -> list[torch.Tensor]:
+    """Contiguous tensors in ``base``, which is bytes, at places that are aligned for them."""
+    first: dict[Kind, torch.Tensor] = {}  # of each kind one at the start of the memory
+    for _, kind in places:
         if kind not in first:
-            first[kind] = base[: end - start].view(dtype).view(shape)
-        tensors[index] = tensor = first[kind].data
-        moved.append(tensor)
-        offsets.append(place // dtype.itemsize)
-    native().set_storage_offsets(moved, offsets)
+            dtype, shape = kind
+            first[kind] = base[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    tensors = [first[kind].data for _, kind in places]
+    native().set_storage_offsets(tensors, [place // dtype.itemsize for place, (dtype, _) in places])
     return tensors
 
 
