@@ -296,7 +296,7 @@ def _warm_free_memory(size: int) -> None:
 
     In huge pages, which are easy to find for the next one then, and easy to split.
     """
-    with mmap.mmap(-1, size + size // 4) as memory:
+    with mmap.mmap(-1, size + size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=torch.uint8)[::4096].fill_(1)
 
