@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -255,6 +256,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
         if each.package and importlib.util.find_spec(each.package) is None:
             raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
         if prepare is None:
+            _let_the_device_rest()
             _warm_free_memory(work.size)
             return
         if path not in work.saved:
@@ -291,6 +293,12 @@ def _look_at(tensors: Tensors) -> None:
             tensor.reshape(-1).view(torch.uint8)[::4096].sum()
 
 
+def _let_the_device_rest() -> None:
+    """A file system tells its device of blocks that were freed some time after: those of one row must not slow the next."""
+    os.sync()
+    time.sleep(0.5)
+
+
 def _warm_free_memory(size: int) -> None:
     """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm.
 
@@ -318,6 +326,7 @@ def _fio_new_row(work: Work) -> Row:
             os.unlink(path)
         with open(path, "wb") as file:
             file.truncate(-(-work.size // fio.BLOCK) * fio.BLOCK)
+        _let_the_device_rest()
 
     row.name, row.before = "fio best, new file", before
     return row
