@@ -294,7 +294,7 @@ def _look_at(tensors: Tensors) -> None:
 
 
 def _let_the_device_rest() -> None:
-    """A file system tells its device of blocks that were freed some time after: those of one row must not slow the next."""
+    """What a row freed the file system tells its device some time after, which must not slow the next."""
     os.sync()
     time.sleep(0.5)
 
