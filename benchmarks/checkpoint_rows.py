@@ -256,7 +256,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
         if each.package and importlib.util.find_spec(each.package) is None:
             raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
         if prepare is None:
-            _let_the_device_rest()
+            _let_the_device_rest(work.size)
             _warm_free_memory(work.size)
             return
         if path not in work.saved:
@@ -293,10 +293,10 @@ def _look_at(tensors: Tensors) -> None:
             tensor.reshape(-1).view(torch.uint8)[::4096].sum()
 
 
-def _let_the_device_rest() -> None:
+def _let_the_device_rest(size: int) -> None:
     """What a row freed the file system tells its device some time after, which must not slow the next."""
     os.sync()
-    time.sleep(0.5)
+    time.sleep(1.5 * min(1, size / (1 << 30)))
 
 
 def _warm_free_memory(size: int) -> None:
@@ -326,7 +326,7 @@ def _fio_new_row(work: Work) -> Row:
             os.unlink(path)
         with open(path, "wb") as file:
             file.truncate(-(-work.size // fio.BLOCK) * fio.BLOCK)
-        _let_the_device_rest()
+        _let_the_device_rest(work.size)
 
     row.name, row.before = "fio best, new file", before
     return row
