@@ -63,7 +63,9 @@ def saved(folder: Path) -> Path:
 def test_shards_of_the_size_asked_for_and_an_index_as_transformers_writes_it(saved: Path) -> None:
     shards = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert files(saved) == [*shards, INDEX]
-    assert json.loads((saved / INDEX).read_text()) == {
+    document = json.loads((saved / INDEX).read_text())
+    assert len(document["metadata"].pop("nvme_ops.crc32c")) == 8
+    assert document == {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in STATE.values())},
         "weight_map": {
             "embedding": shards[0],

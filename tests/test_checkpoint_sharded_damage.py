@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_files import INDEX, SHARD, STATE, by_torch, by_us
+from sharded_files import INDEX, SHARD, STATE, assert_same, by_torch, by_us
 
 import nvme_ops
 from nvme_ops.checkpoint import sharded
-from nvme_ops.checkpoint.contents import contents
+from nvme_ops.checkpoint.contents import contents, damaged
+from nvme_ops.checkpoint.integrity import ChecksumError
 from nvme_ops.checkpoint.safetensors_format import FormatError
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
@@ -128,3 +129,51 @@ def test_a_folder_without_a_model(folder: Path) -> None:
 def test_a_missing_index(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load(folder / INDEX)
+
+
+def finds_damage(folder: Path) -> bool:
+    try:
+        return bool(damaged(contents(folder)))
+    except FormatError:
+        return True
+
+
+def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
+    index = saved / INDEX
+    content = index.read_bytes()
+    nvme_ops.load(saved, verify=True)
+    for place in range(len(content)):
+        index.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        assert finds_damage(saved)
+        with pytest.raises((OSError, ValueError)) as caught:
+            load(saved, verify=True)
+        assert str(saved) in str(caught.value)
+
+
+def test_an_index_that_was_changed_is_named(saved: Path) -> None:
+    index = saved / INDEX
+    index.write_text(index.read_text().replace('"total_size":1', '"total_size":2'))
+    assert contents(saved).damaged == ["index"]
+    with pytest.raises(ChecksumError) as caught:
+        load(saved, verify=True)
+    assert caught.value.tensors == ["index"]
+    assert_same(load(saved), STATE)
+
+
+def test_an_index_without_a_checksum(folder: Path) -> None:
+    nvme_ops.save(STATE, folder / INDEX, checksum=False, metadata={"nvme_ops.crc32c": "another file's"})
+    assert "nvme_ops" not in (folder / INDEX).read_text()
+    assert contents(folder).damaged == []
+
+
+@pytest.mark.parametrize("write", [by_torch, by_us])
+def test_nothing_is_filled_when_a_later_shard_does_not_fit(
+    write: Callable[[Path], Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded, "MAX_SHARD_SIZE", SHARD)
+    index = write(folder)
+    into = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
+    into["head"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"'head' is .* of shape"):
+        load(index, into=into)
+    assert all((tensor == 7).all() for name, tensor in into.items() if name != "head")

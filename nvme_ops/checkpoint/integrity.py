@@ -13,10 +13,10 @@ from nvme_ops.checkpoint.pieces import CHECKSUM, checksums_anywhere
 from nvme_ops.checkpoint.safetensors_format import FormatError, Header
 
 #: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
-#: many for the JSON of the header, in which these are zeros then.
+#: many for the JSON of the header, in which these are zeros then. In the metadata of an index: those for its JSON.
 KEY = "nvme_ops.crc32c"
-#: Stands for the header among the names of tensors.
-HEADER = "header"
+#: Stand for the JSON of a file among the names of tensors.
+HEADER, INDEX = "header", "index"
 _DIGITS = 8
 
 
@@ -43,20 +43,20 @@ def written_out(checksums: Sequence[int]) -> str:
 
 
 def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
-    """The JSON of a header that has a ``placeholder``, with these checksums and its own."""
+    """JSON that has a ``placeholder``, and no spaces behind its colons, with these checksums and its own."""
     written = written_out(checksums)
     text = text.replace(_in_json(placeholder(len(checksums))), _in_json(written), 1)
     own = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
     return text.replace(_in_json(written), _in_json(written[:-_DIGITS] + own), 1)
 
 
-def header_differs(header: Header) -> bool:
-    """Whether it has a checksum, and is not what was saved."""
-    written = header.metadata.get(KEY)
+def differs(text: bytes, metadata: Mapping[str, str]) -> bool:
+    """Whether the JSON, which has this ``metadata``, has a checksum and is not what was saved."""
+    written = metadata.get(KEY)
     if written is None:
         return False
-    text = header.text.replace(_in_json(written), _in_json(written[:-_DIGITS] + "0" * _DIGITS), 1)
-    return f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}" != written[-_DIGITS:]
+    zeroed = text.replace(_in_json(written), _in_json(written[:-_DIGITS] + "0" * _DIGITS), 1)
+    return f"{checksums_of([zeroed], CHECKSUM)[0]:0{_DIGITS}x}" != written[-_DIGITS:]
 
 
 def _in_json(written: str) -> bytes:

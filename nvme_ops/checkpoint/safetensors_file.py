@@ -78,8 +78,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
         expected = _expected(header, path) if request.verify else {}
         wanted = _wanted(entries, path)
         if targets is not None:
-            kinds = {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
-            tensors = targets.take(path, kinds, request)
+            described = {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
+            tensors = targets.take(path, described, request)
             places = [(entries[name].start, tensor) for name, tensor in tensors.items()]
             pieces.read_into(request.handle, fd, places)
         else:
@@ -88,6 +88,14 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
     if request.verify:
         integrity.check(path, expected, tensors)
     return tensors
+
+
+def kinds(path: str, request: Request) -> dict[str, pieces.Kind]:
+    """What ``read`` will find, as far as it is known without the data."""
+    with opened(path) as fd:
+        header = layout.read(fd, path)
+    entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
+    return {name: kind for name, (_, _, kind) in zip(entries, _wanted(entries, path), strict=True)}
 
 
 @collector.paused()
@@ -111,7 +119,7 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
     found = integrity.recorded(header, path)
     if found is None and header.entries:
         raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksum=False")
-    if integrity.header_differs(header):
+    if integrity.differs(header.text, header.metadata):
         raise integrity.ChecksumError(path, [integrity.HEADER])
     return found or {}
 
@@ -129,4 +137,5 @@ def contents(path: str) -> Contents:
         for name, entry in header.entries.items()
     ]  # fmt: skip
     metadata = {key: text for key, text in header.metadata.items() if key != integrity.KEY}
-    return Contents("safetensors", items, metadata, [integrity.HEADER] if integrity.header_differs(header) else [])
+    wrong = [integrity.HEADER] if integrity.differs(header.text, header.metadata) else []
+    return Contents("safetensors", items, metadata, wrong)

@@ -13,7 +13,6 @@ with the new index. Saved to a folder, the shards take the place of its ``model.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import freeing, safetensors_file, torch_file
+from nvme_ops.checkpoint import freeing, integrity, safetensors_file, torch_file
 from nvme_ops.checkpoint.atomic import sync_folder
 from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.checkpoint.pieces import Borrowed
@@ -30,7 +29,16 @@ from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import require_tensors
 from nvme_ops.checkpoint.safetensors_format import FormatError
-from nvme_ops.checkpoint.sharded_index import Index, names_for, read_index, refuse, remove_old, resolved, write_index
+from nvme_ops.checkpoint.sharded_index import (
+    Index,
+    names_for,
+    read_index,
+    refuse,
+    remove_old,
+    resolved,
+    text_of,
+    write_index,
+)
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_open import PICKLE
 from nvme_ops.handle import aio_handle
@@ -90,8 +98,7 @@ class ShardedPlan:
 
     def _index(self, names: Sequence[str]) -> bytes:
         places = {name: file for shard, file in zip(self.shards, names, strict=True) for name in shard.header.entries}
-        document = {"metadata": self.metadata, "weight_map": places}
-        return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+        return text_of({"metadata": self.metadata, "weight_map": places})
 
 
 def plan(
@@ -114,6 +121,9 @@ def plan(
         size += tensor.nbytes
     shards = [safetensors_file.plan(part, checksum=checksum, metadata=None) for part in parts]
     words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    words.pop(integrity.KEY, None)  # of the index that this metadata came from
+    if checksum:
+        words[integrity.KEY] = integrity.placeholder(0)
     return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], words)
 
 
@@ -130,7 +140,11 @@ def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
 
 
 def _module(path: str) -> Any:
-    return safetensors_file if path.endswith(safetensors_file.SUFFIXES) else torch_file
+    return safetensors_file if _is_safetensors(path) else torch_file
+
+
+def _is_safetensors(path: str) -> bool:
+    return path.endswith(safetensors_file.SUFFIXES)
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
@@ -155,12 +169,18 @@ def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, reques
     if targets is not None:
         targets.require(index.path, names, request)
     found: dict[str, torch.Tensor] = {}
-    for path, some in index.shards(names).items():
-        try:
-            tensors = _module(path).read(path, targets, replace(request, keys=tuple(some)))
-        except KeyError as error:
-            raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
-        found.update(tensors)
+    requests = {path: replace(request, keys=tuple(some)) for path, some in index.shards(names).items()}
+    try:
+        if targets is not None:
+            for path, asked in requests.items():
+                targets.require_fit(path, _module(path).kinds(path, asked))
+        for path, asked in requests.items():
+            found.update(_module(path).read(path, targets, asked))
+    except KeyError as error:
+        raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
+    # shards that have checksums, as they do here, were saved with an index that has one
+    if request.verify and (index.fits is False or (index.fits is None and any(map(_is_safetensors, requests)))):
+        raise integrity.ChecksumError(index.path, [integrity.INDEX])
     return {name: found[name] for name in names}
 
 
@@ -179,6 +199,9 @@ def contents(path: str) -> Contents:
             refuse(index.path, f"weight_map names {os.path.basename(path)!r}, which is missing")
         found.items.extend(_items(index, path, names, shard))
         found.damaged.extend(_in_shard(name, path) for name in shard.damaged)
+    checked = any(item.checksum for item in found.items if _is_safetensors(item.path))
+    if index.fits is False or (index.fits is None and checked):
+        found.damaged.append(integrity.INDEX)
     return found
 
 

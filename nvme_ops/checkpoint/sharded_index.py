@@ -6,12 +6,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from nvme_ops.checkpoint import atomic, freeing
+from nvme_ops.checkpoint import atomic, freeing, integrity
 from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, FormatError
 
 # What a folder of save_pretrained may hold, in the order in which transformers looks for it.
@@ -31,6 +31,7 @@ class Index:
     path: str
     places: dict[str, str]  # the file of each tensor, in the folder of the index
     metadata: dict[str, str]
+    fits: bool | None = None  # its checksum, where it has one
 
     def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
         """The paths of the shards that hold these tensors, each with their names."""
@@ -61,7 +62,10 @@ def read_index(path: str) -> Index:
     metadata = document.get("metadata", {})
     if not isinstance(metadata, dict):
         refuse(path, "metadata is not an object")
-    return Index(path, places, {key: str(value) for key, value in metadata.items()})
+    words = {key: str(value) for key, value in metadata.items()}
+    fits = None if integrity.KEY not in words else not integrity.differs(content, words)
+    words.pop(integrity.KEY, None)
+    return Index(path, places, words, fits)
 
 
 def _parse(content: bytes, path: str) -> dict[str, Any]:
@@ -126,6 +130,11 @@ def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
 
 def _pattern(stem: str) -> re.Pattern[str]:
     return re.compile(re.escape(stem) + r"(-g(?P<generation>\d+))?-\d{5,}-of-\d{5,}\.safetensors")
+
+
+def text_of(document: Mapping[str, Any]) -> bytes:
+    """The JSON of an index, with its checksum where its metadata have a place for it."""
+    return integrity.sealed((json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n").encode(), [])
 
 
 def write_index(path: str, content: bytes, durable: bool) -> None:

@@ -35,6 +35,11 @@ class Targets:
             ValueError: shape or dtype differ.
         """
         self.require(path, described, request)
+        self.require_fit(path, described)
+        return {name: self._tensors[name].detach() for name in described}
+
+    def require_fit(self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        """Raises ValueError unless the tensors of these names have these dtypes and shapes."""
         for name, (dtype, shape) in described.items():
             tensor = self._tensors[name]
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
@@ -42,4 +47,3 @@ class Targets:
                     f"{path}: tensor {name!r} is {dtype} of shape {tuple(shape)}, and the one to fill is "
                     f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
-        return {name: self._tensors[name].detach() for name in described}

@@ -13,7 +13,7 @@ from torch.serialization import default_restore_location
 from nvme_ops.checkpoint import torch_pickle, torch_read
 from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.pieces import checksums_anywhere, is_plain
+from nvme_ops.checkpoint.pieces import Kind, checksums_anywhere, is_plain
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import UnsafeError, by_device, everything
@@ -24,7 +24,7 @@ from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged,
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.file import shared_handle
 
-__all__ = ["SUFFIXES", "TorchPlan", "UnsafeError", "contents", "load", "plan", "read"]
+__all__ = ["SUFFIXES", "TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 
 SUFFIXES = (".pt", ".pth", ".bin")
 
@@ -87,6 +87,16 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
     for name, target in taken.items():
         target.copy_(found[name].detach())
     return taken
+
+
+def kinds(path: str, request: Request) -> dict[str, Kind]:
+    """What ``read`` will find, as far as it is known without the data."""
+    with opened(path) as fd:
+        file = File(fd, path, request.handle)
+        archive = file.archive()
+        known = {} if archive is None else _described(file, archive)
+    asked = known if request.keys is None else request.keys
+    return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), Described)}
 
 
 def _described(file: File, archive: Archive) -> dict[str, Described | Other]:
