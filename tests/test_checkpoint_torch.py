@@ -31,7 +31,7 @@ from torch_files import (
 )
 
 import nvme_ops
-from nvme_ops.checkpoint import pieces, torch_load, torch_read, torch_save, torch_zip
+from nvme_ops.checkpoint import new_tensors, torch_load, torch_read, torch_save, torch_zip
 from nvme_ops.checkpoint.atomic import opened as opened_for_reading
 from nvme_ops.checkpoint.contents import compare, contents, damaged
 
@@ -318,7 +318,7 @@ def test_tensors_of_a_missing_device_are_an_error_or_go_where_they_are_sent(fold
 @pytest.mark.parametrize("save", [saved_by_torch, saved_here])
 def test_onto_the_meta_device_nothing_is_read(save: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folder / "a.pt", trained()[0].state_dict())
-    monkeypatch.setattr(pieces, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(new_tensors, "read", lambda *_: pytest.fail("read"))
     found = load(path, map_location="meta", verify=True)
     assert {each.device.type for each in found.values()} == {"meta"}
 

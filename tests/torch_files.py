@@ -17,7 +17,7 @@ import torch
 from conftest import MIB, pattern
 
 import nvme_ops
-from nvme_ops.checkpoint import pieces
+from nvme_ops.checkpoint import new_tensors
 
 # Where the fields of an entry of a zip directory are.
 METHOD, CRC, STORED, SIZE, HEADER = (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I"), (42, "<I")
@@ -202,11 +202,11 @@ def saved_here(path: Path, obj: Any) -> Path:
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What each call from now on reads of storages."""
     sizes: list[int] = []
-    read = pieces.read
+    read = new_tensors.read
 
     def watched(handle: Any, fd: int, wanted: Any, *options: Any) -> Any:
         sizes.append(sum(end - start for start, end, _ in wanted))
         return read(handle, fd, wanted, *options)
 
-    monkeypatch.setattr(pieces, "read", watched)
+    monkeypatch.setattr(new_tensors, "read", watched)
     return sizes

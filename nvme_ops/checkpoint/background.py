@@ -16,7 +16,8 @@ import torch
 
 from nvme_ops.checkpoint import collector
 from nvme_ops.checkpoint.formats import format_of
-from nvme_ops.checkpoint.pieces import Borrowed, copy, placed
+from nvme_ops.checkpoint.new_tensors import placed
+from nvme_ops.checkpoint.pieces import Borrowed, copy
 from nvme_ops.checkpoint.plan import Plan
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle

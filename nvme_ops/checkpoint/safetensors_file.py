@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import collector, integrity, pieces
+from nvme_ops.checkpoint import collector, integrity, new_tensors, pieces
 from nvme_ops.checkpoint import safetensors_format as layout
 from nvme_ops.checkpoint.atomic import opened, replacing
 from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint.new_tensors import Kind, Wanted
 from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
@@ -71,7 +72,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
         text, size = layout.read_text(fd, path)
         ahead = None
         if targets is None and request.keys is None and not request.mmap and device.type == "cpu":
-            ahead = pieces.ahead(request.handle, fd, 8 + len(text), size)
+            ahead = new_tensors.ahead(request.handle, fd, 8 + len(text), size)
             stack.callback(ahead.wait if ahead else lambda: None)
         header = layout.decode(text, size, path)
         entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
@@ -83,14 +84,14 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             places = [(entries[name].start, tensor) for name, tensor in tensors.items()]
             pieces.read_into(request.handle, fd, places)
         else:
-            found = pieces.read(request.handle, fd, wanted, device, request.mmap, ahead)
+            found = new_tensors.read(request.handle, fd, wanted, device, request.mmap, ahead)
             tensors = dict(zip(entries, found, strict=True))
     if request.verify:
         integrity.check(path, expected, tensors)
     return tensors
 
 
-def kinds(path: str, request: Request) -> dict[str, pieces.Kind]:
+def kinds(path: str, request: Request) -> dict[str, Kind]:
     """What ``read`` will find, as far as it is known without the data."""
     with opened(path) as fd:
         header = layout.read(fd, path)
@@ -99,7 +100,7 @@ def kinds(path: str, request: Request) -> dict[str, pieces.Kind]:
 
 
 @collector.paused()
-def _wanted(entries: Mapping[str, layout.Entry], path: str) -> list[pieces.Wanted]:
+def _wanted(entries: Mapping[str, layout.Entry], path: str) -> list[Wanted]:
     """What torch makes of the entries."""
     names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, among many tensors
     kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}

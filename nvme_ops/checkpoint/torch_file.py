@@ -13,7 +13,8 @@ from torch.serialization import default_restore_location
 from nvme_ops.checkpoint import torch_pickle, torch_read
 from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.pieces import Kind, checksums_anywhere, is_plain
+from nvme_ops.checkpoint.new_tensors import Kind
+from nvme_ops.checkpoint.pieces import checksums_anywhere, is_plain
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import UnsafeError, by_device, everything

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from nvme_ops.checkpoint import pieces
+from nvme_ops.checkpoint import new_tensors, pieces
 from nvme_ops.checkpoint.checksums import checksum_of
 from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_save import CHECKSUM, bytes_of
@@ -56,7 +56,7 @@ def storages(
     spans = _spans(places)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
     mapped = mapped and all(start % _ALIGNMENT == 0 for start, _, _ in places)
-    memories = pieces.read(handle, archive.fd, wanted, device, mapped) if wanted else []
+    memories = new_tensors.read(handle, archive.fd, wanted, device, mapped) if wanted else []
     number = 0
     for start, length, name in places:
         while start >= spans[number][1]:

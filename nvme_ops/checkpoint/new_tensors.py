@@ -1,0 +1,183 @@
+"""Reads tensors that are not there yet, into one new memory that is laid out as the file is."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import TypeAlias
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.checkpoint import collector
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.tensors import pool_buffer
+
+_AHEAD = 128 << 20  # bytes read of a file before they are known to be right
+_PAGE = mmap.PAGESIZE
+_SMALL = 64 << 10  # bytes below which nothing is gained by reading in place
+
+#: What a tensor is, beside its place.
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+#: A tensor to be read: from which byte to which of a file, and its kind.
+Wanted: TypeAlias = tuple[int, int, Kind]
+
+
+class Ahead:
+    """What follows ``start`` in a file, to be read into one new memory while it is found out what it is.
+
+    Only so much is read before it is known to be right that a damaged file costs little.
+    """
+
+    def __init__(self, handle: aio_handle, fd: int, start: int, end: int) -> None:
+        self._handle, self._fd, self._run = handle, fd, (start, end)
+        (self._place,), size = _lay_out([self._run])
+        self._memory = _host_memory(size)
+        self._reached = min(end, start + _AHEAD)
+        self._future = self._submit(start, self._reached)
+
+    def _submit(self, start: int, end: int) -> IoFuture:
+        place = self._place + start - self._run[0]
+        return self._handle.submit_pread(self._memory[place : place + end - start], self._fd, start)
+
+    def result(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
+        """The memory, laid out for these ``runs``, when all is read; None where they are not what was foreseen."""
+        if list(runs) != [self._run]:
+            self.wait()
+            del self._memory  # to be used for what is wanted
+            return None
+        rest = self._submit(self._reached, self._run[1])
+        self._future.result()
+        rest.result()
+        return self._memory
+
+    def wait(self) -> None:
+        """Until the file and the memory are no longer in use."""
+        self._future.exception()
+
+
+def ahead(handle: aio_handle, fd: int, start: int, end: int) -> Ahead | None:
+    """Where it is likely to help ``read`` of all that follows ``start`` into host memory."""
+    if start >= end or _in_page_cache(fd, [(start, end)]):
+        return None
+    try:
+        return Ahead(handle, fd, start, end)
+    except OSError:  # a size beyond all memory: what the file is says more
+        return None
+
+
+def read(
+    handle: aio_handle,
+    fd: int,
+    wanted: Sequence[Wanted],
+    device: torch.device,
+    mapped: bool | None = None,
+    ahead: Ahead | None = None,
+) -> list[torch.Tensor]:
+    """New tensors, which share one memory: it is freed when the last of them is.
+
+    On the CPU they lie in huge pages where the file's blocks go without a copy. ``mapped``: in the page cache instead,
+    by a private mapping of the file, as safetensors and ``torch.load(mmap=True)`` do it; when None, where all of it is
+    there already. ``ahead``: what has been read of it.
+    """
+    runs = _runs(wanted)
+    places, size = _lay_out(runs)
+    if ahead is not None and (memory := ahead.result(runs)) is not None:
+        return _cut(memory, wanted, runs, places)
+    if mapped is None:  # what is not aligned in the file would be copied
+        mapped = not any(start % dtype.itemsize for start, _, (dtype, _) in wanted) and _in_page_cache(fd, runs)
+    if device.type == "cpu" and runs and mapped:
+        return _map(fd, wanted, runs)
+    base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+    targets = [base[place : place + end - start] for place, (start, end) in zip(places, runs, strict=True)]
+    if targets:
+        handle.submit_preadv(targets, fd, [start for start, _ in runs]).result()
+    return _cut(base, wanted, runs, places)
+
+
+def _host_memory(size: int) -> torch.Tensor:
+    return torch.frombuffer(pool_buffer(max(1, size)), dtype=torch.uint8)
+
+
+def _in_page_cache(fd: int, runs: Sequence[tuple[int, int]]) -> bool:
+    return all(
+        native().cached_pages(fd, start, end - start) == -(-end // _PAGE) - start // _PAGE for start, end in runs
+    )
+
+
+def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    memory = mmap.mmap(fd, runs[-1][1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    base = torch.frombuffer(memory, dtype=torch.uint8)
+    return _cut(base, wanted, runs, [start for start, _ in runs])
+
+
+def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
+    """Stretches of the file without gaps, within which each tensor is aligned when the first is."""
+    runs: list[tuple[int, int]] = []
+    begin = reached = -1
+    for start, end, (dtype, _) in sorted(wanted, key=itemgetter(0)):
+        if start == end:
+            continue
+        if begin < 0 or start > reached or (start == reached and (start - begin) % dtype.itemsize):
+            runs.append((start, end))
+            begin, reached = start, end
+        elif end > reached:
+            reached = end
+            runs[-1] = begin, reached
+    return runs
+
+
+def _lay_out(runs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Where each run goes in one memory, and its size. Pages of large ones fall on pages, unless tensors suffer."""
+    places, size = [], 0
+    for start, end in runs:
+        size = -(-size // 64) * 64
+        if end - start >= _SMALL and start % 64 == 0:
+            size += (start - size) % _PAGE
+        places.append(size)
+        size += end - start
+    return places, size
+
+
+@collector.paused()
+def _cut(
+    base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
+) -> list[torch.Tensor]:
+    """Tensors of the parts of ``base``: no views of it, so that a change of one is none of the others to autograd."""
+    tensors: list[torch.Tensor] = [base] * len(wanted)
+    aligned: list[int] = []
+    found: list[tuple[int, Kind]] = []
+    run = 0
+    for index in sorted(range(len(wanted)), key=[start for start, _, _ in wanted].__getitem__):
+        start, end, kind = wanted[index]
+        dtype, shape = kind
+        if end == start:
+            # viewed: torch.empty computes strides, which a huge shape overflows
+            tensors[index] = torch.empty(0, dtype=dtype, device=base.device).view(shape)
+            continue
+        while runs[run][1] <= start:
+            run += 1
+        place = places[run] + start - runs[run][0]
+        if place % dtype.itemsize:  # a file with an odd header
+            tensors[index] = base[place : place + end - start].clone().view(dtype).view(shape)
+        else:
+            aligned.append(index)
+            found.append((place, kind))
+    for index, tensor in zip(aligned, placed(base, found), strict=True):
+        tensors[index] = tensor
+    return tensors
+
+
+def placed(base: torch.Tensor, places: Sequence[tuple[int, Kind]]) -> list[torch.Tensor]:
+    """Contiguous tensors in ``base``, which is bytes, at places that are aligned for them."""
+    first: dict[Kind, torch.Tensor] = {}  # of each kind one at the start of the memory
+    for _, kind in places:
+        if kind not in first:
+            dtype, shape = kind
+            first[kind] = base[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    tensors = [first[kind].data for _, kind in places]
+    native().set_storage_offsets(tensors, [place // dtype.itemsize for place, (dtype, _) in places])
+    return tensors
