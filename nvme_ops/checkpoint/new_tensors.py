@@ -37,7 +37,7 @@ class Ahead:
         (self._place,), size = _lay_out([self._run])
         self._memory = _host_memory(size)
         self._reached = min(end, start + _AHEAD)
-        self._future = self._submit(start, self._reached)
+        self._futures = [self._submit(start, self._reached)]
 
     def _submit(self, start: int, end: int) -> IoFuture:
         place = self._place + start - self._run[0]
@@ -49,14 +49,15 @@ class Ahead:
             self.wait()
             del self._memory  # to be used for what is wanted
             return None
-        rest = self._submit(self._reached, self._run[1])
-        self._future.result()
-        rest.result()
+        self._futures.append(self._submit(self._reached, self._run[1]))
+        for future in self._futures:
+            future.result()
         return self._memory
 
     def wait(self) -> None:
-        """Until the file and the memory are no longer in use."""
-        self._future.exception()
+        """Until nothing is on its way. What failed on it does not matter any more."""
+        for future in self._futures:
+            future.exception()
 
 
 def ahead(handle: aio_handle, fd: int, start: int, end: int) -> Ahead | None:
