@@ -24,6 +24,7 @@ from dcp_states import equal, load, save, state
 from private_device import private_device
 from torch.distributed.checkpoint.metadata import Metadata
 
+import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, frame, use_by_default
 
@@ -33,6 +34,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled
 def test_the_package_has_it_without_another_import() -> None:
     program = "import nvme_ops, sys; assert 'torch' not in sys.modules; print(nvme_ops.dcp.NvmeStorageWriter.__name__)"
     assert run_python(program).stdout.strip() == "NvmeStorageWriter"
+
+
+def test_a_distributed_tensor_is_no_matter_for_one_file(tmp_path: Path) -> None:
+    in_child(lambda: refused(tmp_path))
+
+
+def refused(folder: Path) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(ValueError, match=r"'a' is a DTensor, .*full_tensor\(\).*nvme_ops\.dcp"):
+        nvme_ops.save({"a": tensor}, folder / "model.safetensors")
+    nvme_ops.save({"a": tensor.full_tensor()}, folder / "model.safetensors")
+    dist.destroy_process_group()
 
 
 # Both ways

@@ -13,6 +13,7 @@ from nvme_ops._native import native
 from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, NAMES, Entry, Header
 
 _PAGE = 4096
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Header:
@@ -78,7 +79,7 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
 
     Raises:
         TypeError: not a dictionary of tensors by name.
-        ValueError: a sparse tensor, or tensors that share memory, named.
+        ValueError: a sparse or distributed tensor, or tensors that share memory, named.
     """
     if not isinstance(obj, Mapping):
         raise TypeError(f"safetensors holds a dict of tensors by name, not {type(obj).__name__}: save it as .pt")
@@ -95,8 +96,21 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
             raise ValueError(f"the name {name!r} is not valid Unicode: {error}") from None
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
             raise ValueError(f"tensor {name!r} has no dense memory: {tensor.layout}, device {tensor.device}")
+        if type(tensor) not in _PLAIN and not _has_memory(tensor):
+            raise ValueError(
+                f"tensor {name!r} is a {type(tensor).__name__}, which has no memory of its own: save what it holds "
+                "(a DTensor's full_tensor()), or shards of it with nvme_ops.dcp"
+            )
     _require_own_memory(obj)
     return obj
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of a subclass that wraps others
+        return False
+    return True
 
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
