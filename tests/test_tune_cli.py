@@ -209,7 +209,7 @@ def test_several_devices_are_tuned_each_by_itself_and_together(place: Path) -> N
 
 @pytest.mark.parametrize(("kind", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_removes_its_files(place: Path, kind: signal.Signals, expected: int) -> None:
-    process = start(place, "--io_size", "2M", "--seconds", "600", "--verbose")
+    process = start(place, "--io_size", "32M", "--seconds", "600", "--verbose")
     assert process.stderr is not None
     for line in process.stderr:
         if "GB/s" in line:
