@@ -145,8 +145,8 @@ class _Engines:
     def run(self, write: bool, memory: object, *rest: Any) -> int:
         return self._of(memory).run(write, memory, *rest)
 
-    def submit(self, write: bool, memory: object, file: FileName, offset: int | None, validate: bool) -> Operation:
-        return self._of(memory).submit(write, memory, file, offset, validate)
+    def submit(self, write: bool, memory: object, *rest: Any) -> Operation:
+        return self._of(memory).submit(write, memory, *rest)
 
     def submit_many(
         self,

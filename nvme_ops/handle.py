@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from nvme_ops.tensors import pool_buffer
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from nvme_ops.ops.async_io import Buffer, Engine, Operation
+    from nvme_ops.ops.async_io import Buffer, Engine, Pending
 
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
 
@@ -96,8 +95,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._single_submit = bool(single_submit)
         self._overlap_events = bool(overlap_events)
         self._lanes = lanes
-        self._pending: deque[Operation] = deque()
-        self._process = os.getpid()
+        self._pending: Pending = native().Pending()
         self._engine = self._make_engine(
             (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache)
         )
@@ -211,24 +209,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         Futures are not among them. When operations failed, all are waited for first; then the first failure is raised,
         with all of them, the first included, in its attribute ``failures``.
         """
-        pending = self._own_pending()
-        ended: list[Operation] = []
-        try:
-            while (operation := _first(pending)) is not None:
-                ended.append(operation)
-                operation.wait(None)
-        except BaseException:  # interrupted: the next call waits for them
-            pending.extendleft(reversed(ended))
-            raise
         self._engine.sweep()
-        failures = [failure for failure in (operation.exception() for operation in ended) if failure is not None]
-        if failures:
-            failures[0].failures = failures  # type: ignore[attr-defined]
-            if len(failures) > 1 and hasattr(failures[0], "add_note"):  # Python 3.11
-                for failure in failures[1:]:
-                    failures[0].add_note(f"also failed: {failure}")
-            raise failures[0]
-        return len(ended)
+        return self._pending.wait()
 
     def _transfer(
         self,
@@ -239,19 +221,11 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         validate: bool,
         async_op: bool,
     ) -> int:
-        pending = self._own_pending()
         if async_op:
-            pending.append(self._engine.submit(write, buffer, filename, file_offset, validate))
+            self._engine.submit(write, buffer, filename, file_offset, validate, False, self._pending)
             return 0
         self._engine.run(write, buffer, filename, file_offset, validate, self._lanes > 1)
-        return 1 + (self.wait() if pending else 0)
-
-    def _own_pending(self) -> deque[Operation]:
-        """What ``wait`` waits for. A forked child starts with nothing: the work is its parent's."""
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._pending = deque()
-        return self._pending
+        return 1 + (self._pending.wait() if self._pending else 0)
 
     # Futures
 
@@ -393,13 +367,6 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
         else:
             raise ValueError("dest must be contiguous where its shape or dtype differs from src's")
     return 0
-
-
-def _first(pending: deque[Operation]) -> Operation | None:
-    try:
-        return pending.popleft()
-    except IndexError:  # another thread took it
-        return None
 
 
 def _plain(offsets: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import sys
 from typing import TYPE_CHECKING, cast
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def pool_buffer(size: int) -> Buffer:
-    """``size`` bytes of the pool. Raises OSError (ENOMEM) for more than there can be."""
+    """``size`` bytes of the pool. Raises MemoryError for more than there can be."""
     if size > sys.maxsize:
-        raise OSError(errno.ENOMEM, f"a tensor of {size} bytes does not fit any memory")
+        raise MemoryError(f"a tensor of {size} bytes does not fit any memory")
     return cast("Buffer", native().Buffer(size))
 
 
@@ -34,7 +33,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
 
     Raises:
         ValueError: a negative size.
-        OSError: there is not enough memory (errno ENOMEM).
+        MemoryError: there is not enough memory.
     """
     given = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     if not all(isinstance(length, int) for length in given):

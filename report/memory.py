@@ -70,17 +70,18 @@ def transparent(host: Host) -> Result:
     data = {"mode": mode}
     if mode in ("always", "madvise"):
         return Result(name, Status.OKAY, mode, data=data)
-    if _reserved(host, "nr_hugepages"):
+    asked = os.environ.get("NVME_OPS_HUGETLB", "0") not in ("", "0")
+    if asked and _reserved(host, "nr_hugepages"):
         return Result(name, Status.INFO, f"{mode or 'not in this kernel'}, the reserved ones serve", data=data)
     if mode:
         fix = f"echo madvise > {_TRANSPARENT}"
     else:
-        mode, fix = "not in this kernel", "sysctl -w vm.nr_hugepages=64"
+        mode, fix = "not in this kernel", "sysctl -w vm.nr_hugepages=64; export NVME_OPS_HUGETLB=1"
     return Result(name, Status.WARNING, f"{mode}: staging buffers lie in small pages, which is slower", fix, data)
 
 
 def reserved(host: Host) -> Result:
-    """The reserved 2 MiB pages (hugetlb), which are used first; none is needed where transparent ones are on."""
+    """The reserved 2 MiB pages (hugetlb), used where ``NVME_OPS_HUGETLB=1`` asks for them; none is needed."""
     total, free = _reserved(host, "nr_hugepages"), _reserved(host, "free_hugepages")
     words = f"{free} of {total} free, 2 MiB each" if total else "none reserved"
     return Result("huge pages (hugetlb)", Status.INFO, words, data={"total": total, "free": free})

@@ -63,7 +63,9 @@ def test_operations(make_handle: HandleFactory, folder: Path) -> None:
         handle.read(back, path, True)
         assert handle.wait() == 1
         handle.submit_preadv([torch.zeros(100), torch.zeros(1000)], [path, path]).result()
-        handle.submit_pwrite(data[::2], path, 5).add_done_callback(lambda future: future.result())
+        written = handle.submit_pwrite(data[::2], path, 5)
+        written.add_done_callback(lambda future: future.result())
+        written.result()
         handle.sync_pwrite(bytearray(100_000), path)  # type: ignore[arg-type]
 
     repeated(work)

@@ -119,7 +119,7 @@ def test_more_files_than_descriptors(
 
 
 def test_no_threads_left(make_handle: HandleFactory, folder: Path) -> None:
-    """Whatever needs a thread raises; nothing aborts, and nothing waits for what never started."""
+    """Fewer lanes, down to the caller's own thread, are slower and no failure."""
     path, data = store(folder / "file", pattern(3 * MIB)), pattern(3 * MIB)
     open_to_all(folder)
     path.chmod(0o666)
@@ -127,24 +127,27 @@ def test_no_threads_left(make_handle: HandleFactory, folder: Path) -> None:
     def starved() -> None:
         give_up_root()
         hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        handle, back = make_handle(intra_op_parallelism=2), torch.zeros_like(data)
+        handle, back, called = make_handle(intra_op_parallelism=2), torch.zeros_like(data), []
         resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
         for call in (
             lambda: handle.submit_pread(back, path).result(),
             lambda: handle.sync_pread(back, path),
             lambda: handle.pread(back, path, True, False),
-            lambda: handle.submit_pread(torch.zeros(0), path).add_done_callback(print),
+            lambda: handle.pread(back, path, True, True) or handle.wait(),
+            lambda: handle.submit_preadv([back[:5], back[5:]], path, [0, 5]).result(),
         ):
-            with pytest.raises((OSError, RuntimeError)):
-                call()
+            back.zero_()
+            call()
+            assert torch.equal(back, data)
+        handle.submit_pread(torch.zeros(0), path).add_done_callback(called.append)
+        assert len(called) == 1
+        with pytest.raises(EOFError):
+            handle.submit_pread(torch.zeros(MIB), path).result()
         assert handle.wait() == 0
         resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
         round_trip(handle, path)
         resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
-        other = make_handle(intra_op_parallelism=2)
-        with pytest.raises((OSError, RuntimeError)):
-            other.pread(back, path, True, False)
-        del other  # does not wait for what was never started
+        round_trip(handle, path)  # what threads there are serve all
 
     in_child(starved)
 
@@ -187,13 +190,15 @@ def test_address_space_used_up(make_handle: HandleFactory, folder: Path) -> None
         native().trim_pool()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE"), hard))
-        with pytest.raises(OSError, match=r"Cannot allocate memory|unavailable") as caught:
+        with pytest.raises(MemoryError, match="allocating 67108864 bytes"):
             handle.new_cpu_locked_tensor(64 * MIB, data)
-        assert caught.value.errno in (errno.ENOMEM, errno.EAGAIN)
-        try:
-            handle.sync_pread(back[1:], path)
-        except OSError as error:
-            assert error.errno in (errno.ENOMEM, errno.EAGAIN)  # noqa: PT017  (it may also do without)
+        for call in (
+            lambda: handle.sync_pread(back[1:], path),
+            lambda: handle.submit_pread(back[1:], path).result(),
+            lambda: handle.async_pread(back[1:], path) or handle.wait(),
+        ):
+            with contextlib.suppress(MemoryError):  # it may also do without
+                call()
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         round_trip(handle, path)
 

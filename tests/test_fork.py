@@ -177,6 +177,23 @@ def test_a_child_reuses_no_memory_for_which_it_would_need_more_reserved_huge_pag
             os._exit(0)
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
+    run_python(program, NVME_OPS_HUGETLB="1")
+
+
+@pytest.mark.usefixtures("two_reserved_huge_pages")
+def test_reserved_huge_pages_are_left_alone_unless_asked_for() -> None:
+    """Who inherits a live tensor in one is killed by the first write to it when none is left for the copy."""
+    program = """
+        import os, sys, torch
+        import nvme_ops
+        torch.set_num_threads(1)  # OpenMP's would not be in the child
+        tensor = nvme_ops.empty(1 << 20).fill_(1)
+        child = os.fork()
+        if child == 0:
+            tensor.fill_(2)
+            os._exit(0)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
     run_python(program)
 
 

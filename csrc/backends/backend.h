@@ -11,8 +11,9 @@
 
 namespace nvme_ops {
 
-// A bounded queue of requests in the kernel. Used by one thread at a time. Never throws: every request it took is
-// answered by exactly one completion, whatever happens to the queue.
+// A bounded queue of requests in the kernel. Used by one thread at a time. Once open it never throws and never
+// allocates: every request it took is answered by exactly one completion, whatever happens to the queue. After a fork
+// the child leaves it alone: it is neither used nor destroyed there.
 class Queue {
 public:
   Queue() = default;
@@ -37,9 +38,6 @@ public:
   // Registers memory as buffer `index`, sparing the kernel its per-request page lookup. False: do without.
   virtual bool register_buffer(int /*index*/, std::byte* /*memory*/, std::size_t /*bytes*/) { return false; }
   virtual void unregister_buffer(int /*index*/) {}
-
-  // Lets go of what a forked child inherited, without touching what the parent still uses.
-  virtual void abandon() noexcept {}
 };
 
 struct QueueOptions {
@@ -56,7 +54,7 @@ struct Probe {
 struct Backend {
   const char* name;
   Probe (*probe)();
-  std::unique_ptr<Queue> (*open)(const QueueOptions&);  // throws IoError
+  std::unique_ptr<Queue> (*open)(const QueueOptions&);  // throws IoError, std::bad_alloc
 };
 
 }  // namespace nvme_ops

@@ -11,6 +11,7 @@
 
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -57,6 +58,18 @@ int register_with(int ring, unsigned opcode, void* argument, unsigned count) {
   return static_cast<int>(::syscall(__NR_io_uring_register, ring, opcode, argument, count));
 }
 
+// What a descriptor's number stands for; every ring has an inode of its own.
+struct Identity {
+  explicit Identity(int fd) {
+    struct stat status{};
+    if (::fstat(fd, &status) == 0) device = status.st_dev, inode = status.st_ino;
+  }
+  bool operator!=(const Identity& other) const { return device != other.device || inode != other.inode; }
+
+  dev_t device = 0;
+  ino_t inode = 0;
+};
+
 // A shared view of ring memory.
 class Mapping {
 public:
@@ -98,17 +111,11 @@ void store_release(unsigned* value, unsigned what) {
 
 class IoUringQueue final : public Queue {
 public:
-  explicit IoUringQueue(const QueueOptions& options) : single_submit_(options.single_submit) {
-    io_uring_params params{};
-    params.flags = IORING_SETUP_CLAMP | kCoopTaskrun;
-    int fd = setup(options.depth, &params);
-    if (fd < 0 && errno == EINVAL) {
-      params = {};
-      params.flags = IORING_SETUP_CLAMP;
-      fd = setup(options.depth, &params);
-    }
-    if (fd < 0) raise(system_failure(errno, "io_uring_setup"));
-    ring_ = UniqueFd(fd);
+  explicit IoUringQueue(const QueueOptions& options)
+      : single_submit_(options.single_submit), ring_(set_up(options.depth, &params_)), identity_(ring_.get()) {
+    const int fd = ring_.get();
+    const io_uring_params& params = params_;
+    refused_.reserve(options.depth + params.sq_entries);
     timed_waits_ = (params.features & kTimedWaits) != 0;
 
     const std::size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
@@ -128,6 +135,10 @@ public:
     unsigned* array = sq_.at<unsigned>(params.sq_off.array);
     for (unsigned i = 0; i < sq_entries_; ++i) array[i] = i;
     make_buffer_table(options.buffers);
+  }
+
+  ~IoUringQueue() override {
+    if (lost()) ring_.release();
   }
 
   std::size_t submit(const Request* requests, std::size_t count) override {
@@ -162,6 +173,7 @@ public:
       completions[count++] = {cqe.user_data, cqe.res};
     }
     store_release(cq_head_, head);
+    if (count == 0 && broken_ == 0 && lost()) fail(EBADF);
     // The mapped ring still hears of what is in flight, but cannot be waited for any more.
     if (broken_ != 0 && count == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return count;
@@ -175,9 +187,21 @@ public:
 
   void unregister_buffer(int index) override { update_buffer(index, nullptr, 0); }
 
-  void abandon() noexcept override { const UniqueFd closed = std::move(ring_); }
-
 private:
+  static int set_up(unsigned depth, io_uring_params* params) {
+    for (const unsigned flags : {IORING_SETUP_CLAMP | kCoopTaskrun, IORING_SETUP_CLAMP}) {
+      *params = {};
+      params->flags = flags;
+      const int fd = setup(depth, params);
+      if (fd >= 0) return fd;
+      if (errno != EINVAL) break;
+    }
+    raise(system_failure(errno, "io_uring_setup"));
+  }
+
+  // Somebody closed all descriptors, and the number may stand for a file of theirs, or for another ring by now.
+  bool lost() const { return ring_ && identity_ != Identity(ring_.get()); }
+
   static void prepare(io_uring_sqe& sqe, const Request& request) {
     std::memset(&sqe, 0, sizeof sqe);
     const bool read = request.op == Op::Read;
@@ -207,15 +231,18 @@ private:
     } else if (errno == ETIME || errno == EINTR || errno == EAGAIN || errno == EBUSY) {
       unsubmitted_ = *sq_tail_ - load_acquire(sq_head_);
     } else {
-      broken_ = errno;
-      // What never entered the kernel fails with the error that kept it out.
-      for (unsigned head = load_acquire(sq_head_); head != *sq_tail_; ++head) {
-        refused_.push_back({sqes_[head & sq_mask_].user_data, -broken_});
-      }
-      unsubmitted_ = 0;
-      // Somebody closed all descriptors: the number may be somebody else's by now.
-      if (broken_ == EBADF || broken_ == EOPNOTSUPP) ring_.release();
+      fail(errno);
     }
+  }
+
+  // What never entered the kernel fails with the error that kept it out.
+  void fail(int error) {
+    broken_ = error;
+    for (unsigned head = load_acquire(sq_head_); head != *sq_tail_; ++head) {
+      refused_.push_back({sqes_[head & sq_mask_].user_data, -broken_});
+    }
+    unsubmitted_ = 0;
+    if (lost()) ring_.release();
   }
 
   // An empty table that buffers enter one by one; older kernels do without.
@@ -234,9 +261,11 @@ private:
   const bool single_submit_;
   bool timed_waits_ = false;
   int broken_ = 0;  // errno
-  std::vector<Completion> refused_;
+  std::vector<Completion> refused_;  // never more than there is room for
   bool buffer_table_ = false;
+  io_uring_params params_{};
   UniqueFd ring_;
+  const Identity identity_;
   Mapping sq_, cq_, sqe_memory_;
   io_uring_sqe* sqes_ = nullptr;
   io_uring_cqe* cqes_ = nullptr;

@@ -54,6 +54,9 @@ public:
         control_blocks_(options.depth),
         free_(options.depth) {
     for (unsigned i = 0; i < options.depth; ++i) free_[i] = &control_blocks_[i];
+    batch_.reserve(options.depth);
+    refused_.reserve(options.depth);
+    events_.reserve(options.depth);
     const int result = library().setup(static_cast<int>(options.depth), &context_);
     if (result < 0) {
       raise(system_failure(-result, "io_setup for " + std::to_string(options.depth) +
@@ -90,9 +93,9 @@ public:
                    std::chrono::milliseconds timeout) override {
     std::size_t count = 0;
     for (; count < most && !refused_.empty(); refused_.pop_back()) completions[count++] = refused_.back();
-    events_.resize(most - count);
+    events_.resize(std::min(most - count, control_blocks_.size()));
     timespec wait{timeout.count() / 1000, (timeout.count() % 1000) * 1'000'000};
-    const int got = library().getevents(context_, static_cast<long>(count > 0 ? 0 : std::min(least, most)),
+    const int got = library().getevents(context_, static_cast<long>(count > 0 ? 0 : std::min(least, events_.size())),
                                         static_cast<long>(events_.size()), events_.data(), &wait);
     for (int i = 0; i < got; ++i) {
       const io_event& event = events_[static_cast<std::size_t>(i)];

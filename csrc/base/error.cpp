@@ -1,6 +1,8 @@
 #include "base/error.h"
 
 #include <cstring>
+#include <new>
+#include <system_error>
 
 namespace nvme_ops {
 
@@ -95,6 +97,28 @@ Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t siz
 
 Failure bad_argument(std::string message) {
   return {Failure::Kind::Argument, 0, std::move(message), {}};
+}
+
+Failure out_of_memory() noexcept {
+  return {Failure::Kind::Memory, 0, "out of memory", {}};  // short enough to lie inside the string
+}
+
+Failure current_failure() noexcept {
+  try {
+    try {
+      throw;
+    } catch (const IoError& error) {
+      return error.failure();
+    } catch (const std::bad_alloc&) {
+      return out_of_memory();
+    } catch (const std::system_error& error) {  // std::thread
+      return system_failure(error.code().value(), "starting a thread");
+    } catch (const std::exception& error) {
+      return {Failure::Kind::Internal, 0, error.what(), {}};
+    }
+  } catch (...) {  // no memory left to say it with
+    return out_of_memory();
+  }
 }
 
 void broken_invariant(const char* condition, const char* file, int line) {

@@ -13,7 +13,7 @@
 namespace nvme_ops {
 
 struct Failure {
-  enum class Kind : std::uint8_t { System, EndOfFile, Argument, Interrupted, Mismatch, Internal };
+  enum class Kind : std::uint8_t { System, EndOfFile, Argument, Memory, Interrupted, Mismatch, Internal };
   Kind kind;
   int error;  // errno, where there is one
   std::string message;
@@ -38,6 +38,10 @@ Failure system_failure(int error, const std::string& operation, const std::strin
 Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t offset, const std::string& path);
 Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t size, const std::string& path);
 Failure bad_argument(std::string message);
+Failure out_of_memory() noexcept;  // allocates nothing
+
+// The exception being handled, as a failure.
+Failure current_failure() noexcept;
 
 [[noreturn]] inline void raise(Failure failure) {
   throw IoError(std::move(failure));

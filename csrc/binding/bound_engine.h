@@ -72,30 +72,46 @@ public:
     sweep();
     Running& current = running();
     if (transfer.plain()) {
-      auto operation = std::make_shared<Operation>(transfer.job->outcome(), transfer.job, std::move(memories));
+      const std::shared_ptr<Engine> engine = current.engine;
+      const std::shared_ptr<Job> job = transfer.job;
+      auto operation = std::make_shared<Operation>(job->outcome(), job, std::move(memories));
       live_.push_back(operation);
-      current.engine->submit(transfer.job);
+      try {
+        if (engine->has_thread()) {
+          engine->submit(job);
+        } else {  // this thread does it all
+          const WithoutGil released;
+          engine->submit(job);
+        }
+      } catch (...) {  // nothing was started
+        live_.remove(operation);
+        throw;
+      }
       return operation;
     }
     auto outcome = std::make_shared<Outcome>();
     auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
     Worker& service = current.service->of(transfer);
-    service.start();
-    live_.push_back(operation);
-    service.post(
-        [engine = current.engine, path = current.device_path, outcome, transfer = std::move(transfer)]() mutable {
+    Worker::Tasks task =
+        Worker::task([engine = current.engine, path = current.device_path, outcome,
+                      transfer = std::make_shared<Transfer>(std::move(transfer))]() mutable noexcept {
           std::uint64_t moved = 0;
           std::optional<Failure> failure;
           try {
-            moved = transfer.execute(*engine, *path, true, [] { return false; });
-          } catch (const IoError& error) {
-            failure = error.failure();
-          } catch (const std::exception& error) {
-            failure = Failure{Failure::Kind::Internal, 0, error.what(), {}};
+            moved = transfer->execute(*engine, *path, true, [] { return false; });
+          } catch (...) {
+            failure = current_failure();
           }
-          transfer = {};  // its files are closed before anybody hears of the end
+          transfer.reset();  // its files are closed before anybody hears of the end
           failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
         });
+    live_.push_back(operation);
+    try {
+      service.post(std::move(task));
+    } catch (const std::exception&) {  // the system allows no further thread: this one does it all
+      const WithoutGil released;
+      task.front()();
+    }
     return operation;
   }
 
@@ -120,7 +136,12 @@ public:
     const WithoutGil released;
     for (const auto& operation : ending) {
       while (!operation->outcome->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
-        if (!signal_raised()) continue;
+        const bool raised = signal_raised();
+        if (stopping.generation != fork_generation()) {  // a handler forked, and this is the child
+          stopping.leave_to_parent();
+          return;
+        }
+        if (!raised) continue;
         const WithGil gil;
         PyErr_WriteUnraisable(nullptr);
         for (const auto& other : ending) other->job->fail(interrupted_failure());
@@ -135,6 +156,14 @@ private:
     std::shared_ptr<DevicePath> device_path;
     std::unique_ptr<Service> service;
     unsigned long generation = 0;
+
+    // Never destroyed: the threads are the parent's, and the rings are in use there.
+    void leave_to_parent() {
+      new std::shared_ptr<Engine>(std::move(engine));
+      new std::shared_ptr<DevicePath>(std::move(device_path));
+      static_cast<void>(service.release());
+      *this = {};
+    }
   };
 
   // In a forked child the parent's engine is left alone, and a new one made at first use.
@@ -148,11 +177,7 @@ private:
 
   void leave_to_parent() {
     live_.clear();
-    running_.engine->abandon();
-    new std::shared_ptr<Engine>(std::move(running_.engine));           // never destroyed: its threads are the parent's
-    new std::shared_ptr<DevicePath>(std::move(running_.device_path));  // its threads too
-    static_cast<void>(running_.service.release());
-    running_ = {};
+    running_.leave_to_parent();
   }
 
   const EngineOptions options_;

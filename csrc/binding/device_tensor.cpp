@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/limits.h"
 #include "engine/validate.h"
 
@@ -29,10 +30,11 @@ struct Slot {
   std::uint64_t position = 0, bytes = 0;
   std::shared_ptr<Job> job;        // its storage transfer
   std::optional<c10::Event> copy;  // its device copy
+  const unsigned long generation = fork_generation();
 
-  // Whatever ends the transfer, nothing may still use the memory.
+  // Whatever ends the transfer, nothing may still use the memory. A forked child's is its own.
   ~Slot() {
-    while (job && !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+    while (job && generation == fork_generation() && !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
     }
   }
 };

@@ -1,5 +1,6 @@
 #include "binding/engine_type.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include "binding/file_name.h"
 #include "binding/memory.h"
 #include "binding/operation.h"
+#include "binding/pending.h"
 #include "binding/python.h"
 #include "engine/fresh_memory.h"
 #include "engine/spans.h"
@@ -105,10 +107,10 @@ private:
 
 struct SingleCall {
   int write, validate, all_lanes = 0;
-  PyObject *memory, *file, *offset;
+  PyObject *memory, *file, *offset, *pending = Py_None;
 
   explicit SingleCall(PyObject* arguments) {
-    if (!PyArg_ParseTuple(arguments, "pOOOp|p", &write, &memory, &file, &offset, &validate, &all_lanes)) {
+    if (!PyArg_ParseTuple(arguments, "pOOOp|pO", &write, &memory, &file, &offset, &validate, &all_lanes, &pending)) {
       throw PythonError();
     }
   }
@@ -123,6 +125,19 @@ struct SingleCall {
     return builder.take();
   }
 };
+
+// As an object that Python waits for, and one of `pending`, unless that is None, from before it begins.
+PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<Memory> memories, PyObject* pending) {
+  Ref object = new_operation();
+  if (pending != Py_None) checked(PyObject_CallMethod(pending, "add", "O", object.get()));
+  try {
+    set_operation(object.get(), engine.submit(std::move(transfer), std::move(memories)));
+  } catch (...) {
+    if (pending != Py_None) remove_pending(pending, object.get());
+    throw;
+  }
+  return object.release();
+}
 
 PyObject* run(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
@@ -141,20 +156,64 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
     Transfer transfer = call.transfer(engine, memory);
     std::vector<Memory> memories;
     memories.push_back(std::move(memory));
-    return wrap_operation(engine.submit(std::move(transfer), std::move(memories)));
+    return submit_operation(engine, std::move(transfer), std::move(memories), call.pending);
   });
 }
 
-// The entries of a sequence, or one for all.
-Ref entries(PyObject* object, Py_ssize_t count, const std::string& name, const std::string& kind) {
-  const std::string message = name + " must be " + kind;
-  Ref list = checked(PySequence_Fast(object, message.c_str()));
-  const Py_ssize_t length = PySequence_Fast_GET_SIZE(list.get());
+// One entry for each of `count` tensors.
+Ref entries(PyObject* object, std::size_t count, const std::string& name, const std::string& kind) {
+  Ref tuple = tuple_of(object, name + " must be " + kind);
+  const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(tuple.get()));
   if (length != count) {
     raise(bad_argument(name + " has " + std::to_string(length) + " entries for " + std::to_string(count) + " tensors"));
   }
-  return list;
+  return tuple;
 }
+
+// What one call moves, file by file: each is open only while it is worked on.
+class ByFile {
+public:
+  explicit ByFile(std::size_t count) { places_.reserve(count); }
+
+  // `file` is the one just added when it is the same object.
+  void add(PyObject* file, std::uint64_t offset) {
+    if (file != previous_) {
+      const auto [known, fresh] = numbers_.try_emplace(FileName(file), numbers_.size());
+      if (fresh) names_.push_back(&known->first);
+      grouped_ = grouped_ && fresh;
+      number_ = known->second;
+      previous_ = file;
+    }
+    places_.push_back({number_, places_.size(), offset});
+  }
+
+  Transfer transfer(TransferBuilder& builder, const std::vector<Memory>& memories, Op op, Cache cache) {
+    if (!grouped_) {
+      std::stable_sort(places_.begin(), places_.end(),
+                       [](const Place& one, const Place& other) { return one.file < other.file; });
+    }
+    std::shared_ptr<SharedFile> file;
+    std::size_t opened = 0;
+    for (const Place& place : places_) {
+      if (place.file == opened) file = names_[opened++]->share(op, cache);
+      builder.add(memories[place.memory], file, place.offset);
+    }
+    return builder.take();
+  }
+
+private:
+  struct Place {
+    std::size_t file, memory;
+    std::uint64_t offset;
+  };
+
+  std::map<FileName, std::size_t> numbers_;  // in the order of their first appearance
+  std::vector<const FileName*> names_;
+  std::vector<Place> places_;
+  PyObject* previous_ = nullptr;
+  std::size_t number_ = 0;
+  bool grouped_ = true;
+};
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
@@ -162,32 +221,23 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     PyObject *objects, *files, *offsets;
     if (!PyArg_ParseTuple(arguments, "pOOO", &write, &objects, &files, &offsets)) throw PythonError();
     const Op op = write ? Op::Write : Op::Read;
-    BoundEngine& engine = engine_of(self);
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
     const std::size_t count = memories.size();
     const bool single = is_file(files);
     const bool whole = offsets == Py_None;
     if (whole && single) raise(bad_argument("file_offsets is needed when all tensors share one file"));
-    const auto length = static_cast<Py_ssize_t>(count);
-    const Ref names = single ? Ref() : entries(files, length, "files", "a path, a descriptor, or a sequence of them");
-    const Ref places = whole ? Ref() : entries(offsets, length, "file_offsets", "a sequence of integers");
+    const Ref names = single ? Ref() : entries(files, count, "files", "a path, a descriptor, or a sequence of them");
+    const Ref places = whole ? Ref() : entries(offsets, count, "file_offsets", "a sequence of integers");
 
-    TransferBuilder builder(op, false, whole && op == Op::Write);
-    std::map<FileName, std::shared_ptr<SharedFile>> shared;  // a name that comes again is the same file
-    PyObject* previous = nullptr;
-    std::shared_ptr<SharedFile> file;
+    ByFile by_file(count);
     for (std::size_t i = 0; i < count; ++i) {
       const auto index = static_cast<Py_ssize_t>(i);
-      PyObject* const name = single ? files : PySequence_Fast_GET_ITEM(names.get(), index);
-      if (name != previous) {
-        const auto [known, fresh] = shared.try_emplace(FileName(name));
-        if (fresh) known->second = known->first.share(op, engine.cache());
-        file = known->second;
-        previous = name;
-      }
-      builder.add(memories[i], file, whole ? 0 : offset_of(PySequence_Fast_GET_ITEM(places.get(), index)));
+      by_file.add(single ? files : PyTuple_GET_ITEM(names.get(), index),
+                  whole ? 0 : offset_of(PyTuple_GET_ITEM(places.get(), index)));
     }
-    return wrap_operation(engine.submit(builder.take(), std::move(memories)));
+    TransferBuilder builder(op, false, whole && op == Op::Write);
+    Transfer transfer = by_file.transfer(builder, memories, op, engine_of(self).cache());
+    return submit_operation(engine_of(self), std::move(transfer), std::move(memories), Py_None);
   });
 }
 
@@ -258,7 +308,8 @@ void engine_deallocate(PyObject* self) {
 PyMethodDef engine_methods[] = {
     {"run", run, METH_VARARGS,
      "run(write, memory, file, offset, validate, all_lanes=False) -> int. Blocks; bytes moved."},
-    {"submit", submit, METH_VARARGS, "submit(write, memory, file, offset, validate) -> Operation. On all lanes."},
+    {"submit", submit, METH_VARARGS,
+     "submit(write, memory, file, offset, validate, False, pending=None) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
      "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
     {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},

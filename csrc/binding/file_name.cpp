@@ -2,14 +2,18 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <climits>
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <tuple>
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/unique_fd.h"
 #include "binding/python.h"
 
@@ -20,6 +24,29 @@ namespace {
 std::string folder_now() {
   char folder[PATH_MAX];
   return ::getcwd(folder, sizeof folder) != nullptr && folder[0] == '/' ? std::string(folder) + "/" : std::string();
+}
+
+// A descriptor of ours for the file that `fd` has open, one for all calls under way on it: the caller may close `fd`, and
+// has only so many. The file is opened anew through it, so any other on the same file and with the same flags will do.
+// With the GIL held.
+std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
+  using Key = std::tuple<dev_t, ino_t, int, unsigned long>;
+  static auto* const known = new std::map<Key, std::weak_ptr<UniqueFd>>;
+  struct stat status{};
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || ::fstat(fd, &status) < 0) raise(system_failure(errno, "using " + shown));
+  const Key key{status.st_dev, status.st_ino, flags, fork_generation()};
+  const auto found = known->find(key);
+  if (found != known->end()) {
+    if (auto copy = found->second.lock()) return copy;
+  }
+  for (auto entry = known->begin(); entry != known->end();) {
+    entry = entry->second.expired() ? known->erase(entry) : std::next(entry);
+  }
+  const auto copy = std::make_shared<UniqueFd>(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!*copy) raise(system_failure(errno, "using " + shown));
+  known->emplace(key, copy);
+  return copy;
 }
 
 }  // namespace
@@ -68,10 +95,8 @@ std::shared_ptr<SharedFile> FileName::share(Op op, Cache cache) const {
     });
   }
   const std::string shown = "file descriptor " + std::to_string(fd_);
-  const auto copy = std::make_shared<UniqueFd>(::fcntl(fd_, F_DUPFD_CLOEXEC, 0));
-  if (!*copy) raise(system_failure(errno, "using " + shown));
   return std::make_shared<SharedFile>(
-      shown, [copy, op, cache, fd = fd_](const std::string&) { return File::adopt(copy->get(), op, cache, fd); });
+      shown, [copy = duplicate(fd_, shown), op, cache, fd = fd_](const std::string&) { return File::adopt(copy->get(), op, cache, fd); });
 }
 
 }  // namespace nvme_ops

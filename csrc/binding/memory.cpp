@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/limits.h"
 #include "binding/device_tensor.h"
+#include "binding/held_bytes.h"
 #include "binding/python.h"
 #include "binding/tensor.h"
 #include "engine/buffer_pool.h"
@@ -21,7 +22,7 @@ Ref call(PyObject* object, const char* method) {
 
 // Asks torch only about memory that did not come from its plain allocator.
 bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
-  if (tensor.storage().data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter()) return false;
+  if (deleter_of(tensor.storage()) == c10::GetCPUAllocator()->raw_deleter()) return false;
   return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
@@ -61,6 +62,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
                             argument);
   }
   Memory memory;
+  bool pooled = false;
   memory.bytes = bytes_of(*tensor, argument);
   if (op == Op::Read && !tensor->is_inference()) tensor->bump_version();  // autograd must see the change
   if (memory.bytes > 0 && !tensor->is_cpu()) {
@@ -68,10 +70,10 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   } else if (memory.bytes > 0) {
     memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
-    memory.fast = memory.bytes > kInPlaceBytes &&
-                  (BufferPool::instance().contains(memory.data, memory.bytes) || pinned_by_torch(object, *tensor));
+    pooled = !tensor->storage().resizable() && BufferPool::instance().contains(memory.data, memory.bytes);
+    memory.fast = memory.bytes > kInPlaceBytes && (pooled || pinned_by_torch(object, *tensor));
   }
-  memory.keep = std::make_shared<c10::Storage>(tensor->storage());
+  if (memory.bytes > 0) memory.keep = hold_bytes(tensor->storage(), object, pooled);
   return memory;
 }
 
@@ -117,14 +119,12 @@ Memory memory_of(PyObject* object, Op op, const char* argument) {
 
 std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) {
   if (is_tensor(objects)) return rows_of(objects, op, argument);
-  const std::string message = std::string(argument) + " must be a sequence of tensors";
-  const Ref list = checked(PySequence_Fast(objects, message.c_str()));
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.get());
+  // A tuple of its own: what is called on the way may change the list.
+  const Ref list = tuple_of(objects, std::string(argument) + " must be a sequence of tensors");
+  const Py_ssize_t count = PyTuple_GET_SIZE(list.get());
   std::vector<Memory> memories;
   memories.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    memories.push_back(memory_of(PySequence_Fast_GET_ITEM(list.get(), i), op, argument));
-  }
+  for (Py_ssize_t i = 0; i < count; ++i) memories.push_back(memory_of(PyTuple_GET_ITEM(list.get(), i), op, argument));
   return memories;
 }
 

@@ -2,6 +2,7 @@
 
 #include "binding/engine_type.h"
 #include "binding/operation.h"
+#include "binding/pending.h"
 #include "binding/python.h"
 #include "binding/tensor.h"
 
@@ -30,7 +31,9 @@ void run_at_exit(PyObject* module) {
 PyObject* make_module(PyModuleDef* definition, const char* interface) {
   Ref module = checked(PyModule_Create(definition));
   find_tensor_class();
-  if (!add_engine_type(module.get()) || !add_operation_type(module.get())) throw PythonError();
+  if (!add_engine_type(module.get()) || !add_operation_type(module.get()) || !add_pending_type(module.get())) {
+    throw PythonError();
+  }
   add_interface(module.get(), interface);
   run_at_exit(module.get());
   return module.release();

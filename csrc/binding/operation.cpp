@@ -2,6 +2,8 @@
 
 #include <deque>
 #include <optional>
+#include <system_error>
+#include <utility>
 
 #include "base/fork.h"
 #include "base/limits.h"
@@ -91,23 +93,27 @@ struct OperationObject {
 };
 
 Operation& operation_of(PyObject* self) {
+  NVME_INVARIANT(reinterpret_cast<OperationObject*>(self)->operation);
   return *reinterpret_cast<OperationObject*>(self)->operation;
 }
 
+PyObject* submitted(PyObject* self, PyObject*) {
+  return PyBool_FromLong(reinterpret_cast<OperationObject*>(self)->operation != nullptr);
+}
+
 void require_own_process(const Operation& operation) {
-  if (operation.outcome->done() || operation.generation == fork_generation()) return;
-  raise({Failure::Kind::Internal, 0, "submitted before this process was forked: only the parent can wait for it", {}});
+  if (!operation.outcome->done()) require_process(operation.generation);
 }
 
 // The memory goes back as soon as the result is known to have arrived.
 bool settled(Operation& operation) {
   if (!operation.outcome->done()) return false;
-  operation.memories.clear();
+  const std::vector<Memory> ended = std::exchange(operation.memories, {});  // whose end may run code that asks again
   return true;
 }
 
 PyObject* done(PyObject* self, PyObject*) {
-  return PyBool_FromLong(settled(operation_of(self)));
+  return guarded([&] { return PyBool_FromLong(settled(operation_of(self))); });
 }
 
 PyObject* wait_for(PyObject* self, PyObject* argument) {
@@ -130,6 +136,7 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
         operation.outcome->wait_for(std::min<std::chrono::microseconds>(slice, kSlice));
       }
       if (PyErr_CheckSignals() != 0) throw PythonError();
+      require_own_process(operation);  // a handler may have forked
     }
     settled(operation);
     Py_RETURN_TRUE;
@@ -158,16 +165,20 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
   return guarded([&]() -> PyObject* {
     require_own_process(operation_of(self));
     Worker& worker = callbacks();
-    worker.start();  // not on a lane, where nobody could be told that it failed
-    Py_INCREF(callable);
-    operation_of(self).outcome->then([&worker, callable] {
-      worker.post([callable] {
-        const WithGil gil;
-        const Ref owned(callable);
-        const Ref result(PyObject_CallNoArgs(callable));
-        if (!result) PyErr_WriteUnraisable(callable);
-      });
-    });
+    try {
+      worker.start();  // not on a lane, where nobody could be told that it failed
+    } catch (const std::system_error&) {
+      if (!operation_of(self).outcome->done()) throw;
+      return PyObject_CallNoArgs(callable);  // no thread to be had, and none is needed
+    }
+    auto task = std::make_shared<Worker::Tasks>(Worker::task([callable] {
+      const WithGil gil;
+      const Ref owned(callable);
+      const Ref result(PyObject_CallNoArgs(callable));
+      if (!result) PyErr_WriteUnraisable(callable);
+    }));
+    operation_of(self).outcome->then([&worker, task] { worker.post(std::move(*task)); });
+    Py_INCREF(callable);  // the task's, which cannot run before the GIL is free
     Py_RETURN_NONE;
   });
 }
@@ -180,6 +191,7 @@ void operation_deallocate(PyObject* self) {
 }
 
 PyMethodDef operation_methods[] = {
+    {"submitted", submitted, METH_NOARGS, "submitted() -> bool. False while the call that submits it is under way."},
     {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
     {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False when time ran out."},
     {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what went wrong."},
@@ -200,11 +212,14 @@ PyTypeObject* operation_type = nullptr;
 
 }  // namespace
 
-PyObject* wrap_operation(std::shared_ptr<Operation> operation) {
-  PyObject* const object = operation_type->tp_alloc(operation_type, 0);
-  if (object == nullptr) throw PythonError();
-  new (&reinterpret_cast<OperationObject*>(object)->operation) std::shared_ptr<Operation>(std::move(operation));
+Ref new_operation() {
+  Ref object = checked(operation_type->tp_alloc(operation_type, 0));
+  new (&reinterpret_cast<OperationObject*>(object.get())->operation) std::shared_ptr<Operation>();
   return object;
+}
+
+void set_operation(PyObject* object, std::shared_ptr<Operation> operation) {
+  reinterpret_cast<OperationObject*>(object)->operation = std::move(operation);
 }
 
 bool add_operation_type(PyObject* module) {

@@ -8,6 +8,7 @@
 
 #include "binding/device_path.h"
 #include "binding/memory.h"
+#include "binding/python.h"
 #include "engine/engine.h"
 
 namespace nvme_ops {
@@ -40,7 +41,9 @@ struct Operation {
   bool retrieved = false;
 };
 
-PyObject* wrap_operation(std::shared_ptr<Operation> operation);
+// The object is made before the call is submitted, so that no lack of memory can lose track of it.
+Ref new_operation();
+void set_operation(PyObject* object, std::shared_ptr<Operation> operation);
 bool add_operation_type(PyObject* module);
 
 // Runs every callback that is due and ends their thread.

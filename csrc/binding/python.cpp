@@ -23,6 +23,9 @@ Ref exception_of(const Failure& failure) {
     case Failure::Kind::Argument:
       type = PyExc_ValueError;
       break;
+    case Failure::Kind::Memory:
+      type = PyExc_MemoryError;
+      break;
     case Failure::Kind::Interrupted:
       type = PyExc_KeyboardInterrupt;
       break;

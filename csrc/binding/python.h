@@ -46,6 +46,15 @@ inline Ref checked(PyObject* stolen) {
   return Ref(stolen);
 }
 
+// The items of any iterable, which nobody else can change.
+inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
+  PyObject* const tuple = PySequence_Tuple(object);
+  if (tuple == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_SetString(PyExc_TypeError, otherwise.c_str());
+  }
+  return checked(tuple);
+}
+
 [[noreturn]] inline void raise_type_error(const std::string& message) {
   PyErr_SetString(PyExc_TypeError, message.c_str());
   throw PythonError();
@@ -91,7 +100,7 @@ private:
 // For engine waits: true when a signal's handler, Ctrl-C's say, has raised. The exception stays set on this thread.
 bool signal_raised();
 
-// The exception a failure becomes: OSError with errno and filename, EOFError, ValueError, RuntimeError.
+// The exception a failure becomes: OSError with errno and filename, EOFError, ValueError, MemoryError, RuntimeError.
 Ref exception_of(const Failure& failure);
 void set_error(const Failure& failure);
 
@@ -101,14 +110,8 @@ auto guarded(Body&& body, decltype(body()) failed = {}) noexcept -> decltype(bod
   try {
     return body();
   } catch (const PythonError&) {
-  } catch (const IoError& error) {
-    set_error(error.failure());
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::system_error& error) {
-    set_error(system_failure(error.code().value(), "starting a thread"));
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    set_error(current_failure());
   }
   return failed;
 }

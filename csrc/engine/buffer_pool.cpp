@@ -13,9 +13,17 @@
 namespace nvme_ops {
 namespace {
 
+Failure no_room(std::size_t bytes) noexcept {
+  try {
+    return {Failure::Kind::Memory, ENOMEM, "allocating " + std::to_string(bytes) + " bytes: " + error_text(ENOMEM), {}};
+  } catch (...) {
+    return out_of_memory();
+  }
+}
+
 // Small tensors share a power of two, large ones are whole huge pages, so that freed memory fits the next request.
 std::size_t size_class(std::size_t bytes) {
-  if (bytes > SIZE_MAX / 2) raise(system_failure(ENOMEM, "allocating " + std::to_string(bytes) + " bytes"));
+  if (bytes > SIZE_MAX / 2) raise(no_room(bytes));
   if (bytes >= kHugePage) return (bytes + kHugePage - 1) / kHugePage * kHugePage;
   std::size_t size = kPageSize;
   while (size < bytes) size *= 2;
@@ -31,13 +39,22 @@ void* map(void* hint, std::size_t bytes, int flags) {
   return ::mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
 }
 
+bool reserved_pages_wanted() {
+  static const bool wanted = [] {
+    const char* const text = std::getenv("NVME_OPS_HUGETLB");
+    return text != nullptr && *text != '\0' && std::string(text) != "0";
+  }();
+  return wanted;
+}
+
 std::byte* map_pages(std::size_t bytes) {
   if (bytes < kHugePage) {
     void* memory = map(nullptr, bytes, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  // Reserved huge pages first: they succeed only when they are there in full.
-  void* reserved = map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages);
+  // Reserved huge pages are for those who asked: a child of a fork that writes to one needs another, and is killed where
+  // there is none. They succeed only when they are there in full.
+  void* reserved = reserved_pages_wanted() ? map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages) : MAP_FAILED;
   if (reserved != MAP_FAILED) {
     // A limit on huge pages shows at the first touch, and kills: better to meet it here.
     if (::madvise(reserved, bytes, kPopulateWrite) == 0) return static_cast<std::byte*>(reserved);
@@ -93,9 +110,9 @@ std::byte* BufferPool::allocate(std::size_t bytes) {
   const auto found = cached_.lower_bound(size);
   if (found != cached_.end() && found->first - size <= size / 8) {
     memory = found->second;
+    live_.emplace(memory, found->first);
     cached_bytes_ -= found->first;
     live_bytes_ += found->first;
-    live_.emplace(memory, found->first);
     cached_.erase(found);
     return memory;
   }
@@ -104,8 +121,13 @@ std::byte* BufferPool::allocate(std::size_t bytes) {
     free_cached(0);
     memory = map_pages(size);
   }
-  if (memory == nullptr) raise(system_failure(ENOMEM, "allocating " + std::to_string(bytes) + " bytes"));
-  live_.emplace(memory, size);
+  if (memory == nullptr) raise(no_room(bytes));
+  try {
+    live_.emplace(memory, size);
+  } catch (...) {
+    ::munmap(memory, size);
+    throw;
+  }
   live_bytes_ += size;
   return memory;
 }
@@ -123,8 +145,12 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
     return;
   }
   if (bound == bound_) free_cached(bound - size);
-  cached_.emplace(size, memory);
-  cached_bytes_ += size;
+  try {
+    cached_.emplace(size, memory);
+    cached_bytes_ += size;
+  } catch (...) {  // no memory left to remember it with
+    ::munmap(memory, size);
+  }
 }
 
 bool BufferPool::contains(const std::byte* memory, std::size_t bytes) const {

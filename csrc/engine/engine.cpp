@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <deque>
-#include <system_error>
 #include <thread>
 
+#include "base/fork.h"
 #include "base/limits.h"
 #include "base/thread.h"
 
@@ -29,6 +28,14 @@ LaneOptions lane_options(const EngineOptions& options) {
           std::make_shared<std::atomic<const Backend*>>(options.backends.front())};
 }
 
+// A signal's handler may fork: what was under way is under way in the parent only.
+bool ask(const Interrupted& interrupted, unsigned long generation) {
+  const bool stop = interrupted();
+  if (!stop) require_process(generation);
+  if (generation != fork_generation()) raise(interrupted_failure());
+  return stop;
+}
+
 }  // namespace
 
 // A lane and the thread that drives it.
@@ -47,20 +54,21 @@ public:
     thread_.join();
   }
 
-  void add(Share share) {
+  // Throws where no thread can be had; the shares stay with the caller then.
+  void add(Lane::Shares& shares) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!thread_.joinable()) thread_ = quiet_thread([this] { drive(); });
-      incoming_.push_back(std::move(share));
+      started_.store(true, std::memory_order_relaxed);
+      incoming_.splice(incoming_.end(), shares);
       arrived_.store(true, std::memory_order_release);
       if (!asleep_) return;
     }
     wake_.notify_one();
   }
 
+  bool started() const { return started_.load(std::memory_order_relaxed); }
   std::size_t staging_bytes() const { return lane_.staging_bytes(); }
-
-  void abandon() noexcept { lane_.abandon(); }
 
 private:
   void drive() {
@@ -80,7 +88,7 @@ private:
         lock.lock();
       }
       arrived_.store(false, std::memory_order_relaxed);
-      for (; !incoming_.empty(); incoming_.pop_front()) lane_.add(std::move(incoming_.front()));
+      lane_.add(std::move(incoming_));
       lock.unlock();
       lane_.step(milliseconds(kInterruptMilliseconds));
       lock.lock();
@@ -94,10 +102,10 @@ private:
   }
 
   Lane lane_;
-  std::atomic<bool> arrived_{false};
+  std::atomic<bool> started_{false}, arrived_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Share> incoming_;
+  Lane::Shares incoming_;
   std::thread thread_;
   bool asleep_ = false;
   bool closing_ = false;
@@ -110,14 +118,17 @@ Engine::Engine(const EngineOptions& options) : options_(lane_options(options)), 
 Engine::~Engine() = default;
 
 void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted) {
-  std::unique_lock<std::mutex> lock(inline_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    submit(job);
-    wait(*job, interrupted);
-    return;
-  }
+  const std::unique_lock<std::mutex> lock(inline_mutex_, std::try_to_lock);
+  if (lock.owns_lock()) return run_inline(job, interrupted);
+  submit(job);
+  wait(*job, interrupted);
+}
+
+void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& interrupted) {
+  Lane::Shares share = Lane::ready(split(job, 1).front());
   job->expect_shares(1);
-  inline_lane_.add(split(job, 1).front());
+  inline_lane_.add(std::move(share));
+  const unsigned long generation = fork_generation();
   auto asked = Clock::now();
   bool stop = false;
   while (inline_lane_.busy()) {
@@ -125,7 +136,7 @@ void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted
     const auto now = Clock::now();
     if (stop || !inline_lane_.busy() || (progress && now - asked < milliseconds(kInterruptMilliseconds))) continue;
     asked = now;
-    stop = interrupted();
+    stop = ask(interrupted, generation);
     if (stop) job->fail(interrupted_failure());
   }
   inline_lane_.rest();
@@ -134,21 +145,47 @@ void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
   std::vector<Share> shares = split(job, threads_.size());
-  job->expect_shares(shares.size());
+  std::vector<Lane::Shares> ready;
+  ready.reserve(shares.size());
+  for (Share& share : shares) ready.push_back(Lane::ready(share));
   std::size_t lane;
   {
     const std::lock_guard<std::mutex> lock(submit_mutex_);
     lane = next_;
     next_ = (next_ + shares.size()) % threads_.size();
   }
-  for (Share& share : shares) {
+  // From here on whatever goes wrong belongs to the job.
+  job->expect_shares(ready.size());
+  if (ready.size() > 1) {
+    for (Lane::Shares& share : ready) share.front().share.claim_files();
+  }
+  for (Lane::Shares& share : ready) {
+    if (start(lane++, share)) continue;
+    const std::lock_guard<std::mutex> lock(inline_mutex_);
+    inline_lane_.add(std::move(share));
+    while (inline_lane_.busy()) inline_lane_.step(milliseconds(kInterruptMilliseconds));
+    inline_lane_.rest();
+  }
+}
+
+// On the thread of that lane, or of any other where the system allows no further one.
+bool Engine::start(std::size_t lane, Lane::Shares& shares) noexcept {
+  for (std::size_t i = 0; i < threads_.size(); ++i) {
     try {
-      threads_[lane++ % threads_.size()]->add(std::move(share));
-    } catch (const std::system_error& error) {
-      job->fail(system_failure(error.code().value(), "starting a lane's thread"));
-      job->end_share(0);
+      threads_[(lane + i) % threads_.size()]->add(shares);
+      return true;
+    } catch (const std::exception&) {  // no thread
     }
   }
+  return false;
+}
+
+bool Engine::has_thread() noexcept {
+  for (const auto& thread : threads_) {
+    if (thread->started()) return true;
+  }
+  Lane::Shares none;
+  return start(0, none);
 }
 
 std::size_t Engine::staging_bytes() const {
@@ -157,23 +194,24 @@ std::size_t Engine::staging_bytes() const {
   return bytes;
 }
 
-void Engine::abandon() noexcept {
-  inline_lane_.abandon();
-  for (const auto& thread : threads_) thread->abandon();
-}
-
 void wait(Job& job, const Interrupted& interrupted) {
+  const unsigned long generation = fork_generation();
   bool stop = false;
   while (!job.outcome()->wait_for(milliseconds(kInterruptMilliseconds))) {
-    if (stop || !interrupted()) continue;
-    stop = true;
-    job.fail(interrupted_failure());
+    if (stop) continue;
+    stop = ask(interrupted, generation);
+    if (stop) job.fail(interrupted_failure());
   }
   if (stop) raise(interrupted_failure());
 }
 
 Failure interrupted_failure() {
   return {Failure::Kind::Interrupted, 0, "interrupted", {}};
+}
+
+void require_process(unsigned long generation) {
+  if (generation == fork_generation()) return;
+  raise({Failure::Kind::Internal, 0, "submitted before this process was forked: only the parent can wait for it", {}});
 }
 
 }  // namespace nvme_ops

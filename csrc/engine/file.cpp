@@ -147,6 +147,10 @@ void File::inspect() {
   require_storage(status.base.stx_mode, path_);
   regular_ = S_ISREG(status.base.stx_mode);
   size_ = status.base.stx_size;
+  const auto [major, minor] = S_ISBLK(status.base.stx_mode)
+                                  ? std::pair(status.base.stx_rdev_major, status.base.stx_rdev_minor)
+                                  : std::pair(status.base.stx_dev_major, status.base.stx_dev_minor);
+  inode_ = (regular_ ? status.base.stx_ino : 0) ^ (std::uint64_t{major} << 52 | std::uint64_t{minor} << 32);
   if (S_ISBLK(status.base.stx_mode)) {
     if (::ioctl(fd, BLKGETSIZE64, &size_) < 0) raise(system_failure(errno, "asking for the device's size", path_));
   }
@@ -281,7 +285,7 @@ int File::close() {
   int error = 0;
   if (registration_ != nullptr) undo_registration_(std::exchange(registration_, nullptr));
   for (UniqueFd* fd : {&direct_, &buffered_}) {
-    if (*fd && ::close(fd->release()) < 0 && errno != EINTR) error = errno;
+    if (const int failed = fd->close()) error = failed;
   }
   return error;
 }

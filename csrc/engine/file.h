@@ -2,6 +2,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
 #include <atomic>
 #include <cstdint>
@@ -38,6 +39,7 @@ public:
 
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }
+  std::uint64_t inode() const { return inode_; }  // stands for the file, whatever its name
   Cache cache() const { return cache_; }
   bool direct_possible() const { return direct_possible_.load(std::memory_order_relaxed); }
   int direct() const { return direct_.get(); }
@@ -45,7 +47,7 @@ public:
 
   // Reads what the page cache has of the range, from its start on and without waiting, if it has all of it. Returns
   // bytes.
-  std::uint64_t read_cached(const struct iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes);
+  std::uint64_t read_cached(const iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes);
 
   // For a backend that registers files: what it knows this one as, and how to undo that before the file is closed.
   void attach(void* registration, std::function<void(void*)> undo);
@@ -81,6 +83,7 @@ private:
   std::atomic<bool> cachestat_works_{true};
   bool regular_ = true;
   std::uint64_t size_ = 0;
+  std::uint64_t inode_ = 0;
   std::uint64_t memory_alignment_ = 512;
   std::uint64_t offset_alignment_ = 512;
   std::uint64_t edge_ = 4096;

@@ -43,15 +43,24 @@ public:
   }
 
   // The first failure counts. What is in flight ends; nothing new is started.
-  void fail(Failure failure) {
+  void fail(Failure failure) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = std::move(failure);
     stopped_.store(true, std::memory_order_relaxed);
   }
+  // Some file systems report a failed write only when the file is closed.
+  void note_closed(const SharedFile& file, int error) noexcept {
+    if (error == 0 || op_ == Op::Read) return;
+    try {
+      fail(system_failure(error, "closing the file", file.path()));
+    } catch (...) {
+      fail(current_failure());
+    }
+  }
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
 
   void expect_shares(std::size_t count) { shares_.store(count); }
-  void end_share(std::uint64_t moved) {
+  void end_share(std::uint64_t moved) noexcept {
     moved_.fetch_add(moved, std::memory_order_relaxed);
     if (shares_.fetch_sub(1) != 1) return;
     if (!keep_extents_) extents_ = {};  // whoever waits finds nothing of the files left open

@@ -13,17 +13,20 @@
 #include "base/limits.h"
 #include "base/transfer.h"
 #include "engine/copy.h"
+#include "engine/folio_gate.h"
 
 namespace nvme_ops {
 namespace {
 
-constexpr std::size_t kMostReaped = 16;
+constexpr std::size_t kMaxReaped = 16;
 constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // memory that completions may ask to be copied
 constexpr unsigned kTurn = 16;                        // pieces of one share planned before the next one's turn
+constexpr std::size_t kMaxGated = 16;                 // shares passed over because others are at the gate
 constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
 constexpr std::uint64_t kOpening = 64 << 10;          // memory that is copied while a file is opened
 constexpr std::uint64_t kStagingBlock = StagingArea::kChunk;
-constexpr int kMostVectors = 64;                // parts of a scattered read in one system call
+constexpr int kMaxVectors = 64;                // parts of a scattered read in one system call
+constexpr std::chrono::microseconds kGatePause(50);  // before asking again a gate that others hold
 constexpr std::chrono::milliseconds kPause(1);  // before asking again a kernel that had no room
 
 // Between a staging block and the caller's memory.
@@ -38,9 +41,13 @@ void copy(const Job& job, std::size_t index, std::uint64_t position, std::byte* 
   }
 }
 
-void let_go_of(SharedFile& file, Job& job) {
-  const int error = file.let_go();
-  if (error != 0 && job.op() == Op::Write) job.fail(system_failure(error, "closing the file", file.path()));
+GatedWrite gated_write(const Piece& piece, const Extent& extent) {
+  const WriteKind kind = piece.route == Route::Buffered ? WriteKind::Cached : WriteKind::Direct;
+  return {kind, extent.file->file().inode(), piece.offset, piece.bytes};
+}
+
+void release_file(SharedFile& file, Job& job) noexcept {
+  job.note_closed(file, file.release());
 }
 
 }  // namespace
@@ -48,20 +55,27 @@ void let_go_of(SharedFile& file, Job& job) {
 Lane::Lane(LaneOptions options)
     : options_(std::move(options)),
       depth_(static_cast<unsigned>(std::min(options_.queue_depth, kMaxQueueDepth))),
-      reap_at_once_(std::clamp<std::size_t>(kReapBurst / options_.block_size, 1, kMostReaped)),
+      reap_at_once_(std::clamp<std::size_t>(kReapBurst / options_.block_size, 1, kMaxReaped)),
       staging_(options_.staging),
       registered_(StagingArea::kMostChunks) {}
 
-void Lane::add(Share share) {
+Lane::Shares Lane::ready(Share share) {
   const std::size_t first = share.first;
   const std::uint64_t skip = share.skip;
-  planning_.push_back({std::move(share), first, skip});
-  planning_.back().self = std::prev(planning_.end());
+  Shares shares;
+  shares.push_back({std::move(share), first, skip});
+  shares.front().self = shares.begin();
+  return shares;
 }
 
-bool Lane::step(std::chrono::milliseconds timeout, bool blocking) {
+void Lane::add(Shares shares) noexcept {
+  planning_.splice(planning_.end(), shares);
+}
+
+bool Lane::step(std::chrono::milliseconds timeout, bool blocking) noexcept {
   if (!queue_ && !open_queue()) return true;
   const bool more = plan();
+  if (std::exchange(at_gate_, false)) std::this_thread::sleep_for(kGatePause);
   if (std::exchange(pause_, false)) {
     std::this_thread::sleep_for(kPause);
     drop_stopped();
@@ -74,7 +88,7 @@ bool Lane::step(std::chrono::milliseconds timeout, bool blocking) {
     return false;
   }
   const std::size_t batch = options_.overlap_events || planning_.empty() ? 1 : std::max(1U, in_kernel_ / 8);
-  std::array<Completion, kMostReaped> completions;
+  std::array<Completion, kMaxReaped> completions;
   const std::size_t count =
       queue_->reap(completions.data(), reap_at_once_, more ? 0 : std::min(batch, reap_at_once_), timeout);
   for (std::size_t i = 0; i < count; ++i) complete(completions[i]);
@@ -91,33 +105,36 @@ bool Lane::open_queue() {
   const QueueOptions wanted{depth_, static_cast<unsigned>(StagingArea::kMostChunks), options_.single_submit};
   for (const Backend* backend : options_.backends) {
     try {
+      reserve();
       queue_ = backend->open(wanted);
       options_.in_use->store(backend);
-      break;
-    } catch (const IoError& error) {
+      return true;
+    } catch (...) {
       if (backend != options_.backends.back()) continue;  // another one may do
-      for (const ActiveShare& active : planning_) active.share.job->fail(error.failure());
+      for (const ActiveShare& active : planning_) active.share.job->fail(current_failure());
       while (!planning_.empty()) end_planning(planning_.front());
-      for (const Rest& rest : rests_) {
-        rest.share->share.job->fail(error.failure());
-        let_go(*rest.share, rest.extent);
+      for (const unsigned slot : remainders_) {
+        flights_[slot].share->share.job->fail(current_failure());
+        release(slot);
       }
-      rests_.clear();
+      remainders_.clear();
       finish_shares();
-      return false;
     }
   }
-  if (!flights_.empty()) return true;
+  return false;
+}
+
+// Room for all that can be in flight, so that nothing on a transfer's way needs memory.
+void Lane::reserve() {
+  if (!flights_.empty()) return;
+  for (std::vector<unsigned>* slots : {&free_flights_, &remainders_, &ready_}) slots->reserve(depth_);
   flights_.resize(depth_);
-  free_flights_.reserve(depth_);
-  ready_.reserve(depth_);
   for (unsigned i = depth_; i > 0; --i) free_flights_.push_back(i - 1);
-  return true;
 }
 
 bool Lane::plan() {
   copied_ = 0;
-  while (!free_flights_.empty()) {
+  while (!remainders_.empty() || !free_flights_.empty()) {
     const Planned planned = plan_next();
     if (planned == Planned::Nothing || planned == Planned::Stalled) return false;
     if (copied_ >= kCopyBurst) return true;
@@ -125,41 +142,46 @@ bool Lane::plan() {
   return false;
 }
 
-// Rests first, then the shares in order, but no large one keeps a small one behind it waiting to its end.
+// Remainders first, then the shares in order, but no large one keeps a small one behind it waiting to its end, and one
+// at the gate none.
 Lane::Planned Lane::plan_next() {
-  while (!rests_.empty()) {
-    const Planned planned = plan_rest();
-    if (planned != Planned::Nothing) return planned;
+  while (!remainders_.empty()) {
+    const Planned planned = plan_remainder();
+    if (planned != Planned::Nothing) return planned == Planned::Gated ? Planned::Stalled : planned;
   }
-  while (!planning_.empty()) {
+  if (free_flights_.empty()) return Planned::Stalled;
+  for (std::size_t gated = 0; gated < std::min(planning_.size(), kMaxGated);) {
     ActiveShare& active = planning_.front();
     const Planned planned = plan_share(active);
     if (planned == Planned::Nothing) {
       end_planning(active);
       continue;
     }
-    if (planned != Planned::Stalled && ++active.turn == kTurn) {
+    if (planned == Planned::Stalled) return planned;
+    if (planned == Planned::Gated) ++gated;
+    if (planned == Planned::Gated || ++active.turn == kTurn) {
       active.turn = 0;
       planning_.splice(planning_.end(), planning_, active.self);
     }
-    return planned;
+    if (planned != Planned::Gated) return planned;
   }
-  return Planned::Nothing;
+  if (planning_.empty()) return Planned::Nothing;
+  at_gate_ = in_kernel_ == 0 && ready_.empty();  // others hold it: nothing here will end and tell
+  return Planned::Stalled;
 }
 
-Lane::Planned Lane::plan_rest() {
-  Rest& rest = rests_.front();
-  ActiveShare& active = *rest.share;
+Lane::Planned Lane::plan_remainder() {
+  const unsigned slot = remainders_.back();
+  Flight& flight = flights_[slot];
   std::uint64_t advanced = 0;
-  const Planned planned = active.share.job->stopped()
-                              ? Planned::Nothing
-                              : plan_piece(active, rest.extent, rest.position, rest.bytes, &advanced);
-  rest.position += advanced;
-  rest.bytes -= advanced;
-  if (planned == Planned::Nothing || rest.bytes == 0) {
-    let_go(*rest.share, rest.extent);
-    rests_.pop_front();
+  const Planned planned = flight.share->share.job->stopped() ? Planned::Nothing : plan_piece(slot, &advanced);
+  if (planned == Planned::Copied) {
+    flight.position += advanced;
+    flight.bytes -= advanced;
   }
+  if (planned == Planned::Piece || planned == Planned::Nothing || flight.bytes == 0) remainders_.pop_back();
+  if (planned == Planned::Nothing || flight.bytes == 0) release(slot);
+  if (planned == Planned::Gated) at_gate_ = in_kernel_ == 0 && ready_.empty();
   return planned;
 }
 
@@ -173,9 +195,17 @@ Lane::Planned Lane::plan_share(ActiveShare& active) {
     }
     const std::uint64_t end = active.extent == share.last ? share.stop : extents[active.extent].bytes;
     if (active.position < end) {
+      const unsigned slot = free_flights_.back();
+      flights_[slot] = {&active, active.extent, active.position, end - active.position, {}, {}, {}, 0, false};
       std::uint64_t advanced = 0;
-      const Planned planned = plan_piece(active, active.extent, active.position, end - active.position, &advanced);
+      const Planned planned = plan_piece(slot, &advanced);
       active.position += advanced;
+      if (planned == Planned::Piece) {
+        flights_[slot].bytes = advanced;
+        free_flights_.pop_back();
+        share.job->extents()[active.extent].file->hold();  // held by this share already: opens nothing
+        ++active.in_flight;
+      }
       return planned;
     }
     if (active.extent == share.last) break;
@@ -192,14 +222,14 @@ Lane::Planned Lane::enter_extent(ActiveShare& active) {
   SharedFile* const file = job.extents()[active.extent].file.get();
   try {
     if (active.held != file) {
-      if (active.held != nullptr) let_go_of(*std::exchange(active.held, nullptr), job);
+      if (active.held != nullptr) release_file(*std::exchange(active.held, nullptr), job);
       file->hold();
       active.held = file;
       copied_ += kOpening;
     }
     job.prepare(active.extent);
-  } catch (const IoError& error) {
-    return denied(active, error.failure());
+  } catch (...) {
+    return denied(active, current_failure());
   }
   active.entered = true;
   active.denied = 0;
@@ -207,25 +237,26 @@ Lane::Planned Lane::enter_extent(ActiveShare& active) {
 }
 
 // Descriptors that transfers in flight will give back are waited for, others for a while.
-Lane::Planned Lane::denied(ActiveShare& active, const Failure& failure) {
+Lane::Planned Lane::denied(ActiveShare& active, Failure failure) {
   if (failure.error == EMFILE || failure.error == ENFILE) {
     if (in_kernel_ > 0 || !ready_.empty()) return Planned::Stalled;
     pause_ = true;
     if (++active.denied <= kDescriptorPatience) return Planned::Stalled;
   }
-  active.share.job->fail(failure);
+  active.share.job->fail(std::move(failure));
   return Planned::Nothing;
 }
 
-// Advances by what was planned or copied. Nothing: the job has failed.
-Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint64_t position, std::uint64_t bytes,
-                               std::uint64_t* advanced) {
-  Job& job = *active.share.job;
-  const Extent& extent = job.extents()[index];
+// The piece at the start of what the flight wants; `advanced` by what was planned or copied. Nothing: the job has failed.
+Lane::Planned Lane::plan_piece(unsigned slot, std::uint64_t* advanced) {
+  Flight& flight = flights_[slot];
+  ActiveShare& active = *flight.share;
+  const Job& job = *active.share.job;
+  const Extent& extent = job.extents()[flight.extent];
   File& file = extent.file->file();
   const bool scattered = extent.spans != nullptr;
-  std::byte* const memory = scattered ? nullptr : extent.memory + position;
-  const std::uint64_t offset = extent.offset + position;
+  std::byte* const memory = scattered ? nullptr : extent.memory + flight.position;
+  const std::uint64_t offset = extent.offset + flight.position;
   const Layout layout{file.direct_possible(),
                       file.memory_alignment(),
                       file.offset_alignment(),
@@ -233,42 +264,38 @@ Lane::Planned Lane::plan_piece(ActiveShare& active, std::size_t index, std::uint
                       !scattered && (extent.fast_memory || extent.bytes <= kInPlaceBytes),
                       extent.device};
   const std::uint64_t block_size = scattered ? std::min(options_.block_size, kStagingBlock) : options_.block_size;
-  const Piece piece =
-      next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, bytes, block_size, kStagingBlock);
+  const Piece piece = next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, flight.bytes,
+                                 block_size, kStagingBlock);
   if (piece.route != Route::Buffered && !extent.device && job.op() == Op::Read && file.cache() == Cache::Auto) {
-    *advanced = read_cached(extent, position, piece.bytes);
+    *advanced = read_cached(extent, flight.position, piece.bytes);
     active.moved += *advanced;
     copied_ += *advanced;
     if (*advanced > 0) return Planned::Copied;
   }
-  const unsigned slot = free_flights_.back();
-  Request request{job.op(), file.direct(), memory, piece.length, offset - piece.lead, -1, slot, file.registration()};
-  StagingBlock block;
+  flight.piece = piece;
+  flight.request = {job.op(), file.direct(), memory, piece.length, offset - piece.lead, -1, slot, file.registration()};
   try {
-    if (piece.route == Route::Buffered) request.fd = file.buffered();
-    const bool staged = scattered || piece.route == Route::Staged;
-    if (staged && !stage(job, index, position, piece, &request, &block)) return Planned::Stalled;
-  } catch (const IoError& error) {
-    return denied(active, error.failure());
-  } catch (const std::exception& error) {
-    job.fail({Failure::Kind::Internal, 0, error.what(), {}});
-    return Planned::Nothing;
+    if (piece.route == Route::Buffered) flight.request.fd = file.buffered();
+    if (!pass_gate(flight)) return Planned::Gated;
+    if ((scattered || piece.route == Route::Staged) && !stage(flight)) {
+      leave_gate(flight);
+      return Planned::Stalled;
+    }
+  } catch (...) {
+    leave_gate(flight);
+    return denied(active, current_failure());
   }
-  free_flights_.pop_back();
-  extent.file->hold();
-  flights_[slot] = {&active, index, position, piece, block, request, 0};
   ready_.push_back(slot);
-  ++active.in_flight;
   *advanced = piece.bytes;
   return Planned::Piece;
 }
 
 // From the page cache, without waiting; bytes, 0 where they are not all there.
 std::uint64_t Lane::read_cached(const Extent& extent, std::uint64_t position, std::uint64_t bytes) {
-  std::array<iovec, kMostVectors> vectors;
+  std::array<iovec, kMaxVectors> vectors;
   int count = 0;
   std::uint64_t wanted = 0;
-  while (wanted < bytes && count < kMostVectors) {
+  while (wanted < bytes && count < kMaxVectors) {
     const Span part =
         extent.spans ? extent.spans->at(position + wanted, bytes - wanted) : Span{extent.memory + position, bytes};
     vectors[static_cast<std::size_t>(count++)] = {part.memory, part.bytes};
@@ -278,17 +305,28 @@ std::uint64_t Lane::read_cached(const Extent& extent, std::uint64_t position, st
 }
 
 // False when all staging memory is in use.
-bool Lane::stage(const Job& job, std::size_t index, std::uint64_t position, const Piece& piece, Request* request,
-                 StagingBlock* block) {
-  *block = staging_.allocate(piece.length);
-  if (!*block) return false;
-  request->data = block->data;
-  if (registered(*block)) request->buffer = block->chunk;
+bool Lane::stage(Flight& flight) {
+  flight.block = staging_.allocate(flight.piece.length);
+  if (!flight.block) return false;
+  flight.request.data = flight.block.data;
+  if (registered(flight.block)) flight.request.buffer = flight.block.chunk;
+  const Job& job = *flight.share->share.job;
   if (job.op() == Op::Write) {
-    copy(job, index, position, block->data, piece.bytes);
-    copied_ += piece.bytes;
+    copy(job, flight.extent, flight.position, flight.block.data, flight.piece.bytes);
+    copied_ += flight.piece.bytes;
   }
   return true;
+}
+
+bool Lane::pass_gate(Flight& flight) {
+  if (flight.request.op == Op::Read) return true;
+  flight.gated = enter_folios(gated_write(flight.piece, flight.share->share.job->extents()[flight.extent]));
+  return flight.gated;
+}
+
+void Lane::leave_gate(Flight& flight) {
+  if (!std::exchange(flight.gated, false)) return;
+  leave_folios(gated_write(flight.piece, flight.share->share.job->extents()[flight.extent]));
 }
 
 // Registers a huge page with the queue when it is first used for blocks large enough to gain by it.
@@ -319,7 +357,7 @@ void Lane::submit() {
 void Lane::drop_stopped() {
   const auto stopped = [this](unsigned slot) { return flights_[slot].share->share.job->stopped(); };
   const auto kept = std::stable_partition(ready_.begin(), ready_.end(), [&](unsigned slot) { return !stopped(slot); });
-  for (auto slot = kept; slot != ready_.end(); ++slot) release(flights_[*slot]);
+  for (auto slot = kept; slot != ready_.end(); ++slot) release(*slot);
   ready_.erase(kept, ready_.end());
 }
 
@@ -345,90 +383,90 @@ void Lane::complete(const Completion& completion) {
     ready_.push_back(static_cast<unsigned>(completion.token));
     return;
   }
-  judge(flight, completion.result);
-  release(flight);
+  std::uint64_t got = 0;
+  try {
+    got = judge(flight, completion.result);
+  } catch (...) {  // no memory left to say what failed
+    flight.share->share.job->fail(current_failure());
+  }
+  leave_gate(flight);
+  if (flight.block) staging_.release(std::exchange(flight.block, {}));
+  flight.position += got;
+  flight.bytes -= got;
+  const auto slot = static_cast<unsigned>(completion.token);
+  if (flight.bytes > 0 && !flight.share->share.job->stopped()) {
+    remainders_.push_back(slot);
+  } else {
+    release(slot);
+  }
 }
 
-// The one place that decides what a completion means.
-void Lane::judge(Flight& flight, std::int64_t result) {
+// The one place that decides what a completion means. Returns how many of the wanted bytes it moved.
+std::uint64_t Lane::judge(Flight& flight, std::int64_t result) {
   Job& job = *flight.share->share.job;
   const Extent& extent = job.extents()[flight.extent];
   const Piece& piece = flight.piece;
-  std::uint64_t got = 0;
   if (result < 0) {
     const int error = static_cast<int>(-result);
     const bool refused = (error == EINVAL || error == EOPNOTSUPP) && piece.route != Route::Buffered && !extent.device;
     if (!refused || queue_->broken()) {
       job.fail(transfer_failure(error, job.op(), piece.bytes, piece.offset, extent.file->file().path()));
-      return;
+    } else {
+      extent.file->file().refuse_direct();
     }
-    extent.file->file().refuse_direct();
-  } else {
-    const auto moved = static_cast<std::uint64_t>(result);
-    got = std::min(piece.bytes, moved - std::min(moved, piece.lead));
-    if (flight.block && job.op() == Op::Read) {
-      copy(job, flight.extent, flight.position, flight.block.data + piece.lead, got);
-    }
-    flight.share->moved += got;
-    if (got == 0 && job.op() == Op::Read) {
-      struct stat now{};
-      ::fstat(flight.request.fd, &now);
-      job.fail(
-          end_of_file(piece.bytes, piece.offset, static_cast<std::uint64_t>(now.st_size), extent.file->file().path()));
-      return;
-    }
-    if (got == 0) {
-      job.fail(transfer_failure(EIO, job.op(), piece.bytes, piece.offset, extent.file->file().path()));
-      return;
-    }
+    return 0;
   }
-  if (got < piece.bytes) {
-    extent.file->hold();
-    ++flight.share->in_flight;
-    rests_.push_back({flight.share, flight.extent, flight.position + got, piece.bytes - got});
+  const auto moved = static_cast<std::uint64_t>(result);
+  const std::uint64_t got = std::min(piece.bytes, moved - std::min(moved, piece.lead));
+  if (flight.block && job.op() == Op::Read) {
+    copy(job, flight.extent, flight.position, flight.block.data + piece.lead, got);
   }
+  flight.share->moved += got;
+  if (got == 0 && job.op() == Op::Read) {
+    struct stat now{};
+    ::fstat(flight.request.fd, &now);
+    job.fail(
+        end_of_file(piece.bytes, piece.offset, static_cast<std::uint64_t>(now.st_size), extent.file->file().path()));
+  } else if (got == 0) {
+    job.fail(transfer_failure(EIO, job.op(), piece.bytes, piece.offset, extent.file->file().path()));
+  }
+  return got;
 }
 
-void Lane::release(Flight& flight) {
-  if (flight.block) staging_.release(flight.block);
-  free_flights_.push_back(static_cast<unsigned>(&flight - flights_.data()));
-  let_go(*flight.share, flight.extent);
-}
-
-void Lane::let_go(ActiveShare& active, std::size_t extent) {
-  Job& job = *active.share.job;
-  let_go_of(*job.extents()[extent].file, job);
+void Lane::release(unsigned slot) {
+  Flight& flight = flights_[slot];
+  leave_gate(flight);
+  if (flight.block) staging_.release(std::exchange(flight.block, {}));
+  free_flights_.push_back(slot);
+  ActiveShare& active = *flight.share;
+  release_file(*active.share.job->extents()[flight.extent].file, *active.share.job);
   --active.in_flight;
-  if (active.planned && active.in_flight == 0) ended_.push_back(&active);
+  if (active.planned && active.in_flight == 0) ended_.splice(ended_.end(), draining_, active.self);
 }
 
 void Lane::end_planning(ActiveShare& active) {
   active.planned = true;
-  if (active.held != nullptr) let_go_of(*std::exchange(active.held, nullptr), *active.share.job);
-  draining_.splice(draining_.end(), planning_, active.self);
-  if (active.in_flight == 0) ended_.push_back(&active);
+  if (active.held != nullptr) release_file(*std::exchange(active.held, nullptr), *active.share.job);
+  Shares& next = active.in_flight > 0 ? draining_ : ended_;
+  next.splice(next.end(), planning_, active.self);
 }
 
 void Lane::finish_shares() {
-  for (ActiveShare* active : ended_) {
-    const std::shared_ptr<Job> job = std::move(active->share.job);
-    const std::uint64_t moved = active->moved;
-    draining_.erase(active->self);
+  while (!ended_.empty()) {
+    const std::shared_ptr<Job> job = ended_.front().share.job;
+    const std::uint64_t moved = ended_.front().moved;
+    ended_.front().share.release_files();
+    ended_.pop_front();
     job->end_share(moved);
   }
-  ended_.clear();
 }
 
-void Lane::rest() {
+void Lane::rest() noexcept {
   for (std::size_t chunk = 0; chunk < registered_.size(); ++chunk) {
     if (registered_[chunk]) queue_->unregister_buffer(static_cast<int>(chunk));
     registered_[chunk] = false;
   }
   staging_.trim();
-}
-
-void Lane::abandon() noexcept {
-  if (queue_) queue_->abandon();
 }
 
 }  // namespace nvme_ops

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <list>
 #include <memory>
 #include <string>
@@ -27,22 +26,26 @@ struct LaneOptions {
 };
 
 class Lane {
+  struct ActiveShare;
+
 public:
   explicit Lane(LaneOptions options);
 
-  void add(Share share);
+  // Shares on their way to a lane. Made where no memory can still be an error; from then on nothing allocates that a
+  // share could not fail by.
+  using Shares = std::list<ActiveShare>;
+  static Shares ready(Share share);
+
+  void add(Shares shares) noexcept;
   bool busy() const { return !planning_.empty() || !draining_.empty(); }
 
   // Plans and submits what fits, then collects completions, waiting at most `timeout` when there is nothing else to do.
   // Returns false when the wait brought nothing: a good moment to look for signals. `blocking`: the thread that drives
   // the lane has nothing else to take in, so it may serve a lone small request itself.
-  bool step(std::chrono::milliseconds timeout, bool blocking = false);
+  bool step(std::chrono::milliseconds timeout, bool blocking = false) noexcept;
 
   // Nothing is in flight: gives the staging memory back.
-  void rest();
-
-  // The child of a fork shares these rings with its parent and must leave them alone.
-  void abandon() noexcept;
+  void rest() noexcept;
 
   std::size_t staging_bytes() const { return staging_.held_bytes(); }
 
@@ -52,52 +55,50 @@ private:
     std::size_t extent;      // where planning stands
     std::uint64_t position;  // in that extent
     std::uint64_t moved = 0;
-    unsigned in_flight = 0;  // pieces in flight, and rests
-    unsigned turn = 0;       // pieces planned since it had its turn
-    bool planned = false;    // to its end
+    unsigned in_flight = 0;
+    unsigned turn = 0;     // pieces planned since it had its turn
+    bool planned = false;  // to its end
     SharedFile* held = nullptr;
     bool entered = false;  // holds the extent's file, which is prepared
     unsigned denied = 0;   // descriptors, in a row
-    std::list<ActiveShare>::iterator self = {};
+    Shares::iterator self = {};
   };
-  // Part of an extent that a short or refused transfer left behind. Holds the file, as a flight does.
-  struct Rest {
-    ActiveShare* share;
-    std::size_t extent;
-    std::uint64_t position, bytes;
-  };
+  // A part of an extent on its way. What a short or refused transfer leaves of it is planned again, in the same place.
   struct Flight {
     ActiveShare* share;
     std::size_t extent;
     std::uint64_t position;  // of the wanted bytes in the extent
-    Piece piece;
+    std::uint64_t bytes;     // wanted
+    Piece piece;             // of them, at their start, in flight
     StagingBlock block;
     Request request;
     unsigned retries;
+    bool gated;
   };
-  enum class Planned { Piece, Copied, Stalled, Nothing };
+  // Gated: writes of the other kind are under way where the piece would meet them.
+  enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   bool open_queue();
+  void reserve();
   bool plan();  // true: there is more that could be planned at once
   Planned plan_next();
-  Planned plan_rest();
+  Planned plan_remainder();
   Planned plan_share(ActiveShare& active);
   Planned enter_extent(ActiveShare& active);
-  Planned denied(ActiveShare& active, const Failure& failure);
-  Planned plan_piece(ActiveShare& active, std::size_t extent, std::uint64_t position, std::uint64_t bytes,
-                     std::uint64_t* advanced);
+  Planned denied(ActiveShare& active, Failure failure);
+  Planned plan_piece(unsigned slot, std::uint64_t* advanced);
   std::uint64_t read_cached(const Extent& extent, std::uint64_t position, std::uint64_t bytes);
-  bool stage(const Job& job, std::size_t extent, std::uint64_t position, const Piece& piece, Request* request,
-             StagingBlock* block);
+  bool stage(Flight& flight);
   bool registered(const StagingBlock& block);
+  bool pass_gate(Flight& flight);
+  void leave_gate(Flight& flight);
   void submit();
   void drop_stopped();
   bool serve_alone();
   void complete(const Completion& completion);
-  void judge(Flight& flight, std::int64_t result);
-  void release(Flight& flight);
+  std::uint64_t judge(Flight& flight, std::int64_t result);
+  void release(unsigned slot);
   void end_planning(ActiveShare& active);
-  void let_go(ActiveShare& active, std::size_t extent);
   void finish_shares();
 
   const LaneOptions options_;
@@ -107,14 +108,14 @@ private:
   StagingArea staging_;
   std::vector<bool> registered_;  // by staging chunk
   bool may_register_ = true;      // until locked memory is refused
-  std::list<ActiveShare> planning_, draining_;
-  std::vector<ActiveShare*> ended_;
-  std::deque<Rest> rests_;
+  Shares planning_, draining_, ended_;
   std::vector<Flight> flights_;
   std::vector<unsigned> free_flights_;
-  std::vector<unsigned> ready_;  // planned, not yet taken by the queue
+  std::vector<unsigned> remainders_;  // flights to be planned again
+  std::vector<unsigned> ready_;       // planned, not yet taken by the queue
   unsigned in_kernel_ = 0;
   bool pause_ = false;        // the kernel had no room for something
+  bool at_gate_ = false;      // all there is to plan waits for other lanes
   std::uint64_t copied_ = 0;  // since the queue was last fed
 };
 

@@ -17,8 +17,8 @@ namespace nvme_ops {
 
 class Outcome {
 public:
-  void succeed(std::uint64_t bytes) { settle(bytes, std::nullopt); }
-  void fail(Failure failure) { settle(0, std::move(failure)); }
+  void succeed(std::uint64_t bytes) noexcept { settle(bytes, std::nullopt); }
+  void fail(Failure failure) noexcept { settle(0, std::move(failure)); }
 
   bool done() const { return done_.load(std::memory_order_acquire); }  // takes no lock: a forked child may ask
 
@@ -28,7 +28,7 @@ public:
     return settled_.wait_for(lock, timeout, [this] { return done(); });
   }
 
-  // Runs `listener` on the thread that settles the outcome, at once if it is settled.
+  // Runs `listener`, which must not throw, on the thread that settles the outcome, at once if it is settled.
   void then(std::function<void()> listener) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -45,7 +45,7 @@ public:
   const std::optional<Failure>& failure() const { return failure_; }
 
 private:
-  void settle(std::uint64_t bytes, std::optional<Failure> failure) {
+  void settle(std::uint64_t bytes, std::optional<Failure> failure) noexcept {
     std::vector<std::function<void()>> listeners;
     {
       const std::lock_guard<std::mutex> lock(mutex_);

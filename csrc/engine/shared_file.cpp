@@ -13,10 +13,26 @@ File& SharedFile::hold() {
   return *file_;
 }
 
-int SharedFile::let_go() {
+int SharedFile::release() noexcept {
   if (holders_.fetch_sub(1, std::memory_order_acq_rel) > 1) return 0;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (holders_.load(std::memory_order_acquire) > 0 || !file_) return 0;  // held again by now, or closed by another
+  return close_unless_needed();
+}
+
+void SharedFile::claim() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++claims_;
+}
+
+int SharedFile::end_claim() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --claims_;
+  return close_unless_needed();
+}
+
+int SharedFile::close_unless_needed() noexcept {
+  // Held again by now, or closed by another.
+  if (holders_.load(std::memory_order_acquire) > 0 || claims_ > 0 || !file_) return 0;
   const int error = file_->close();
   file_.reset();
   return error;

@@ -22,9 +22,14 @@ public:
 
   const std::string& path() const { return path_; }
 
-  // Every hold needs its let_go, which returns errno: some file systems report a failed write only when it closes.
+  // Every hold needs its release, which returns errno: some file systems report a failed write only when it closes.
   File& hold();
-  int let_go();
+  int release() noexcept;
+
+  // Once open, the file stays open until the last claim has ended: by then its name may stand for another one. Opens
+  // nothing itself.
+  void claim() noexcept;
+  int end_claim() noexcept;  // errno, as for release
 
   // The file of whoever holds it.
   File& file() const { return *file_; }
@@ -33,10 +38,13 @@ public:
   void prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
 
 private:
+  int close_unless_needed() noexcept;
+
   const std::string path_;
   const Open open_;
   std::mutex mutex_;
   std::atomic<unsigned> holders_{0};
+  unsigned claims_ = 0;
   std::unique_ptr<File> file_;
 };
 
@@ -51,7 +59,7 @@ public:
   FileHold& operator=(const FileHold&) = delete;
   ~FileHold() { end(); }
 
-  int end() { return std::exchange(holds_, false) ? file_->let_go() : 0; }
+  int end() { return std::exchange(holds_, false) ? file_->release() : 0; }
   const std::string& path() const { return file_->path(); }
 
 private:

@@ -1,6 +1,7 @@
 #include "engine/split.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/limits.h"
 
@@ -54,6 +55,19 @@ Piece next_write(const Layout& layout, std::uintptr_t memory, std::uint64_t offs
 }
 
 }  // namespace
+
+void Share::claim_files() noexcept {
+  claims = true;
+  for (const std::size_t extent : {first, last}) job->extents()[extent].file->claim();
+}
+
+void Share::release_files() noexcept {
+  if (!std::exchange(claims, false)) return;
+  for (const std::size_t extent : {first, last}) {
+    SharedFile& file = *job->extents()[extent].file;
+    job->note_closed(file, file.end_claim());
+  }
+}
 
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes) {
   const std::vector<Extent>& extents = job->extents();

@@ -17,6 +17,11 @@ struct Share {
   std::shared_ptr<Job> job;
   std::size_t first, last;
   std::uint64_t skip, stop;
+  bool claims = false;
+
+  // For the shares of one job: they may meet in a file, which then stays open until the last of them has ended.
+  void claim_files() noexcept;
+  void release_files() noexcept;
 };
 
 // At most `lanes` shares of nearly equal size that together cover the job once and every extent of it, empty ones too.

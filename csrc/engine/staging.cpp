@@ -19,8 +19,9 @@ StagingBlock StagingArea::allocate(std::size_t bytes) {
   try {
     chunks_.push_back({BufferPool::instance().allocate(kChunk), {}, kUnits});
   } catch (...) {
-    if (!chunks_.empty()) budget_->give_back();
-    throw;
+    if (chunks_.empty()) throw;
+    budget_->give_back();  // those there are do the work
+    return {};
   }
   held_.store(chunks_.size() * kChunk, std::memory_order_relaxed);
   return allocate_in(chunks_.back(), static_cast<int>(chunks_.size()) - 1, units);

@@ -41,7 +41,9 @@ public:
   static constexpr std::size_t kChunk = kHugePage;  // no block is larger
   static constexpr std::size_t kMostChunks = kLaneStagingBytes / kChunk;
 
-  explicit StagingArea(std::shared_ptr<StagingBudget> budget) : budget_(std::move(budget)) {}
+  explicit StagingArea(std::shared_ptr<StagingBudget> budget) : budget_(std::move(budget)) {
+    chunks_.reserve(kMostChunks);
+  }
   StagingArea(const StagingArea&) = delete;
   StagingArea& operator=(const StagingArea&) = delete;
   ~StagingArea();
@@ -49,7 +51,7 @@ public:
   std::size_t held_bytes() const { return held_.load(std::memory_order_relaxed); }  // from any thread
   std::byte* chunk(int index) const { return chunks_[static_cast<std::size_t>(index)].memory; }
 
-  // A block aligned to a page, or an empty one when all the memory allowed is in use.
+  // A block aligned to a page, or an empty one when all the memory that may be had is in use. Throws when none is.
   StagingBlock allocate(std::size_t bytes);
   void release(const StagingBlock& block);
 

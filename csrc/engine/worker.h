@@ -2,8 +2,8 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -20,17 +20,26 @@ public:
   Worker& operator=(const Worker&) = delete;
   ~Worker() { stop(); }
 
+  // Tasks on their way. They are made where no memory can still be an error, so that handing them over is none.
+  using Tasks = std::list<std::function<void()>>;
+  static Tasks task(std::function<void()> function) {
+    Tasks tasks;
+    tasks.push_back(std::move(function));
+    return tasks;
+  }
+
   // Throws std::system_error where no thread can be had; so does post() when it is the first.
   void start() {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_locked();
   }
 
-  void post(std::function<void()> task) {
+  void post(std::function<void()> function) { post(task(std::move(function))); }
+  void post(Tasks&& tasks) {  // which stay with the caller when it throws
     const std::lock_guard<std::mutex> lock(mutex_);
     start_locked();
     const std::lock_guard<std::mutex> queue_lock(queue_->mutex);
-    queue_->tasks.push_back(std::move(task));
+    queue_->tasks.splice(queue_->tasks.end(), tasks);
     queue_->wake.notify_one();
   }
 
@@ -56,7 +65,7 @@ private:
   struct Queue {
     std::mutex mutex;
     std::condition_variable wake;
-    std::deque<std::function<void()>> tasks;
+    Tasks tasks;
     bool ending = false, ended = false;
   };
 
@@ -83,11 +92,11 @@ private:
         queue.wake.notify_all();
         return;
       }
-      std::function<void()> task = std::move(queue.tasks.front());
-      queue.tasks.pop_front();
+      Tasks next;
+      next.splice(next.end(), queue.tasks, queue.tasks.begin());
       lock.unlock();
-      task();
-      task = nullptr;
+      next.front()();
+      next.clear();
       lock.lock();
     }
   }

@@ -1,5 +1,5 @@
 // A backend that does what the kernel will not do on demand. It moves real bytes, judged by a script, and checks what
-// the engine asks of it: depth, alignment, registered buffers, and that no page is written in two ways at once.
+// the engine asks of it: depth, alignment, registered buffers, and that no folio is written in two ways at once.
 #pragma once
 
 #include <sys/stat.h>
@@ -16,6 +16,7 @@
 #include "backends/backend.h"
 #include "base/error.h"
 #include "check.h"
+#include "engine/folio_gate.h"
 #include "support.h"
 
 namespace fake {
@@ -81,11 +82,12 @@ public:
       CHECK(mine.to <= other.from || other.to <= mine.from, "no byte written twice at once, got "
                                                                 << mine.from << ".." << mine.to << " and " << other.from
                                                                 << ".." << other.to);
-      const bool share_a_page = mine.from / nvme_ops::kPageSize <= (other.to - 1) / nvme_ops::kPageSize &&
-                                other.from / nvme_ops::kPageSize <= (mine.to - 1) / nvme_ops::kPageSize;
-      CHECK(!share_a_page || mine.direct == other.direct, "no page written through the cache and past it at once, got "
-                                                              << mine.from << ".." << mine.to << " and " << other.from
-                                                              << ".." << other.to);
+      const std::uint64_t folio = nvme_ops::folio_bytes();
+      const bool share_a_folio =
+          mine.from / folio <= (other.to - 1) / folio && other.from / folio <= (mine.to - 1) / folio;
+      CHECK(!share_a_folio || mine.direct == other.direct,
+            "no folio written through the cache and past it at once, got " << mine.from << ".." << mine.to << " and "
+                                                                           << other.from << ".." << other.to);
     }
     writes_.emplace(&request, mine);
   }

@@ -91,8 +91,8 @@ TEST(a_stranger_released_changes_nothing) {
 }
 
 TEST(more_than_there_is_raises) {
-  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX); }), System, ENOMEM, "allocating");
-  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX / 4); }), System, ENOMEM, "allocating");
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX); }), Memory, ENOMEM, "allocating");
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX / 4); }), Memory, ENOMEM, "allocating");
   CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
 }
 

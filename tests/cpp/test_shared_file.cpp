@@ -29,7 +29,7 @@ TEST(nothing_is_opened_before_it_is_held) {
   CHECK_EQUAL(counted.opened.load(), 0);
   CHECK(!std::filesystem::exists(counted.path), "no file created yet");
   counted.file.hold();
-  CHECK_EQUAL(counted.file.let_go(), 0);
+  CHECK_EQUAL(counted.file.release(), 0);
   CHECK(std::filesystem::exists(counted.path), "the file created");
 }
 
@@ -38,9 +38,9 @@ TEST(the_last_holder_closes_and_the_next_one_opens_again) {
   for (int round = 1; round <= 3; ++round) {
     const int fd = counted.file.hold().buffered();
     counted.file.hold();
-    CHECK_EQUAL(counted.file.let_go(), 0);
+    CHECK_EQUAL(counted.file.release(), 0);
     CHECK(::fcntl(fd, F_GETFD) >= 0, "open while somebody holds it");
-    CHECK_EQUAL(counted.file.let_go(), 0);
+    CHECK_EQUAL(counted.file.release(), 0);
     CHECK(::fcntl(fd, F_GETFD) < 0, "closed when nobody does");
     CHECK_EQUAL(counted.opened.load(), round);
   }
@@ -52,7 +52,7 @@ TEST(a_failed_opening_can_be_tried_again) {
   CHECK_FAILURE(check::failure_of([&] { file.hold(); }), System, ENOENT, "opening");
   support::write_file(path, pattern(10, 1));
   CHECK_EQUAL(file.hold().size(), 10U);
-  CHECK_EQUAL(file.let_go(), 0);
+  CHECK_EQUAL(file.release(), 0);
 }
 
 TEST(an_extent_is_prepared_once) {
@@ -66,7 +66,7 @@ TEST(an_extent_is_prepared_once) {
   support::write_file(counted.path, pattern(1000, 1));
   counted.file.prepare(&prepared, Op::Write, 0, 100, true);
   CHECK_EQUAL(std::filesystem::file_size(counted.path), 1000U);
-  CHECK_EQUAL(counted.file.let_go(), 0);
+  CHECK_EQUAL(counted.file.release(), 0);
 }
 
 TEST(what_could_not_be_prepared_is_not) {
@@ -123,7 +123,7 @@ TEST(threads_may_come_and_go) {
         if (&file != &counted.file.file() ||
             ::fcntl(file.direct_possible() ? file.direct() : file.buffered(), F_GETFD) < 0)
           ++bad;
-        if (counted.file.let_go() != 0) ++bad;
+        if (counted.file.release() != 0) ++bad;
       }
     });
   }

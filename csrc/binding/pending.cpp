@@ -1,0 +1,137 @@
+#include "binding/pending.h"
+
+#include "base/fork.h"
+#include "binding/python.h"
+
+namespace nvme_ops {
+namespace {
+
+// In the order they were submitted, as the keys of a dict. Native, because no exception of a signal's handler can come
+// between two steps here: an operation leaves only after it was waited for, and together with being counted.
+struct PendingObject {
+  PyObject_HEAD PyObject* operations;
+  unsigned long generation;
+};
+
+PyObject* operations_of(PyObject* self) {
+  auto* const pending = reinterpret_cast<PendingObject*>(self);
+  if (pending->generation != fork_generation()) {  // the work is the parent's
+    pending->generation = fork_generation();
+    PyDict_Clear(pending->operations);
+  }
+  return pending->operations;
+}
+
+PyObject* pending_create(PyTypeObject* type, PyObject*, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Ref operations = checked(PyDict_New());
+    PyObject* const self = type->tp_alloc(type, 0);
+    if (self == nullptr) throw PythonError();
+    reinterpret_cast<PendingObject*>(self)->operations = operations.release();
+    reinterpret_cast<PendingObject*>(self)->generation = fork_generation();
+    return self;
+  });
+}
+
+void pending_deallocate(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  Py_CLEAR(reinterpret_cast<PendingObject*>(self)->operations);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+Py_ssize_t length(PyObject* self) {
+  return PyDict_Size(operations_of(self));
+}
+
+PyObject* add(PyObject* self, PyObject* operation) {
+  if (PyDict_SetItem(operations_of(self), operation, Py_None) != 0) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* discard(PyObject* self, PyObject* operation) {
+  if (PyDict_DelItem(operations_of(self), operation) != 0) {
+    if (!PyErr_ExceptionMatches(PyExc_KeyError)) return nullptr;
+    PyErr_Clear();
+  }
+  Py_RETURN_NONE;
+}
+
+bool truth(PyObject* operation, const char* method) {
+  return PyObject_IsTrue(checked(PyObject_CallMethod(operation, method, nullptr)).get()) == 1;
+}
+
+// The first of them, with all in its attribute `failures`, and in its notes where Python has those (3.11).
+void raise_failures(PyObject* failures) {
+  const Ref first = Ref::borrowed(PyList_GET_ITEM(failures, 0));
+  if (PyObject_SetAttrString(first.get(), "failures", failures) != 0) throw PythonError();
+  for (Py_ssize_t i = 1; i < PyList_GET_SIZE(failures) && PyObject_HasAttrString(first.get(), "add_note") == 1; ++i) {
+    const Ref note = checked(PyUnicode_FromFormat("also failed: %S", PyList_GET_ITEM(failures, i)));
+    checked(PyObject_CallMethod(first.get(), "add_note", "O", note.get()));
+  }
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(first.get())), first.get());
+}
+
+PyObject* wait(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* const operations = operations_of(self);
+    const Ref seen = checked(PyDict_Keys(operations));
+    const Py_ssize_t count = PyList_GET_SIZE(seen.get());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* const operation = PyList_GET_ITEM(seen.get(), i);
+      // Another thread is about to submit it: it has not been submitted before this call.
+      if (!truth(operation, "submitted")) continue;
+      checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
+    }
+    if (PyErr_CheckSignals() != 0) throw PythonError();
+    // From here on nothing lets other code run: what another thread's wait() has not counted, this one does.
+    const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* const operation = PyList_GET_ITEM(seen.get(), i);
+      if (PyDict_Contains(operations, operation) != 1 || !truth(operation, "done")) continue;
+      if (PyList_Append(ended.get(), operation) != 0) throw PythonError();
+      const Ref failure = checked(PyObject_CallMethod(operation, "exception", nullptr));
+      if (failure.get() != Py_None && PyList_Append(failures.get(), failure.get()) != 0) throw PythonError();
+    }
+    const Py_ssize_t number = PyList_GET_SIZE(ended.get());
+    Ref result = checked(PyLong_FromSsize_t(number));
+    if (PyList_GET_SIZE(failures.get()) > 0) {
+      raise_failures(failures.get());
+      result = Ref();
+    }
+    for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GET_ITEM(ended.get(), i));
+    return result.release();
+  });
+}
+
+PyMethodDef pending_methods[] = {
+    {"add", add, METH_O, "add(operation). Has wait() wait for it."},
+    {"discard", discard, METH_O, "discard(operation). It was never submitted."},
+    {"wait", wait, METH_NOARGS,
+     "wait() -> int. Waits for all and returns how many; raises their first failure once all have ended."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot pending_slots[] = {{Py_tp_new, reinterpret_cast<void*>(pending_create)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(pending_deallocate)},
+                               {Py_tp_methods, pending_methods},
+                               {Py_mp_length, reinterpret_cast<void*>(length)},
+                               {Py_tp_doc, const_cast<char*>("Pending(). Operations to wait for.")},
+                               {0, nullptr}};
+
+PyType_Spec pending_spec{"nvme_ops.Pending", sizeof(PendingObject), 0, Py_TPFLAGS_DEFAULT, pending_slots};
+
+}  // namespace
+
+void remove_pending(PyObject* pending, PyObject* operation) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  const Ref result(PyObject_CallMethod(pending, "discard", "O", operation));
+  PyErr_Restore(type, value, traceback);
+}
+
+bool add_pending_type(PyObject* module) {
+  const Ref type(PyType_FromSpec(&pending_spec));
+  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+}
+
+}  // namespace nvme_ops

@@ -1,0 +1,79 @@
+#include "engine/folio_gate.h"
+
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+
+#include "base/error.h"
+#include "engine/file.h"
+
+namespace nvme_ops {
+namespace {
+
+// Writes under way by a hash of file and folio: direct ones counted upwards, cached ones downwards. Two folios that share
+// a counter wait for each other now and then, without need and without harm.
+constexpr std::size_t kCounters = 1 << 14;
+std::array<std::atomic<int>, kCounters> counters{};
+
+// Those of the parent end in the parent.
+const int resetting = pthread_atfork(nullptr, nullptr, [] {
+  for (auto& counter : counters) counter.store(0, std::memory_order_relaxed);
+});
+
+std::size_t hash(std::uint64_t inode, std::uint64_t folio) {
+  std::uint64_t mixed = (inode * 0x9e3779b97f4a7c15 + folio) * 0xbf58476d1ce4e5b9;
+  mixed ^= mixed >> 32;
+  return mixed % kCounters;
+}
+
+struct Ends {
+  explicit Ends(const GatedWrite& write)
+      : first(hash(write.inode, write.offset / folio_bytes())),
+        last(hash(write.inode, (write.offset + write.bytes - 1) / folio_bytes())) {}
+  const std::size_t first, last;
+};
+
+int step_of(const GatedWrite& write) {
+  return write.kind == WriteKind::Direct ? 1 : -1;
+}
+
+bool enter(std::atomic<int>& counter, int step) {
+  int value = counter.load(std::memory_order_relaxed);
+  while (value * step >= 0) {
+    if (counter.compare_exchange_weak(value, value + step, std::memory_order_acquire)) return true;
+  }
+  return false;
+}
+
+void leave(std::atomic<int>& counter, int step) {
+  const int before = counter.fetch_sub(step, std::memory_order_release);
+  NVME_INVARIANT(before * step > 0);
+}
+
+}  // namespace
+
+std::uint64_t folio_bytes() {
+  // MAX_PAGECACHE_ORDER: a huge page, where pages of 4 KiB have one of 2 MiB, and never more than 2048 pages.
+  static const std::uint64_t bytes = page_size() * (page_size() == 4096 ? 512 : 2048);
+  return bytes;
+}
+
+bool enter_folios(const GatedWrite& write) noexcept {
+  static_cast<void>(resetting);
+  const Ends ends(write);
+  const int step = step_of(write);
+  if (!enter(counters[ends.first], step)) return false;
+  if (ends.last == ends.first || enter(counters[ends.last], step)) return true;
+  leave(counters[ends.first], step);
+  return false;
+}
+
+void leave_folios(const GatedWrite& write) noexcept {
+  const Ends ends(write);
+  leave(counters[ends.first], step_of(write));
+  if (ends.last != ends.first) leave(counters[ends.last], step_of(write));
+}
+
+}  // namespace nvme_ops
