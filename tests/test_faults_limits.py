@@ -162,8 +162,8 @@ def test_no_locked_memory(make_handle: HandleFactory, folder: Path) -> None:
         round_trip(aio_handle(backend="auto", intra_op_parallelism=2), folder / "file")
         try:
             round_trip(make_handle(intra_op_parallelism=2, cache="direct"), folder / "file")
-        except OSError as error:  # an io_uring asked for by name, whose rings need some
-            assert error.errno == errno.ENOMEM  # noqa: PT017
+        except MemoryError:  # an io_uring asked for by name, whose rings need some
+            pass
         handle = aio_handle(backend="auto")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

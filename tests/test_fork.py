@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
+import signal
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, HandleFactory, contents, in_child, pattern, run_python, store
+from conftest import MIB, HandleFactory, contents, in_child, pattern, round_trip, run_python, store
 from torch.utils.data import DataLoader, Dataset
 
 import nvme_ops
@@ -226,3 +230,98 @@ def test_data_loader(folder: Path, used_before: bool) -> None:
     assert len(processes) == 2
     assert os.getpid() not in processes
     assert HANDLE.wait() == int(used_before)
+
+
+def test_a_daemons_own_descriptors_are_left_alone(make_handle: HandleFactory, folder: Path) -> None:
+    """A daemon forks, closes all descriptors and opens its own: the numbers of the parent's rings and files are those."""
+    handle, path = make_handle(intra_op_parallelism=2), store(folder / "file", pattern(3 * MIB))
+    round_trip(handle, folder / "other")
+    futures = [handle.submit_pread(torch.zeros(3 * MIB, dtype=torch.uint8), path) for _ in range(8)]
+
+    def daemon() -> None:
+        report = 64  # in_child's pipe, out of the way
+        os.closerange(3, report)
+        own = [os.open(path, os.O_RDONLY) for _ in range(40)]
+        inodes = [os.fstat(descriptor).st_ino for descriptor in own]
+        round_trip(handle, folder / "of the daemon")
+        del futures[:]
+        gc.collect()
+        assert [os.fstat(descriptor).st_ino for descriptor in own] == inodes
+
+    def moved(body: Callable[[], None]) -> None:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode) and descriptor > 2:
+                    os.dup2(descriptor, 64 + descriptor)
+        body()
+
+    in_child(lambda: moved(daemon))
+    assert all(future.result() == 3 * MIB for future in futures)
+    round_trip(handle, folder / "other")
+
+
+def test_a_ring_whose_number_stands_for_another(folder: Path) -> None:
+    """Closed behind our back, it is neither used nor closed again; another handle's ring may have its number."""
+    program = """
+        import contextlib, os, sys, torch
+        from conftest import pattern, round_trip
+        from nvme_ops import aio_handle
+        first = aio_handle()
+        round_trip(first, sys.argv[1])
+        os.closerange(3, 256)
+        own = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+        second = aio_handle()
+        round_trip(second, sys.argv[1])
+        own += [os.open("/dev/null", os.O_RDONLY) for _ in range(10)]
+        kinds = [os.readlink(f"/proc/self/fd/{number}") for number in own]
+        for handle in (first, second):
+            for _ in range(2):  # each of its rings may fail once
+                with contextlib.suppress(OSError):
+                    round_trip(handle, sys.argv[1])
+            round_trip(handle, sys.argv[1])
+        del first, handle
+        round_trip(second, sys.argv[1])
+        assert [os.readlink(f"/proc/self/fd/{number}") for number in own] == kinds
+    """
+    run_python(program, folder / "file")
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_signals_handler_that_forks(make_handle: HandleFactory, folder: Path, lanes: int) -> None:
+    """In the middle of a blocking call: the parent's ends well, the child's raises, and its handle starts anew."""
+    handle = make_handle(block_size=4096, queue_depth=1, intra_op_parallelism=lanes, cache="direct")
+    data = pattern(24 * MIB)
+    path, back, children = store(folder / "file", data), torch.zeros_like(data), []
+
+    def fork(*_: object) -> None:
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(30)
+            torch.set_num_threads(1)
+
+    before = signal.signal(signal.SIGALRM, fork)
+    caught = None
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        try:
+            handle.sync_pread(back, path)
+        except RuntimeError as error:
+            caught = error
+        if children and children[-1] == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            status = 1
+            try:
+                assert "only the parent" in str(caught)
+                round_trip(handle, folder / "child")
+                status = 0
+            finally:
+                os._exit(status)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert caught is None
+    assert torch.equal(back, data)
+    if not children:
+        pytest.skip("the read had ended before the signal came")
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+    round_trip(handle, folder / "parent")

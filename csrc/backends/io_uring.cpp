@@ -78,7 +78,7 @@ public:
       : bytes_(bytes), base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what)) {
     if (base_ == MAP_FAILED) {
       base_ = nullptr;
-      raise(system_failure(errno, "mapping an io_uring"));
+      raise(no_queue(errno, "mapping an io_uring"));
     }
     ::madvise(base_, bytes, MADV_DONTFORK);  // a child would keep the ring alive
   }
@@ -196,7 +196,7 @@ private:
       if (fd >= 0) return fd;
       if (errno != EINVAL) break;
     }
-    raise(system_failure(errno, "io_uring_setup"));
+    raise(no_queue(errno, "io_uring_setup"));
   }
 
   // Somebody closed all descriptors, and the number may stand for a file of theirs, or for another ring by now.

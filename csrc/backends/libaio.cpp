@@ -59,7 +59,7 @@ public:
     events_.reserve(options.depth);
     const int result = library().setup(static_cast<int>(options.depth), &context_);
     if (result < 0) {
-      raise(system_failure(-result, "io_setup for " + std::to_string(options.depth) +
+      raise(no_queue(-result, "io_setup for " + std::to_string(options.depth) +
                                         " events (sysctl -w fs.aio-max-nr=1048576 raises the limit)"));
     }
   }

@@ -1,5 +1,7 @@
 #include "base/error.h"
 
+#include <errno.h>
+
 #include <cstring>
 #include <new>
 #include <system_error>
@@ -97,6 +99,12 @@ Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t siz
 
 Failure bad_argument(std::string message) {
   return {Failure::Kind::Argument, 0, std::move(message), {}};
+}
+
+Failure no_queue(int error, const std::string& operation) {
+  Failure failure = system_failure(error, operation);
+  if (error == ENOMEM) failure.kind = Failure::Kind::Memory;
+  return failure;
 }
 
 Failure out_of_memory() noexcept {

@@ -73,6 +73,10 @@ std::shared_ptr<void> share_bytes(const c10::Storage& storage) {
   }
 }
 
+bool can_be_resized(const c10::Storage& storage) {
+  return storage.resizable() && storage.allocator() != nullptr;
+}
+
 // How many transfers forbid resizing each storage, with the GIL held.
 std::map<c10::StorageImpl*, std::size_t>& forbidden() {
   static auto* const storages = new std::map<c10::StorageImpl*, std::size_t>;
@@ -82,13 +86,13 @@ std::map<c10::StorageImpl*, std::size_t>& forbidden() {
 void allow_resizing(const c10::Storage& storage) {
   const auto found = forbidden().find(storage.unsafeGetStorageImpl());
   if (--found->second > 0) return;
-  storage.unsafeGetStorageImpl()->set_resizable(true);
   forbidden().erase(found);
+  if (storage.allocator() != nullptr) storage.unsafeGetStorageImpl()->set_resizable(true);
 }
 
 std::shared_ptr<void> forbid_resizing(const c10::Storage& storage) {
   c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
-  if (forbidden().count(key) == 0 && !storage.resizable()) return std::make_shared<c10::Storage>(storage);
+  if (forbidden().count(key) == 0 && !can_be_resized(storage)) return std::make_shared<c10::Storage>(storage);
   ++forbidden()[key];
   key->set_resizable(false);
   return {key, [storage](void*) { allow_resizing(storage); }};
@@ -104,9 +108,9 @@ std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, 
   if (held_bytes_of(storage) != nullptr) return share_bytes(storage);
   const c10::DataPtr& bytes = storage.data_ptr();
   if (!storage.device().is_cpu() || c10::impl::cow::is_cow_data_ptr(bytes)) return forbid_resizing(storage);
-  if (storage.resizable()) {
+  if (can_be_resized(storage)) {
     // Others look at a DataPtr to know what it is: only one that comes straight from an allocator says nothing more.
-    const bool plain = storage.allocator() != nullptr && bytes.get_deleter() == storage.allocator()->raw_deleter();
+    const bool plain = bytes.get_deleter() == storage.allocator()->raw_deleter();
     return plain ? share_bytes(storage) : forbid_resizing(storage);
   }
   return pooled || !shared_between_processes(tensor) ? share_bytes(storage) : std::make_shared<c10::Storage>(storage);

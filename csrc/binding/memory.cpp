@@ -26,6 +26,11 @@ bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
   return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
+// Memory that torch allocated, not the buffer pool's.
+bool managed(const c10::Storage& storage) {
+  return storage.resizable() && storage.allocator() != nullptr;
+}
+
 void require_memory(const c10::TensorImpl& tensor, const std::string& argument) {
   if (tensor.layout() != c10::kStrided || tensor.is_meta() || !tensor.has_storage()) {
     raise(bad_argument(argument + " must be a dense, strided tensor with memory of its own"));
@@ -70,7 +75,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   } else if (memory.bytes > 0) {
     memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
-    pooled = !tensor->storage().resizable() && BufferPool::instance().contains(memory.data, memory.bytes);
+    pooled = !managed(tensor->storage()) && BufferPool::instance().contains(memory.data, memory.bytes);
     memory.fast = memory.bytes > kInPlaceBytes && (pooled || pinned_by_torch(object, *tensor));
   }
   if (memory.bytes > 0) memory.keep = hold_bytes(tensor->storage(), object, pooled);

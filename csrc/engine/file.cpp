@@ -77,6 +77,15 @@ void require_storage(mode_t mode, const std::string& path) {
   }
 }
 
+// What a failed fallocate() got before there was no more stays with the file, beyond its end: XFS gives it back where a
+// hole is punched, ext4 where the file is cut to the length it has. Not where somebody has appended to it meanwhile.
+void give_back(int fd, off_t from, off_t length) {
+  struct stat status{};
+  if (::fstat(fd, &status) < 0 || status.st_size > from) return;
+  ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from, length);
+  static_cast<void>(::fstat(fd, &status) == 0 && status.st_size <= from && ::ftruncate(fd, status.st_size) == 0);
+}
+
 bool power_of_two(std::uint64_t value) {
   return value != 0 && (value & (value - 1)) == 0;
 }
@@ -214,6 +223,7 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
   if (::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) error = EFBIG;
   if (error == 0 && (::fallocate(fd, FALLOC_FL_KEEP_SIZE, from, length) < 0 || ::fallocate(fd, 0, from, length) < 0)) {
     error = errno;
+    give_back(fd, from, length);
   }
   if (error == 0) {
     size_ = end;

@@ -117,7 +117,7 @@ void works(Engine& engine, const std::string& path, const Bytes& data) {
 }
 
 const Bytes& data() {
-  static const Bytes made = pattern((3 << 20) + 777, 5);
+  static const Bytes made = pattern((300 << 10) + 777, 5);
   return made;
 }
 
