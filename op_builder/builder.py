@@ -105,7 +105,7 @@ class OpBuilder:
         self.error_log = None
         if self.is_installed() or self.is_cached():
             return True
-        self.error_log = self.toolchain_problem()
+        self.error_log = cache.refusal() or self.toolchain_problem()
         return self.error_log is None
 
     def is_installed(self) -> bool:

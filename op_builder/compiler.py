@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import trust
+
 #: What is tried when ``CXX`` is not set; ``c++`` first, as torch does.
 DEFAULT_COMMANDS = ("c++", "g++", "clang++")
 
@@ -105,6 +107,8 @@ def include_directories(compiler: Compiler, memory: Sequence[Path]) -> list[str]
     note = f"compiler-{hashlib.sha256(question.encode()).hexdigest()[:20]}.json"
     for folder in memory:
         try:
+            if trust.why_not(folder / note):
+                continue
             return [str(entry) for entry in json.loads((folder / note).read_text())["include_directories"]]
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -128,8 +132,9 @@ def _remember(note: Path, facts: Mapping[str, object]) -> bool:
     """Write ``facts`` as JSON in one step; False where nothing can be written."""
     part = note.with_suffix(f".{os.getpid()}")
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(facts, indent=1))
+        trust.make_folder(note.parent)
+        with os.fdopen(trust.replace_file(part), "w") as file:
+            json.dump(facts, file, indent=1)
         part.replace(note)
     except OSError:
         return False

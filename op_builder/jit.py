@@ -11,12 +11,13 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from . import cache, probes
+from . import cache, probes, trust
 from .console import usable_streams
 from .recipe import Recipe
 
@@ -40,11 +41,12 @@ def build(recipe: Recipe) -> cache.Entry:
     return entry
 
 
-def compile_into(folder: Path, recipe: Recipe, log: Path) -> Path:
+def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
     """Compile ``recipe`` in ``folder`` and record there what it was made from; returns the shared object.
 
     Raises:
-        RuntimeError: the compiler failed. The message holds its errors, ``log`` all that it said.
+        RuntimeError: the compiler failed. The message holds its errors and names a file with all that it said: ``log``,
+            else a new temporary one.
     """
     twice = [stem for stem, times in Counter(path.stem for path in recipe.sources).items() if times > 1]
     if twice:  # torch puts all object files into one folder
@@ -59,15 +61,28 @@ def compile_into(folder: Path, recipe: Recipe, log: Path) -> Path:
                 _compile(folder, recipe, recipe.sources)  # uniting may only ever save time
     except (RuntimeError, OSError, ImportError) as error:
         output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)  # the loader's words
-        with contextlib.suppress(OSError):
-            log.write_text(f"{output}\n")
-        raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}\nAll output: {log}") from None
+        kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
+        raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
     library = cache.Entry(folder, recipe.name).library
     for pattern in _INTERMEDIATE:
         for path in folder.glob(pattern):
             path.unlink()
     cache.seal(folder, recipe)
     return library
+
+
+def _keep(output: str, log: Path | None, prefix: str) -> str:
+    """Write ``output`` to a file that cannot be another user's; a line that names it, or nothing where none can be."""
+    try:
+        if log is None:
+            descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")
+        else:
+            descriptor, name = trust.replace_file(log), str(log)
+        with os.fdopen(descriptor, "w", errors="replace") as file:
+            file.write(f"{output}\n")
+    except OSError:
+        return ""
+    return f"\nAll output: {name}"
 
 
 def unite(folder: Path, recipe: Recipe) -> list[Path]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cache, jit, sources
+from . import cache, jit, sources, trust
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def record_path(library: Path) -> Path:
 
 def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
     """Why ``found`` must not be loaded by a process with ``requirements``; an empty string when it fits."""
+    if problem := _why_not_trusted(found.library):
+        return problem
     if not found.record:
         return f"{record_path(found.library).name} is missing"
     differences = [
@@ -64,15 +66,34 @@ def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
     return "; ".join("its sources changed" if text.startswith("sources:") else text for text in differences)
 
 
+def _why_not_trusted(library: Path) -> str:
+    """Why ``library`` is easier for others to change than this module, which Python ran without asking."""
+    package = os.stat(__file__)
+    for path in (library.parent, library, record_path(library)):
+        try:
+            facts = os.stat(path)
+        except OSError:  # mismatch says that the record is missing
+            continue
+        if facts.st_uid not in (0, os.geteuid(), package.st_uid):
+            return f"{path} belongs to another user"
+        writers = trust.writable_by_others(facts)
+        if writers and facts.st_mode & ~package.st_mode & 0o022:
+            return f"{path} can be written by {writers} (fix: chmod go-w '{path}')"
+    return ""
+
+
 def build(recipe: Recipe, target: Path) -> None:
     """Compile ``recipe`` with the flags of a just-in-time build, and put it at ``target`` with its record beside it.
 
     Raises:
-        RuntimeError: the compiler failed.
+        RuntimeError: the compiler failed, or nothing can be written.
     """
-    with tempfile.TemporaryDirectory(prefix="nvme_ops_build_") as folder:
-        log = Path(tempfile.gettempdir(), f"nvme_ops_{recipe.name}_build.log")
-        library = jit.compile_into(Path(folder), recipe, log)
+    try:
+        place = tempfile.TemporaryDirectory(prefix="nvme_ops_build_")
+    except OSError as error:
+        raise RuntimeError(f"the {recipe.name} op needs a temporary folder to be built in: {error}") from error
+    with place as folder:
+        library = jit.compile_into(Path(folder), recipe)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(library, target)
         shutil.copy(Path(folder, cache.RECORD), record_path(target))

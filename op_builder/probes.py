@@ -63,11 +63,12 @@ def ninja_directory() -> str | None:
         *os.get_exec_path(),
         sysconfig.get_path("scripts"),
         sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")),
-        str(Path(sys.executable).parent),
+        os.path.dirname(sys.executable or ""),
     ]
     package = importlib.util.find_spec("ninja")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         places += [str(Path(folder).parent / "bin"), str(Path(folder, "data", "bin"))]  # pip --target; old releases
+    places = [place for place in places if os.path.isabs(place)]  # not the current folder's: it may be anybody's
     found = shutil.which("ninja", path=os.pathsep.join(places))
     return None if found is None else str(Path(found).parent)
 

@@ -1,0 +1,100 @@
+"""Whether a path is safe to load from: only this user and root can decide what lies there.
+
+A folder that others can write to is not, nor is one below a folder that they can rename. Looks at owners and modes only
+(POSIX access lists show in the group's bits).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def why_not(path: Path) -> str:
+    """Why others may decide what lies at ``path``; an empty string when only this user and root do.
+
+    Links are followed first, so use what ``os.path.realpath`` says of ``path`` from then on. Of a path that is not
+    there yet the folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
+    """
+    real = Path(os.path.realpath(path))
+    for place in (real, *real.parents):
+        try:
+            facts = os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            return str(error)
+        above = place != real
+        if facts.st_uid not in (0, os.geteuid()) and not (above and facts.st_uid == _owner_of_the_unmapped()):
+            return f"{place} belongs to {_user(facts.st_uid)}"
+        if above and facts.st_mode & stat.S_ISVTX:
+            continue
+        if loose := writable_by_others(facts):
+            return f"{place} can be written by {loose} (fix: chmod go-w '{place}')"
+    return ""
+
+
+def writable_by_others(facts: os.stat_result) -> str:
+    """Who but the owner may write; an empty string when nobody. A group of the owner alone counts as the owner.
+
+    Many systems give every user such a group and the umask 002. As OpenSSH on Debian does (user-group-modes.patch).
+    """
+    if facts.st_mode & stat.S_IWOTH:
+        return "everybody"
+    if facts.st_mode & stat.S_IWGRP and not _is_private_group(facts.st_gid, facts.st_uid):
+        return f"the group {_group(facts.st_gid)}"
+    return ""
+
+
+def make_folder(path: Path, mode: int = 0o755) -> None:
+    """As ``mkdir -p``, but whatever the umask nobody else may write to a folder that this makes."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode)
+
+
+def replace_file(path: Path) -> int:
+    """A descriptor to write the new file ``path`` with, which others cannot: never through a link laid there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _is_private_group(group: int, owner: int) -> bool:
+    try:
+        name, members = pwd.getpwuid(owner).pw_name, set(grp.getgrgid(group).gr_mem)
+    except KeyError:
+        return False
+    return members <= {name} and {user.pw_uid for user in pwd.getpwall() if user.pw_gid == group} == {owner}
+
+
+def _owner_of_the_unmapped() -> int | None:
+    """Whom files seem to belong to whose owner has no number in this user namespace; None where all have one.
+
+    In rootless containers (Apptainer) that is root itself: / and /home are of nobody there.
+    """
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _user(number: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"the user with the number {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
