@@ -95,7 +95,7 @@ def _direct(host: Host, folder: str) -> list[Result]:
 
 def _refusal(name: str) -> OSError | None:
     try:
-        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT)
+        descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW)  # others may write to the folder
     except OSError as error:
         return error
     try:
