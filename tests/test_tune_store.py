@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import give_up_root, in_child, in_threads, open_to_all, run_python
+from conftest import NOBODY, give_up_root, in_child, in_threads, open_to_all, run_python
 
 from nvme_ops.bench.settings import Settings
 from nvme_ops.tune import store
@@ -120,6 +120,35 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_saving_only(tmp_path: Pa
             pass
 
     in_child(body)
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "above"])
+def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, tmp_path: Path, place: str) -> None:
+    """Of mode 0777, and of another user where the test can make it so."""
+    path = {"file": store.save(DEVICE, FOUND, {}), "folder": cache, "above": cache.parent}[place]
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=rf"is ignored, because others could change it: {path} can be written by"):
+        assert store.load(DEVICE) is None
+    if place == "file":  # it is replaced
+        store.save(DEVICE, FOUND, {})
+        assert store.load(DEVICE) == FOUND
+    else:
+        for act in (lambda: store.save(DEVICE, FOUND, {}), lambda: store.sole(DEVICE).__enter__()):
+            with pytest.raises(PermissionError, match=rf"others could change .*chmod go-w '{path}'"):
+                act()
+    if os.geteuid() == 0:
+        path.chmod(0o755)
+        os.chown(path, NOBODY, 0)
+        with pytest.warns(RuntimeWarning, match="belongs to the user nobody"):
+            assert store.load(DEVICE) is None
+
+
+def test_the_lock_does_not_go_through_a_link(cache: Path, tmp_path: Path) -> None:
+    lock = store.save(DEVICE, FOUND, {}).with_suffix(".lock")
+    lock.symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="symbolic links"), store.sole(DEVICE):
+        pass
+    assert not (tmp_path / "made").exists()
 
 
 def test_writers_at_once_leave_one_whole_file(cache: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.bench.settings import Settings
+from nvme_ops.op_builder import trust
 from nvme_ops.tune.identity import Identity
 
 FORMAT = 1  # of the files; those of another one are ignored
@@ -36,10 +37,14 @@ def load(identity: Identity) -> Settings | None:
     """The settings that were found for this device, kernel and way, or None.
 
     Warns:
-        RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it.
+        RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it. Or
+            other users can write to it.
     """
     try:
         path = path_of(identity)
+        if path.exists() and (problem := trust.why_not(path)):
+            warnings.warn(f"{path} is ignored, because others could change it: {problem}", RuntimeWarning, stacklevel=2)
+            return None
         text = path.read_text(encoding="utf-8")
     except (OSError, RuntimeError):
         return None
@@ -70,10 +75,11 @@ def settings_of(values: object) -> Settings:
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
     """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
 
-    ``found``: what else may be worth knowing. Raises OSError, and RuntimeError without a home folder.
+    ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
+    RuntimeError without a home folder.
     """
     path = path_of(identity)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make(path.parent)
     document = {
         **found,
         "format": FORMAT,
@@ -103,11 +109,18 @@ def sole(identity: Identity) -> Iterator[bool]:
     RuntimeError where the folder cannot be written.
     """
     path = path_of(identity).with_suffix(".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    _make(path.parent)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             alone = True
         except (BlockingIOError, PermissionError):  # POSIX lets systems choose
             alone = False
         yield alone
+
+
+def _make(place: Path) -> None:
+    """Makes the folder. PermissionError for one that others can write to: they could keep the lock for ever."""
+    trust.make_folder(place)
+    if problem := trust.why_not(place):
+        raise PermissionError(f"others could change what is kept in {place}: {problem}")
