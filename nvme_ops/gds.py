@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import one_example
+from nvme_ops.op_builder import GDSBuilder
 
 if TYPE_CHECKING:
     from nvme_ops.handle import FileName
     from nvme_ops.ops.async_io import Engine, Operation
 
-__all__ = ["gds_handle"]
+# The native module takes the place of the package nvme_ops.ops.gds, from which programs import the builder
+__all__ = ["GDSBuilder", "gds_handle"]
 
 _PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
 
 
 def _native() -> Any:
-    from nvme_ops.op_builder import GDSBuilder
-
     return GDSBuilder().load()
 
 
@@ -76,17 +77,23 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
 
     # Memory of an accelerator registered with cuFile
 
-    def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+    def new_pinned_device_tensor(
+        self,
+        num_elem: int,
+        example_tensor: torch.Tensor | None = None,
+        *,
+        example_tenosr: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """A one-dimensional tensor like ``example_tensor`` on its device, aligned and pinned, contents arbitrary.
 
-        It stays pinned, and its memory allocated, until ``free_pinned_device_tensor``.
+        It stays pinned, and its memory allocated, until ``free_pinned_device_tensor``. DeepNVMe spells the keyword
+        ``example_tenosr``.
 
         Raises:
             ValueError: ``example_tensor`` is on the CPU, or ``num_elem`` is below 1.
             OSError: cuFile refused; ``errno`` is its code.
         """
-        if not isinstance(example_tensor, torch.Tensor):
-            raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example_tensor).__name__}")
+        example_tensor = one_example(example_tensor, example_tenosr)
         if example_tensor.device.type == "cpu":
             raise ValueError("example_tensor must be on an accelerator; for CPU memory call new_cpu_locked_tensor")
         if num_elem < 1:

@@ -6,30 +6,26 @@ The native module ``async_io`` shows everything named in ``__all__`` as its own.
 from __future__ import annotations
 
 import os
-import warnings
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvme_ops import pin_memory
 from nvme_ops._native import native
 from nvme_ops.future import IoFuture
-from nvme_ops.tensors import pool_buffer
+from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from nvme_ops.ops.async_io import Buffer, Engine, Pending
+    from nvme_ops.ops.async_io import Engine, Pending
 
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
 
 __all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
-_EDGE = 4096  # bytes: a multiple of every direct I/O alignment in use
-
-# Page-locked tensors by the address of their memory. A buffer leaves when the last tensor over it does.
-_locked: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_SECTOR = 512  # bytes: what DeepNVMe aligns to
 
 
 class aio_handle:  # noqa: N801  (DeepNVMe's name)
@@ -56,10 +52,11 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             these that works here.
         cache: ``"auto"`` reads what is in the page cache from there and the rest past it, ``"direct"`` reads
             everything past it, ``"buffered"`` reads and writes through it. Writes of less than a page at either end of
-            a tensor always pass through it.
+            a tensor always pass through it. By default ``NVME_OPS_CACHE``, else ``"auto"``.
 
     Raises:
         ValueError: a size or number below 1, an unknown backend or cache mode, two different thread counts.
+        TypeError: a size that is not an int, a switch that is not a bool.
         RuntimeError: the backend asked for by name does not work here; the message says why.
     """
 
@@ -73,7 +70,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         num_threads: int | None = None,
         backend: str | None = None,
-        cache: str = "auto",
+        cache: str | None = None,
     ) -> None:
         if None not in (intra_op_parallelism, num_threads) and intra_op_parallelism != num_threads:
             raise ValueError(
@@ -92,12 +89,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
                 raise ValueError(f"{name} must lie between 1 and 2**63 - 1, not {value}")
         self._block_size = block_size
         self._queue_depth = queue_depth
-        self._single_submit = bool(single_submit)
-        self._overlap_events = bool(overlap_events)
+        self._single_submit = flag("single_submit", single_submit)
+        self._overlap_events = flag("overlap_events", overlap_events)
         self._lanes = lanes
+        self._cache = cache_mode(cache)
         self._pending: Pending = native().Pending()
         self._engine = self._make_engine(
-            (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", cache)
+            (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", self._cache)
         )
 
     def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
@@ -129,8 +127,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._lanes
 
     def get_alignment(self) -> int:
-        """Bytes to which a caller may pad so that every lane gets an aligned share. Padding is never required."""
-        return _EDGE * self._lanes
+        """Bytes to which a caller may pad, as DeepNVMe counts them: 512 for each lane. Padding is never required."""
+        return _SECTOR * self._lanes
 
     @property
     def backend(self) -> str:
@@ -148,8 +146,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             OSError: the kernel reported an error, or validation found a difference (errno EIO).
             EOFError: the file ends before the buffer is full; nothing has been read.
             ValueError: negative offset, or a buffer that cannot be filled in place.
-            TypeError: not a tensor, not a file.
+            TypeError: not a tensor, not a file, not a bool.
         """
+        validate = flag("validate", validate)
         self._engine.run(False, buffer, filename, file_offset, validate)
         return 0
 
@@ -157,6 +156,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int | None = None
     ) -> int:
         """Stores ``buffer`` in the file with one lane; returns 0. Raises as ``read`` does."""
+        validate = flag("validate", validate)
         self._engine.run(True, buffer, filename, file_offset, validate)
         return 0
 
@@ -167,10 +167,15 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         buffer: torch.Tensor,
         filename: FileName,
         validate: bool = False,
-        async_op: bool = False,
+        async_op: bool | None = None,
         file_offset: int | None = None,
+        **others: bool,
     ) -> int:
-        """Fills ``buffer``: ``async_pread`` when ``async_op``, else ``sync_pread``. DeepNVMe calls it ``async``."""
+        """Fills ``buffer``: ``async_pread`` when ``async_op``, else ``sync_pread``.
+
+        DeepNVMe calls it ``async``, which is a word of Python's: ``pread(..., **{"async": True})`` does too.
+        """
+        validate, async_op = flag("validate", validate), asynchronous("pread", async_op, others)
         return self._transfer(False, buffer, filename, file_offset, validate, async_op)
 
     def pwrite(
@@ -178,10 +183,12 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         buffer: torch.Tensor,
         filename: FileName,
         validate: bool = False,
-        async_op: bool = False,
+        async_op: bool | None = None,
         file_offset: int | None = None,
+        **others: bool,
     ) -> int:
-        """Stores ``buffer``: ``async_pwrite`` when ``async_op``, else ``sync_pwrite``. DeepNVMe calls it ``async``."""
+        """Stores ``buffer``: ``async_pwrite`` when ``async_op``, else ``sync_pwrite``; otherwise like ``pread``."""
+        validate, async_op = flag("validate", validate), asynchronous("pwrite", async_op, others)
         return self._transfer(True, buffer, filename, file_offset, validate, async_op)
 
     def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
@@ -199,8 +206,19 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         """
         return self._transfer(False, buffer, filename, file_offset, False, True)
 
-    def async_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
-        """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``; like ``async_pread``."""
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: FileName | None = None,
+        file_offset: int | None = None,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``; like ``async_pread``.
+
+        ``fd`` is DeepNVMe's keyword for an open descriptor in place of ``filename``.
+        """
+        filename = one_file("async_pwrite", filename, fd)
         return self._transfer(True, buffer, filename, file_offset, False, True)
 
     def wait(self) -> int:
@@ -285,41 +303,21 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         Warns:
             RuntimeWarning: the system refused to lock the pages (RLIMIT_MEMLOCK); the tensor works all the same.
         """
-        example = example_tensor if example_tensor is not None else example_tenosr
-        if not isinstance(example, torch.Tensor):
-            raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example).__name__}")
-        if num_elem < 0:
-            raise ValueError(f"num_elem must not be negative: {num_elem}")
-        buffer = pool_buffer(max(1, num_elem) * example.element_size())
-        if not buffer.lock():
-            warnings.warn(
-                "the system refused to lock this tensor's memory; it works but may be swapped out "
-                "(fix: ulimit -l unlimited, or docker run --ulimit memlock=-1)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        tensor = torch.frombuffer(buffer, dtype=example.dtype, count=max(1, num_elem))[:num_elem]
-        _locked[tensor.untyped_storage().data_ptr()] = buffer
-        return tensor
+        return pin_memory.new_locked_tensor(num_elem, one_example(example_tensor, example_tenosr))
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Gives a locked tensor back: its pages are unlocked now, its memory is reused once nothing refers to it.
 
-        Returns False for a tensor that ``new_cpu_locked_tensor`` did not make, or that was freed before.
+        Returns False for a tensor that no handle made, for a part of one, and for one that was freed before.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.device.type != "cpu":
-            return False
-        buffer = _locked.pop(tensor.untyped_storage().data_ptr(), None)
-        if buffer is None:
-            return False
-        buffer.unlock()
-        return True
+        return pin_memory.free_locked_tensor(tensor, "tensor")
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether torch pinned ``buffer``, or it lies in memory of ``new_cpu_locked_tensor`` or ``nvme_ops.empty``."""
-        return bool(native().in_pool(buffer) or buffer.is_pinned())
+        """Whether torch pinned ``buffer``, or it lies in memory of ``new_cpu_locked_tensor`` or ``nvme_ops.empty``.
+
+        It does not matter which handle of the process made the tensor. False once it was freed.
+        """
+        return pin_memory.is_pinned(buffer)
 
 
 def aio_read(

@@ -7,5 +7,6 @@ from .all_ops import ALL_OPS
 from .async_io import AsyncIOBuilder
 from .builder import OpBuilder
 from .gds import GDSBuilder
+from .pin_memory import PinMemoryBuilder
 
-__all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder"]
+__all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder", "PinMemoryBuilder"]

@@ -6,5 +6,5 @@ from .async_io import AsyncIOBuilder
 from .builder import OpBuilder
 from .gds import GDSBuilder
 
-#: Op name -> its builder.
+#: Op name -> its builder, for every op that is compiled.
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in (AsyncIOBuilder(), GDSBuilder())}

@@ -66,10 +66,10 @@ def test_both_spellings_of_the_thread_count() -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_alignment_is_a_multiple_for_every_lane(lanes: int) -> None:
-    alignment = aio_handle(intra_op_parallelism=lanes).get_alignment()
-    assert alignment > 0
-    assert alignment % (512 * lanes) == 0
+def test_alignment_is_a_sector_for_every_lane(lanes: int) -> None:
+    """FastFileWriter asserts that its buffer is a multiple of it; in its example that has 64,000,000 bytes."""
+    assert aio_handle(intra_op_parallelism=lanes).get_alignment() == 512 * lanes
+    assert 64_000_000 // 2 % aio_handle(intra_op_parallelism=1).get_alignment() == 0
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -135,6 +135,53 @@ def test_wait_counts_the_calls_since_the_last_wait(make_handle: HandleFactory, f
     assert handle.wait() == len(tensors)
     assert handle.wait() == 0
     assert all(torch.equal(back, tensor) for back, tensor in zip(backs, tensors, strict=True))
+
+
+def test_async_as_a_keyword(handle: aio_handle, folder: Path) -> None:
+    path, data = folder / "file", pattern(SIZE)
+    back: Any = torch.zeros_like(data)
+    assert handle.pwrite(buffer=data, filename=str(path), validate=False, **{"async": True}) == 0
+    assert handle.wait() == 1
+    assert handle.pwrite(data, str(path), True, file_offset=0, **{"async": False}) == 1
+    assert handle.pread(back, str(path), False, **{"async": True}) == 0
+    assert handle.wait() == 1
+    assert torch.equal(back, data)
+    for call in (handle.pread, handle.pwrite):
+        for given in (True, False):
+            with pytest.raises(TypeError, match=r"got both async_op \(or a fourth argument by position\) and async"):
+                call(back, str(path), False, given, **{"async": True})
+        with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an unexpected keyword argument 'asynchronous'"):
+            call(back, str(path), asynchronous=True)
+        with pytest.raises(TypeError, match="async must be a bool, not str"):
+            call(back, str(path), **{"async": "false"})  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="async_op must be a bool, not str"):
+            call(back, str(path), False, "false")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="validate must be a bool, not str"):
+            call(back, str(path), "false")  # type: ignore[arg-type]
+    for blocking in (handle.read, handle.write):
+        with pytest.raises(TypeError, match="validate must be a bool, not str"):
+            blocking(back, str(path), "false")  # type: ignore[arg-type]
+    assert handle.wait() == 0
+
+
+def test_a_descriptor_as_a_keyword(handle: aio_handle, folder: Path) -> None:
+    path, data = store(folder / "file", pattern(SIZE, 1)), pattern(1000)
+    with path.open("r+b") as file:
+        assert handle.async_pwrite(buffer=data, fd=file.fileno(), file_offset=5) == 0
+        assert handle.wait() == 1
+        assert handle.async_pwrite(data, fd=file.fileno()) == 0
+        assert handle.wait() == 1
+        os.fsync(file.fileno())  # still open
+        with pytest.raises(TypeError, match=r"async_pwrite\(\) got both a filename and an fd"):
+            handle.async_pwrite(data, str(path), fd=file.fileno())
+    assert torch.equal(contents(path), torch.cat([data, data[-5:], pattern(SIZE, 1)[1005:]]))
+    with pytest.raises(TypeError, match=r"async_pwrite\(\) needs a filename or an fd"):
+        handle.async_pwrite(data)
+    others: list[Any] = ["1", 1.5, True]
+    for other in others:
+        with pytest.raises(TypeError, match=f"fd must be an int, not {type(other).__name__}"):
+            handle.async_pwrite(data, fd=other)
+    assert handle.wait() == 0
 
 
 def test_fast_file_writer(make_handle: HandleFactory, folder: Path) -> None:

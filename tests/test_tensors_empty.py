@@ -148,18 +148,6 @@ def test_freeing_what_is_no_locked_tensor() -> None:
             handle.free_cpu_locked_tensor(other)  # type: ignore[arg-type]
 
 
-def test_a_view_frees_the_whole() -> None:
-    handle = aio_handle()
-    tensor = handle.new_cpu_locked_tensor(1000, BYTE)
-    assert handle.free_cpu_locked_tensor(tensor[100:200].view(10, 10)) is True
-    assert handle.free_cpu_locked_tensor(tensor) is False
-
-
-def test_any_handle_frees() -> None:
-    tensor = aio_handle().new_cpu_locked_tensor(1000, BYTE)
-    assert aio_handle().free_cpu_locked_tensor(tensor) is True
-
-
 def test_is_pinned() -> None:
     handle = aio_handle()
     locked, pooled = handle.new_cpu_locked_tensor(100_000, torch.empty(0)), nvme_ops.empty(100, 100)

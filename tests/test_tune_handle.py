@@ -107,7 +107,7 @@ def test_stored_settings_are_used(tmp_path: Path) -> None:
     handle = tuned_handle(tmp_path / "not there yet")
     assert isinstance(handle, aio_handle)
     assert settings_of(handle) == FOUND
-    assert handle.get_alignment() == 2 * 4096
+    assert handle.get_alignment() == 2 * 512
     assert not watched(handle)
     round_trip(handle, tmp_path / "file")
 

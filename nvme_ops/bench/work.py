@@ -25,7 +25,7 @@ class Work:
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
         """One handle with default settings for all rows, made when first needed."""
-        return nvme_ops.aio_handle()
+        return nvme_ops.aio_handle(cache="auto")
 
     @functools.cached_property
     def pageable(self) -> torch.Tensor:

@@ -57,8 +57,8 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
         found = store.load(identity)
         if found is not None:
             self.adopt(found)
-        elif tune and mode == "auto" and overrides.get("cache") != "buffered" and identity.file_system != BARE:
-            same = {name: self._overrides[name] for name in ("backend", "cache") if name in self._overrides}
+        elif tune and mode == "auto" and self._cache != "buffered" and identity.file_system != BARE:
+            same: dict[str, Any] = {"backend": self._overrides.get("backend"), "cache": self._cache}
             tuner = tuner_of(identity, folder_of(path), lambda settings: aio_handle(**settings.as_json(), **same))
             tuner.join(self)
             self._engine = Watched(self._engine, tuner)  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
         if settings is None:
             self._engine = engine.engine if isinstance(engine, Watched) else engine
             return
-        values = {**settings.as_json(), **self._overrides}
+        values = {**settings.as_json(), **self._overrides, "cache": self._cache}
         if self._overrides.get("num_threads") is not None:  # the other name of the same setting
             del values["intra_op_parallelism"]
         tuned = aio_handle(**values)

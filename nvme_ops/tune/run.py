@@ -162,8 +162,8 @@ def _maker(way: str) -> Callable[[Settings], aio_handle]:
     if way == "gds":
         from nvme_ops.gds import gds_handle
 
-        return lambda settings: gds_handle(**settings.as_json())
-    return lambda settings: aio_handle(**settings.as_json())
+        return lambda settings: gds_handle(**settings.as_json(), cache="auto")
+    return lambda settings: aio_handle(**settings.as_json(), cache="auto")
 
 
 def _memory(options: Options) -> torch.Tensor:

@@ -11,6 +11,6 @@ from nvme_ops.bench.settings import Settings
 
 def row(task: Task, name: str, settings: Settings) -> Row:
     """To GPU memory it takes its own bounce path."""
-    made = handle_row(task, name, handle := nvme_ops.aio_handle(**settings.as_json()))
+    made = handle_row(task, name, handle := nvme_ops.aio_handle(**settings.as_json(), cache="auto"))
     made.note = handle.backend
     return made

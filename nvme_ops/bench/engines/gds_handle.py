@@ -14,7 +14,7 @@ def row(task: Task, name: str, settings: Settings) -> Row:
     if task.gpu is None:
         raise Unavailable("moves GPU memory only: --gpu")
     try:
-        handle = nvme_ops.gds_handle(**settings.as_json())
+        handle = nvme_ops.gds_handle(**settings.as_json(), cache="auto")
     except RuntimeError as reason:
         raise Unavailable(str(reason).splitlines()[0]) from None
     made = handle_row(task, name, handle)

@@ -1,0 +1,67 @@
+"""What handles are given under two names, or as something else than they expect: one value of it, or an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nvme_ops.handle import FileName
+
+CACHE = "NVME_OPS_CACHE"
+_CACHE_MODES = ("auto", "direct", "buffered")
+
+
+def flag(name: str, value: object) -> bool:
+    """A bool from what pybind11, and so DeepNVMe, takes for one: numbers too, but not ``"false"``, which is true."""
+    if value is None or hasattr(type(value), "__bool__"):
+        return bool(value)
+    raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
+
+
+def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bool:
+    """Whether a call is asynchronous: ``async_op``, or ``async``, which only ``**{"async": True}`` can name."""
+    unknown = next((name for name in others if name != "async"), None)
+    if unknown is not None:
+        raise TypeError(f"{method}() got an unexpected keyword argument '{unknown}'")
+    if "async" not in others:
+        return flag("async_op", async_op)
+    if async_op is not None:
+        raise TypeError(f"{method}() got both async_op (or a fourth argument by position) and async: give one of them")
+    return flag("async", others["async"])
+
+
+def one_file(method: str, filename: FileName | None, fd: int | None) -> FileName:
+    """The file of a call that takes ``fd`` in place of ``filename``."""
+    if fd is None:
+        if filename is None:
+            raise TypeError(f"{method}() needs a filename or an fd")
+        return filename
+    if filename is not None:
+        raise TypeError(f"{method}() got both a filename and an fd: give one of them")
+    if isinstance(fd, bool) or not hasattr(fd, "__index__"):
+        raise TypeError(f"fd must be an int, not {type(fd).__name__}")
+    return fd
+
+
+def one_example(example_tensor: torch.Tensor | None, example_tenosr: torch.Tensor | None) -> torch.Tensor:
+    """The tensor that gives the dtype: DeepNVMe misspells the keyword on its older handles."""
+    if example_tensor is not None and example_tenosr is not None:
+        raise TypeError("example_tensor and example_tenosr are two names for one argument: give one of them")
+    example = example_tenosr if example_tensor is None else example_tensor
+    if not isinstance(example, torch.Tensor):
+        raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example).__name__}")
+    return example
+
+
+def cache_mode(cache: str | None) -> str:
+    """The ``cache`` that a handle is given, else ``NVME_OPS_CACHE``, else ``"auto"``."""
+    if cache is not None:
+        return cache  # the engine knows whether it is one
+    chosen = os.environ.get(CACHE) or "auto"
+    if chosen not in _CACHE_MODES:
+        raise ValueError(f"{CACHE}={chosen!r} is not one of {', '.join(_CACHE_MODES)}")
+    return chosen

@@ -1,0 +1,105 @@
+"""Page-locked CPU tensors, and the one register of them that all handles of the process share.
+
+``pin_handle`` is DeepNVMe's interface to them, from ``PinMemoryBuilder().load()``; ``aio_handle`` and ``gds_handle``
+have the same methods.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.keywords import one_example
+from nvme_ops.tensors import pool_buffer
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Buffer
+
+__all__ = ["pin_handle"]
+
+# By the address of their memory. A buffer leaves when the last tensor over it does. No lock, which a fork could leave
+# held: taking a buffer out of a dictionary is one step.
+_locked: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_freed: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()  # tensors still refer to their memory
+
+
+class pin_handle:  # noqa: N801  (DeepNVMe's name)
+    """Makes, frees and recognises page-locked CPU tensors. They outlive the handle, and any handle frees them."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O, contents arbitrary.
+
+        Args:
+            num_elem: number of elements.
+            example_tensor: gives the dtype.
+
+        Warns:
+            RuntimeWarning: the system refused to lock the pages (RLIMIT_MEMLOCK); the tensor works all the same.
+        """
+        return new_locked_tensor(num_elem, one_example(example_tensor, None))
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """Gives a locked tensor back: its pages are unlocked now, its memory is reused once nothing refers to it.
+
+        Returns False for a tensor that no handle made, for a part of one, and for one that was freed before.
+        """
+        return free_locked_tensor(locked_tensor, "locked_tensor")
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """The same for the tensor whose ``data_ptr()`` is ``address``, without the tensor at hand."""
+        return free_locked_memory(address)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether torch pinned ``buffer``, or it lies in a locked tensor or in memory of ``nvme_ops.empty``."""
+        return is_pinned(buffer)
+
+
+def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
+    """What a handle's ``new_cpu_locked_tensor`` does; the warning is its caller's."""
+    if num_elem < 0:
+        raise ValueError(f"num_elem must not be negative: {num_elem}")
+    buffer = pool_buffer(max(1, num_elem) * example.element_size())
+    if not buffer.lock():
+        warnings.warn(
+            "the system refused to lock this tensor's memory; it works but may be swapped out "
+            "(fix: ulimit -l unlimited, or docker run --ulimit memlock=-1)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    tensor = torch.frombuffer(buffer, dtype=example.dtype, count=max(1, num_elem))
+    _locked[tensor.data_ptr()] = buffer
+    return tensor[:num_elem]
+
+
+def free_locked_tensor(tensor: torch.Tensor, argument: str) -> bool:
+    """What a handle's ``free_cpu_locked_tensor`` does; ``argument`` is what it calls the tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    memory = tensor.untyped_storage()
+    made_for = tensor.nbytes or tensor.element_size()  # a tensor without elements has memory for one
+    return made_for == memory.nbytes() and free_locked_memory(memory.data_ptr())
+
+
+def free_locked_memory(address: int) -> bool:
+    """What ``free_cpu_locked_tensor_by_ptr`` does. Of several threads at once one gets True."""
+    if isinstance(address, bool) or not hasattr(address, "__index__"):
+        raise TypeError(f"address must be an int, not {type(address).__name__}")
+    buffer = _locked.pop(address, None)
+    if buffer is None:
+        return False
+    _freed[address] = buffer
+    buffer.unlock()
+    return True
+
+
+def is_pinned(buffer: torch.Tensor) -> bool:
+    """What every handle's ``is_pinned`` does for a tensor on the CPU."""
+    if native().in_pool(buffer):
+        return buffer.untyped_storage().data_ptr() not in _freed
+    return bool(buffer.is_pinned())
