@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -137,12 +138,16 @@ def import_library(name: str, library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
+    package, _, last = name.rpartition(".")
+    parent = importlib.import_module(package) if package else None
     sys.modules[name] = module
     try:
         loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    if parent is not None:
+        setattr(parent, last, module)
     return module
 
 

@@ -207,7 +207,8 @@ def test_the_real_ops_prebuilt_work_without_a_compiler(
     (tmp_path / "no programs").mkdir()
     program = """
 import torch
-from nvme_ops.op_builder import AsyncIOBuilder, GDSBuilder
+from nvme_ops.ops.aio import AsyncIOBuilder
+from nvme_ops.ops.gds import GDSBuilder
 for builder, name in ((AsyncIOBuilder(), "aio_handle"), (GDSBuilder(), "gds_handle")):
     handle = getattr(builder.load(), name)()
     there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
@@ -215,6 +216,8 @@ for builder, name in ((AsyncIOBuilder(), "aio_handle"), (GDSBuilder(), "gds_hand
     assert handle.sync_pread(back, "file") == 1
     assert torch.equal(there, back)
     print(builder.jit_mode)
+import nvme_ops.ops.aio, nvme_ops.ops.gds
+assert (nvme_ops.ops.aio.AsyncIOBuilder, nvme_ops.ops.gds.GDSBuilder) == (AsyncIOBuilder, GDSBuilder)
 """
     nothing = str(tmp_path / "no programs")
     result = run("-c", program, python=clean_python, PATH=nothing, CXX="", NVME_OPS_GDS="off")

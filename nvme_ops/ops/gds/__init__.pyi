@@ -1,4 +1,7 @@
-"""The native module ``gds``: the engine with cuFile beside it, and the interface of ``nvme_ops.gds`` on it."""
+"""The native module ``gds``: the engine with cuFile beside it, and the interface of ``nvme_ops.gds`` on it.
+
+Before it is loaded, ``GDSBuilder`` is all that ``nvme_ops.ops.gds`` has.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 import torch
 
 from nvme_ops.gds import gds_handle as gds_handle
+from nvme_ops.op_builder import GDSBuilder as GDSBuilder
 from nvme_ops.ops.async_io import Engine as Engine
 from nvme_ops.ops.async_io import Operation as Operation
 
