@@ -72,7 +72,7 @@ def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         )
     tensor = torch.frombuffer(buffer, dtype=example.dtype, count=max(1, num_elem))
     _locked[tensor.data_ptr()] = buffer
-    return tensor[:num_elem]
+    return tensor if num_elem else tensor[:0]  # not a view: views must keep this very tensor, which has finalizers
 
 
 def free_locked_tensor(tensor: torch.Tensor, argument: str) -> bool:
