@@ -105,7 +105,9 @@ class OpBuilder:
         self.error_log = None
         if self.is_installed() or self.is_cached():
             return True
-        self.error_log = cache.refusal() or self.toolchain_problem()
+        self.error_log = cache.refusal() or None
+        if self.error_log is None and (problem := self.toolchain_problem()):
+            self.error_log = problem + cache.left_out(self.name)
         return self.error_log is None
 
     def is_installed(self) -> bool:
@@ -266,8 +268,9 @@ class OpBuilder:
             raise RuntimeError(f"the {self.name} op was built but cannot be loaded: {error}") from error
 
     def _refuse(self) -> None:
-        if self.error_log == NO_NINJA:
-            raise RuntimeError(f"Unable to JIT load the {self.name} op due to ninja not being installed. {NO_NINJA}")
+        if self.error_log is not None and self.error_log.startswith(NO_NINJA):
+            words = f"Unable to JIT load the {self.name} op due to ninja not being installed. {self.error_log}"
+            raise RuntimeError(words)
         raise RuntimeError(
             f"Unable to JIT load the {self.name} op due to it not being compatible due to hardware/software issue. "
             f"{self.error_log}"

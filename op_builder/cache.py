@@ -112,6 +112,16 @@ def refusal() -> str:
     )
 
 
+def left_out(name: str) -> str:
+    """What to tell someone who filled the cache with the op and still lacks it: why it is not loaded, or nothing."""
+    root = default_root()
+    problem = _why_not_trusted(root)
+    if not problem:
+        entries = (Entry(folder, name) for folder in sorted(root.glob(f"{name}-*/")))
+        problem = next(filter(None, (entry.why_not_trusted() for entry in entries)), "")
+    return problem and f". What {root} may hold of it is not loaded, because others could have changed it: {problem}"
+
+
 def writable_root() -> Path:
     """The root to build in.
 

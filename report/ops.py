@@ -41,7 +41,8 @@ def row(builder: OpBuilder) -> Result:
     if not builder.is_buildable() or (misfit and not builder.is_cached() and builder.toolchain_problem()):
         reason = builder.error_log or builder.toolchain_problem() or "not compatible"
         words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
-        return Result(name, Status.NO, words, _build_fix(), data)
+        fix = "unset TORCH_EXTENSIONS_DIR  # or name a folder that only you can write to" if cache.refusal() else ""
+        return Result(name, Status.NO, words.partition("; fix: set TORCH")[0], fix or _build_fix(), data)
     if not builder.is_compatible():
         lines = (builder.error_log or "not compatible").splitlines()
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]

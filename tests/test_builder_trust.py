@@ -279,6 +279,23 @@ def test_without_a_home_nothing_is_taken_from_the_current_folder(by_default: Pat
 
 
 @needs_root
+@pytest.mark.parametrize("ninja", [True, False])
+def test_a_filled_cache_that_is_not_loaded_is_told_of(
+    here: Sandbox, made: cache.Entry, monkeypatch: pytest.MonkeyPatch, ninja: bool
+) -> None:
+    """Where nothing can be built, as in an image with a cache that another user filled."""
+    os.chown(made.library, NOBODY, 0)
+    if ninja:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    else:
+        monkeypatch.setattr("nvme_ops.op_builder.probes.ninja_directory", lambda: None)
+    words = "no C.. compiler was found" if ninja else "due to ninja not being installed"
+    reason = f"What {here.cache}/nvme_ops may hold of it is not loaded, because others could have changed it: .*nobody"
+    with pytest.raises(RuntimeError, match=f"{words}.*{reason}"):
+        TinyBuilder().load()
+
+
+@needs_root
 @pytest.mark.parametrize("part", ["", "tiny.so", cache.RECORD])
 @pytest.mark.parametrize("way", ["owner", "mode"])
 def test_an_entry_that_others_made_is_built_anew(here: Sandbox, made: cache.Entry, part: str, way: str) -> None:

@@ -133,7 +133,7 @@ def test_freeing_by_address() -> None:
 
 
 def test_a_finalizer_may_free() -> None:
-    """As DeepSpeed's NativePinnedMemory does, by address. It relies on views to keep the tensor, not only its memory."""
+    """As DeepSpeed's NativePinnedMemory does, by address. Views must keep the tensor, not only its memory."""
     handle, freed = pin_handle(), []
     base = handle.new_cpu_locked_tensor(1000, BYTE)
     view = base[:10]

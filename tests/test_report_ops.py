@@ -225,3 +225,11 @@ def test_whether_libaio_is_compiled_in_is_read_from_the_op_that_would_be_loaded(
     library.touch()
     prebuilt.record_path(library).write_text(json.dumps(record))
     assert ops.has_libaio(builder)
+
+
+def test_a_cache_that_others_can_write_to_is_a_reason(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    result = ops.row(MadeUp(tmp_path))
+    assert (result.status, result.fix.partition("  #")[0]) == (Status.NO, "unset TORCH_EXTENSIONS_DIR")
+    assert result.detail.endswith(f"cache can be written by everybody (fix: chmod go-w '{tmp_path / 'cache'}')")
