@@ -67,10 +67,12 @@ def replace_file(path: Path) -> int:
 
 def _is_private_group(group: int, owner: int) -> bool:
     try:
-        name, members = pwd.getpwuid(owner).pw_name, set(grp.getgrgid(group).gr_mem)
+        name, entry = pwd.getpwuid(owner).pw_name, grp.getgrgid(group)
     except KeyError:
         return False
-    return members <= {name} and {user.pw_uid for user in pwd.getpwall() if user.pw_gid == group} == {owner}
+    owners = {user.pw_uid for user in pwd.getpwall() if user.pw_gid == group}
+    listed = bool(owners) or entry.gr_name == name  # many directories of users do not list whom they know
+    return listed and owners <= {owner} and set(entry.gr_mem) <= {name}
 
 
 def _owner_of_the_unmapped() -> int | None:

@@ -145,11 +145,19 @@ def test_a_link_that_another_user_could_turn_is_not_used_again(
     assert link.parent not in found.library.parents
 
 
+GROUPS = {  # the members of the group, then who else has it as the primary one
+    "private": ("", "", True),
+    "lists its owner": ("tiny", "", True),
+    "has another member": ("tiny,other", "", False),
+    "is another's primary group": ("", "third:x:4323:4321::/:", False),
+}
+
+
 @needs_root
-@pytest.mark.parametrize(("members", "trusted"), [("", True), ("tiny", True), ("tiny,other", False)])
-def test_the_users_own_group_counts_as_the_user(members: str, trusted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("members", "user", "trusted"), GROUPS.values(), ids=GROUPS)
+def test_the_users_own_group_counts_as_the_user(members: str, user: str, trusted: bool, tmp_path: Path) -> None:
     """With real user and group files, which a mount namespace of its own gives to one program."""
-    (tmp_path / "passwd").write_text("root:x:0:0::/:\ntiny:x:4321:4321::/:\nother:x:4322:4322::/:\n")
+    (tmp_path / "passwd").write_text(f"root:x:0:0::/:\ntiny:x:4321:4321::/:\nother:x:4322:4322::/:\n{user}\n")
     (tmp_path / "group").write_text(f"root:x:0:\ntiny:x:4321:{members}\nother:x:4322:\n")
     (tmp_path / "nsswitch.conf").write_text("passwd: files\ngroup: files\n")
     own = tmp_path / "own"
@@ -171,6 +179,18 @@ def test_the_users_own_group_counts_as_the_user(members: str, trusted: bool, tmp
     assert result.returncode == 0, result.stderr
     refusal = f"{own} can be written by the group tiny (fix: chmod go-w '{own}')"
     assert result.stdout.strip() == ("" if trusted else refusal)
+
+
+@needs_root
+def test_a_directory_that_lists_no_users_has_private_groups_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LDAP is set up in most places: a user is found, but not among all users."""
+    monkeypatch.setattr("pwd.getpwall", list)
+    tmp_path.chmod(0o775)
+    assert trust.why_not(tmp_path) == ""
+    os.chown(tmp_path, 0, NOBODY)
+    assert "can be written by the group" in trust.why_not(tmp_path)
 
 
 def test_a_group_with_others_is_not_trusted(here: Sandbox, made: cache.Entry) -> None:

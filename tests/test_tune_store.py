@@ -122,6 +122,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_saving_only(tmp_path: Pa
     in_child(body)
 
 
+def test_a_relative_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "relative")
+    assert store.load(DEVICE) is None
+    with pytest.raises(RuntimeError, match="HOME='relative' is not an absolute path"):
+        store.save(DEVICE, FOUND, {})
+
+
 @pytest.mark.parametrize("place", ["file", "folder", "above"])
 def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, tmp_path: Path, place: str) -> None:
     """Of mode 0777, and of another user where the test can make it so."""

@@ -22,9 +22,14 @@ FORMAT = 1  # of the files; those of another one are ignored
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME``, else ``~/.cache``, and in it ``nvme_ops/tune``. A relative variable counts as none."""
+    """``$XDG_CACHE_HOME``, else ``~/.cache``, and in it ``nvme_ops/tune``. A relative variable counts as none.
+
+    RuntimeError without a home folder.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    if not base.is_absolute():
+        raise RuntimeError(f"HOME={os.environ.get('HOME')!r} is not an absolute path")
     return base / "nvme_ops" / "tune"
 
 
