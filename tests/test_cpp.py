@@ -21,15 +21,17 @@ CONFIGURATIONS = {"plain": [], "address": ["-fsanitize=address,undefined"], "thr
 #: What a program links against and does under every sanitizer: a thread that allocates.
 PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"
 
-pytestmark = pytest.mark.slow
+#: What make test runs of each configuration, for most of the time goes into compiling; make test-all runs all.
+SHORT = {"plain": PROGRAMS, "address": ["test_faults"], "thread": ["test_worker"]}
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # A make that runs these tests must not hand its own flags and job slots on.
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     }
-    command = ["make", "--no-print-directory", "-C", str(SOURCES), *arguments]
+    words = [f"{name}={value}" for name, value in variables.items()]
+    command = ["make", "--no-print-directory", "-C", str(SOURCES), *words, *arguments]
     return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
 
 
@@ -60,22 +62,64 @@ def randomisation_can_be_turned_off() -> bool:
         return False
 
 
-@cache
-def build(configuration: str) -> subprocess.CompletedProcess[str]:
-    return make("--keep-going", f"build-{configuration}")
+def run_program(configuration: str, program: str, **variables: str) -> str:
+    """Builds a program, with what of it an earlier run left, and runs it: what it says."""
+    result = make(f"run-{configuration}-{program}", **variables)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
+    return result.stdout
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.timeout(900)  # the first of each configuration compiles the engine
+@pytest.mark.parametrize(
+    ("configuration", "program"),
+    [
+        pytest.param(name, program, marks=[] if program in SHORT[name] else pytest.mark.slow)
+        for name in CONFIGURATIONS
+        for program in PROGRAMS
+    ],
+)
 def test_program(configuration: str, program: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     if reason := missing(configuration, tmp_path_factory.getbasetemp()):
         pytest.skip(reason)
-    built = build(configuration)
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-4000:]
-    result = make(f"run-{configuration}-{program}")
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
+    run_program(configuration, program)
 
 
 def test_there_are_programs() -> None:
-    assert "test_engine" in PROGRAMS
+    for programs in SHORT.values():
+        assert programs
+        assert set(programs) <= set(PROGRAMS)
+
+
+# libaio's header, there and not there
+
+
+@pytest.fixture
+def without_libaio(tmp_path: Path) -> str:
+    """A compiler that finds no libaio.h, wherever it is installed."""
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    subprocess.run([str(SOURCES / "hide-header"), str(tmp_path), "libaio.h"], check=True)
+    return str(tmp_path / "c++")
+
+
+def defines_libaio(folder: Path, **variables: str) -> bool:
+    """Whether the engine is compiled with libaio, going by the command alone."""
+    core = f"{folder}/build/plain/core.o"
+    planned = make("--dry-run", core, BUILD=f"{folder}/build", **variables)
+    assert planned.returncode == 0, planned.stderr
+    assert f"-o {core}" in planned.stdout
+    return "-DNVME_OPS_HAVE_LIBAIO=1" in planned.stdout
+
+
+def test_libaio_is_compiled_in_where_the_compiler_finds_its_header(without_libaio: str, tmp_path: Path) -> None:
+    assert not defines_libaio(tmp_path, CXX=without_libaio)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "libaio.h").touch()
+    assert defines_libaio(tmp_path, CXX=without_libaio, CXXFLAGS=f"-I{tmp_path}/installed")
+
+
+@pytest.mark.slow
+def test_without_libaios_header_the_other_backends_are_tested(without_libaio: str, tmp_path: Path) -> None:
+    said = run_program("plain", "test_backends", CXX=without_libaio, BUILD=f"{tmp_path}/build")
+    assert "libaio: built without libaio's headers" in said
