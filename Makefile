@@ -1,7 +1,8 @@
 # The commands of this project. Each makes what it needs, from nothing, in .venv.
 #
 #   make demo       writes and reads back 1 GiB, then the report
-#   make test       builds the op and runs all tests            make test PYTEST_ARGS='-k report'
+#   make test       builds the op and runs the tests             make test PYTEST_ARGS='-k report'
+#   make test-all   what is long, random or exhaustive as well   make test-all PYTEST_ARGS='-m slow' for that alone
 #   make lint       ruff, mypy, clang-format                     make format rewrites instead
 #   make bench      this package beside others                   make bench BENCH_ARGS='--help'
 #   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
@@ -10,11 +11,13 @@
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
+# TEST_PROCESSES tests run at once, 0 for one after the other in pytest's own process (for -s and --pdb).
 
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 PAGE_ARGS ?=
 
@@ -29,7 +32,10 @@ endef
 
 NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufile -name '*.h' -o -name '*.cpp' | sort)
 
-.PHONY: demo test build lint format bench benchmarks-page gpu-test gpu-bench sanitize clean
+# the tests of one file share what they build, so one process has them all
+PYTEST = $(WITH_ENV) python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+.PHONY: demo test test-all build lint format bench benchmarks-page gpu-test gpu-bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -40,7 +46,10 @@ build: $(VENV)/installed
 	@$(WITH_ENV) python -c 'from nvme_ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)'
 
 test: build
-	$(WITH_ENV) python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-all: build
+	$(PYTEST) $(PYTEST_ARGS)
 
 gpu-test: build
 	$(WITH_ENV) python -m pytest -m gpu $(PYTEST_ARGS)

@@ -24,6 +24,8 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops._native import native
 
+pytest_plugins = ("running",)
+
 REPOSITORY = Path(__file__).parent.parent
 BACKENDS = ("io_uring", "libaio", "threads")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -76,6 +76,7 @@ def test_a_row_that_moves_nothing_is_found_out(tmp_path: Path) -> None:
         row.check()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     if reason := why_not():

@@ -102,6 +102,7 @@ def few_contexts() -> None:
         pytest.skip("fs.aio-max-nr is too large to use up")
 
 
+@pytest.mark.alone
 def test_aio_contexts_used_up(folder: Path) -> None:
     few_contexts()
 
@@ -119,6 +120,7 @@ def test_aio_contexts_used_up(folder: Path) -> None:
     in_child(starved)
 
 
+@pytest.mark.alone
 def test_aio_contexts_used_up_before_the_probe() -> None:
     few_contexts()
     program = """

@@ -165,6 +165,7 @@ def two_reserved_huge_pages() -> Iterator[None]:
         RESERVED.write_text(before)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("two_reserved_huge_pages")
 def test_a_child_reuses_no_memory_for_which_it_would_need_more_reserved_huge_pages() -> None:
     """The kernel kills a process that writes to such a page of its parent's when there is none for the copy."""

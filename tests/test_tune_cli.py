@@ -194,6 +194,7 @@ def test_folders_of_one_device_are_tuned_once(place: Path) -> None:
     assert [device["nvme_dir"] for device in json.loads(output)["devices"]] == [[str(place), str(other)]]
 
 
+@pytest.mark.alone
 def test_several_devices_are_tuned_each_by_itself_and_together(place: Path) -> None:
     if os.stat(place).st_dev == os.stat("/dev/shm").st_dev or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no second file system here")

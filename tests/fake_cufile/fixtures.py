@@ -75,6 +75,7 @@ def _run(test: Callable[..., None], cufile: FakeCuFile, arguments: dict[str, obj
     for name in [name for name in os.environ if name.startswith(("CUFILE_", "NVME_OPS_GDS"))]:
         del os.environ[name]
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(cufile.path)
+    os.chdir(cufile.path.parent)  # where the library, which is like NVIDIA's in this, writes cufile.log
     cufile.offer(nvidia_fs=NVIDIA_FS)
     device = arguments.get("device")
     with device.pinned_memory(True) if isinstance(device, PrivateDevice) else contextlib.nullcontext():
