@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -85,6 +86,14 @@ def reason_of(report: Any) -> str:
     """In one line, without the place."""
     words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return " ".join(words.removeprefix("Skipped: ").split()) or "no reason given"
+
+
+# Memory
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: freed from looking through it, a test's gc.collect() takes a tenth."""
+    gc.freeze()
 
 
 # The checkout

@@ -235,6 +235,7 @@ def test_several_files_are_written_at_once_each_whole(folder: Path) -> None:
         assert all(any(content[start : start + 64 * KIB]) for start in range(0, 8 * MIB, 64 * KIB))
 
 
+@needs_fio
 @pytest.mark.alone
 def test_two_at_once_give_their_huge_pages_back(folder: Path) -> None:
     def reserved() -> int:
