@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import shutil
 import signal
@@ -139,6 +140,17 @@ def run_python(program: str, *arguments: object, check: bool = True, **environme
     if check:
         assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def refusal(main: Callable[[list[str]], int], words: list[str]) -> tuple[int, str]:
+    """The status of a command given wrong arguments and what it says of them, without the seconds of a new process."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 1
+    return status, errors.getvalue()
 
 
 def _serve_child(body: Callable[[], object], report: int) -> NoReturn:

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import refusal
 
-from benchmarks import contenders, deepspeed_rows, memory_use
+from benchmarks import contenders, deepspeed_rows, memory_use, raw_io
 from nvme_ops.bench import files
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.measure import interleave
@@ -52,7 +53,7 @@ def test_staging_memory_is_measured(tmp_path: Path) -> None:
     assert all(value is None or value >= 0 for name, value in found.items() if name != "peak_resident_growth")
 
 
-def raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "raw_io.py"), *arguments],
         env={**os.environ, "PYTHONWARNINGS": "ignore::RuntimeWarning"},  # memory that may not be locked
@@ -74,9 +75,9 @@ def raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:
-    done = raw_io(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
+    status, errors = refusal(raw_io.main, arguments)
+    assert status == 2
+    assert words in errors
 
 
 def test_files_are_removed_when_it_is_stopped(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     folder, result = tmp_path / "work", tmp_path / "result.json"
     folder.mkdir()
     groups = ["read", "write", "cached", "random", "latency", "submit", "memory"]
-    done = raw_io(
+    done = run_raw_io(
         "--path", str(folder), "--size", "16M", "--rounds", "1", "--no-deepspeed", "--json", str(result),
         "--only", *groups,
     )  # fmt: skip
@@ -121,7 +122,7 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_start_up_run() -> None:
-    done = raw_io("--only", "start", "--rounds", "1")
+    done = run_raw_io("--only", "start", "--rounds", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"nvme_ops, empty cache, whole process +[\d.]+", done.stdout)
     assert re.search(r"nvme_ops, warm, beyond importing torch +[\d.]+", done.stdout)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child
+from conftest import in_child, refusal
 
 from benchmarks import throttled, throttled_group
 from benchmarks.throttled_group import Group, controller
@@ -288,9 +288,9 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_arguments_are_refused(words: list[str], said: str) -> None:
-    done = command(*words)
-    assert done.returncode == 2
-    assert said in done.stderr
+    status, errors = refusal(throttled.main, words)
+    assert status == 2
+    assert said in errors
 
 
 def test_folders_are_put_into_the_command() -> None:

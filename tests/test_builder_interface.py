@@ -144,7 +144,7 @@ def test_importing_the_builders_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(sources.UNITED)))
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize("op", [pytest.param(op, marks=[] if op == "async_io" else pytest.mark.slow) for op in ALL_OPS])
 def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, op: str, number: int) -> None:
     import torch.utils.cpp_extension as extension
 

@@ -88,7 +88,7 @@ def test_what_makes_a_save_durable_comes_in_order(
     assert [name for _, name in outcome.calls if name in wanted] == ["rename"]
 
 
-@pytest.mark.parametrize("before", ["old", None])
+@pytest.mark.parametrize("before", ["old", pytest.param(None, marks=pytest.mark.slow)])
 def test_killed_at_any_system_call(
     path: Path, trace: Callable[..., Outcome], handle: aio_handle, before: str | None
 ) -> None:

@@ -247,7 +247,6 @@ def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
     from dcp_job import reference
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 ON_A_GPU = [name for name in EXAMPLES if name.startswith("gds_")]
+
+
+def first_of(cases: Sequence[object]) -> list[object]:
+    """Cases that each take a process: make test runs one of them, make test-all each."""
+    return [cases[0], *(pytest.param(case, marks=pytest.mark.slow) for case in cases[1:])]
 
 
 def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -66,7 +72,7 @@ def test_example_of_a_gpu_runs_and_leaves_nothing(name: str, mode: str, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("name", first_of(ON_A_GPU))
 def test_example_of_a_gpu_ends_with_one_line_where_there_is_none(name: str, tmp_path: Path) -> None:
     status, output, errors = run(name, str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert (status, output) == (1, "")
@@ -115,7 +121,7 @@ def test_demo_names_a_missing_folder(tmp_path: Path) -> None:
     assert "none: no such folder" in errors
 
 
-@pytest.mark.parametrize("words", [("--size", "big"), ("--size", "0"), ("--rounds", "0"), ("--size", "")])
+@pytest.mark.parametrize("words", first_of([("--size", "big"), ("--size", "0"), ("--rounds", "0"), ("--size", "")]))
 def test_demo_refuses_wrong_arguments(words: tuple[str, str]) -> None:
     status, _, errors = run("demo", *words)
     assert status == 2

@@ -143,7 +143,7 @@ def test_an_sdist_makes_the_same_wheel(run: Run, checkout: Path, tmp_path: Path)
     assert contents(make_wheel(run, sdist, through)) == contents(make_wheel(run, checkout, direct))
 
 
-@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", "DS_BUILD_OPS"])
+@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", pytest.param("DS_BUILD_OPS", marks=pytest.mark.slow)])
 def test_a_prebuilt_wheel_works_without_a_compiler(
     run: Run, small: Path, tmp_path: Path, clean_python: Path, variable: str
 ) -> None:
@@ -175,7 +175,13 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize(("environment", "ops"), WANTED.values(), ids=WANTED.keys())
+@pytest.mark.parametrize(
+    ("environment", "ops"),
+    [
+        pytest.param(*wanted, id=name, marks=[] if name == "all by its alias but one" else pytest.mark.slow)
+        for name, wanted in WANTED.items()
+    ],
+)
 def test_the_ops_that_are_asked_for_are_compiled_with_or_without_a_gpu(
     run: Run, small: Path, tmp_path: Path, environment: dict[str, str], ops: set[str]
 ) -> None:
