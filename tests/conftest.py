@@ -267,5 +267,5 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _no_device_for_dcp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have registered the simulated device, which DCP's own writer takes for a GPU."""
     device = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
-    if device is not None and request.module.__name__.startswith("test_dcp"):
+    if device is not None and request.module.__name__.startswith(("test_dcp", "test_benchmarks_checkpoint")):
         monkeypatch.setattr(device, "is_available", lambda: False)

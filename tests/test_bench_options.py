@@ -93,7 +93,7 @@ def test_the_flags_about_gpus(flags: list[str]) -> None:
 
 
 def test_plot_names_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert parse("--plot", str(tmp_path / "a.png")).plot == str(tmp_path / "a.png")
 
 
@@ -255,7 +255,7 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("file", ["a.foo", "-", ANYWHERE])
 def test_what_cannot_be_a_picture_is_said_before_anything_is_measured(file: str) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert "--plot" in refusal("--folder", ANYWHERE, "--plot", file)
 
 
