@@ -69,6 +69,10 @@ def pytest_timeout_cancel_timer() -> bool:
     return True
 
 
+def pytest_enter_pdb() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
 # The summary
 
 
