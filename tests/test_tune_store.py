@@ -51,6 +51,26 @@ def test_a_later_result_replaces_an_earlier_one(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
+def test_what_a_killed_writer_left_is_removed_by_the_next(cache: Path) -> None:
+    run_python(
+        """
+        import os, signal
+        from test_tune_store import DEVICE, FOUND, store
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        store.save(DEVICE, FOUND, {})
+        """,
+        check=False,
+        XDG_CACHE_HOME=str(cache.parent.parent),
+    )
+    assert len(list(cache.iterdir())) == 1
+    assert store.load(DEVICE) is None
+    foreign = cache / f".{store.path_of(DEVICE).name}.of_another"
+    foreign.touch()
+    _, theirs = store._locked_file(store.path_of(DEVICE))  # of a writer that is alive
+    path = store.save(DEVICE, FOUND, {})
+    assert sorted(cache.iterdir()) == sorted([foreign, Path(theirs), path])
+
+
 def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/folder"):

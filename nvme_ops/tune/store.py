@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -80,6 +81,8 @@ def settings_of(values: object) -> Settings:
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
     """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
 
+    What one that was killed has left half written is removed.
+
     ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
     RuntimeError without a home folder.
     """
@@ -92,18 +95,43 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
         "identity": asdict(identity),
         "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    _sweep(path)
+    descriptor, temporary = _locked_file(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(json.dumps(document, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     return path
+
+
+def _locked_file(path: Path) -> tuple[int, str]:
+    """A new file beside ``path``, for as long as the descriptor is open known to belong to someone who is alive."""
+    while True:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is swept either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, temporary
+        os.close(descriptor)  # swept before it was locked
+
+
+def _sweep(path: Path) -> None:
+    """Removes what writers of ``path`` that were killed have left."""
+    wanted = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    for name in filter(wanted.fullmatch, os.listdir(path.parent)):
+        with contextlib.suppress(OSError):  # locked: its writer is alive
+            descriptor = os.open(path.parent / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path.parent / name)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
