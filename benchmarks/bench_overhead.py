@@ -15,10 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 
 import nvme_ops
 from benchmarks import command
-from nvme_ops.bench import files, fio
+from nvme_ops.bench import files, stop
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.huge_pages import huge_pages
 from nvme_ops.bench.measure import Row, Sample, interleave
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import Table, as_json, as_text
 from nvme_ops.sizes import MIB
@@ -50,8 +52,8 @@ def by_hand_row(task: Task, settings: Settings) -> Row:
     ]  # fmt: skip
 
     def run() -> Sample:
-        with fio.huge_pages():
-            done = subprocess.run(command_line, capture_output=True, text=True)
+        with huge_pages():
+            done = subprocess.run(stop.tied(command_line), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "fio failed")
         side = json.loads(done.stdout[done.stdout.find("{") :])["jobs"][0]["write" if task.write else "read"]
@@ -67,7 +69,7 @@ def measure(given: argparse.Namespace, progress: command.Progress) -> command.Re
     for folder in given.path:
         tables[folder] = []
         for direction in [name for name in GROUPS if not given.only or name in given.only]:
-            with files.scratch(folder, given.size + 64 * MIB) as scratch:
+            with scratch_folder(folder, given.size + 64 * MIB) as scratch:
                 path = os.path.join(scratch, "data")
                 files.make_file(path, given.size)
                 task, settings = Task(path, given.size, direction == "write"), Settings()

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 import torch
 
 from benchmarks import checkpoint_rows, command
-from nvme_ops.bench import files, machine
+from nvme_ops.bench import machine
 from nvme_ops.bench.measure import interleave
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text
 from nvme_ops.sizes import MIB, size_words
 
@@ -104,7 +105,7 @@ def measure(given: argparse.Namespace, progress: command.Progress) -> command.Re
         for kind in given.state_dict:
             progress(f"making the state dict {kind}")
             tensors = state_dict(kind, given.size)
-            with files.scratch(folder, 10 * given.size + 64 * MIB) as scratch:
+            with scratch_folder(folder, 10 * given.size + 64 * MIB) as scratch:
                 work = checkpoint_rows.Work(os.path.join(scratch, kind), tensors, not given.no_deepspeed)
                 for _, table in tables_of(work, given, kind):
                     interleave(table.rows, given.rounds, progress)

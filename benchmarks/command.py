@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import check_output, positive, size
-from nvme_ops.bench import files
+from nvme_ops.bench import files, stop
 from nvme_ops.bench.tables import Table, plot
 from nvme_ops.sizes import MIB, size_words
 
@@ -79,7 +79,7 @@ def show_progress(words: str) -> None:
 
 def run(name: str, given: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], Result]) -> int:
     """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 130 after Ctrl-C."""
-    files.leave_on_sigterm()
+    stop.leave_on_signals()
     try:
         result, tables = measure(given, show_progress)
     except files.NotUsable as reason:

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks.gpu_rows import GpuWork
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import files, machine
 from nvme_ops.bench.measure import Row, Spread, interleave, spread
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text, with_range
 from nvme_ops.sizes import MIB, size_words
 
@@ -101,14 +102,13 @@ def table(work: GpuWork, with_deepspeed: bool) -> Iterator[Table]:
     """All who read, or write, the whole file. Their memory and processes end with the block."""
     group = "write" if work.write else "read"
     remote, running = gpu_peers.remote_rows(work, with_deepspeed)
-    try:
-        with gpu_rows.nvme_ops_rows(work) as ours:
-            rows = contenders.fio_rows(work)[:1] + ours + remote
-            rows += [*gpu_rows.gdsio_rows(work), gpu_rows.torch_row(work)]
-            yield Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, gpu_rows.HOST)
-    finally:
+    with ExitStack() as stack:
         for each in running:
-            each.close()
+            stack.enter_context(each)
+        ours = stack.enter_context(gpu_rows.nvme_ops_rows(work))
+        rows = contenders.fio_rows(work)[:1] + ours + remote
+        rows += [*gpu_rows.gdsio_rows(work), gpu_rows.torch_row(work)]
+        yield Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, gpu_rows.HOST)
 
 
 def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
@@ -154,7 +154,7 @@ def measure_folder(
     found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "aims": {}}
     tables = []
     print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in found["place"].items()))
-    with files.scratch(folder, 3 * given.size + 64 * MIB) as scratch:
+    with scratch_folder(folder, 3 * given.size + 64 * MIB) as scratch:
         path = os.path.join(scratch, "data")
         progress(f"writing {size_words(given.size)} to {folder}")
         files.make_file(path, given.size)

@@ -23,7 +23,8 @@ from benchmarks import page_machine, page_render
 from benchmarks.page_scrub import ROOT, scrub_for
 from benchmarks.page_sections import PLOT, SECTIONS, Command, Plan
 from nvme_ops.arguments import positive
-from nvme_ops.bench import files
+from nvme_ops.bench import stop
+from nvme_ops.bench.scratch import scratch_folder
 
 TEMPLATE = ROOT / "benchmarks" / "page_template.md"
 _PATIENCE = 30.0  # seconds for a command to remove its files
@@ -79,7 +80,7 @@ def measure(section: str, plan: Plan, places: Mapping[str, str], results: Path) 
         if not stored.exists():
             _store(stored, {"section": section, "date": _today(), "skipped": reason, "description": None, "runs": []})
         return True
-    with tempfile.TemporaryDirectory(prefix="nvme_ops-page-") as scratch:
+    with scratch_folder(tempfile.gettempdir(), 0) as scratch:
         scrub = scrub_for(places, scratch)
         description = scrub(page_machine.describe(places))
         runs = [scrub(_run(command, places, Path(scratch))) for command in SECTIONS[section].commands(plan)]
@@ -128,7 +129,8 @@ def _execute(words: Sequence[str], scratch: Path) -> tuple[int, str, str]:
     command = [*programs.get(words[0], words[:1]), *words[1:]]
     with (scratch / "output").open("w+") as output, (scratch / "errors").open("w+") as errors:
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=ROOT, env=page_machine.environment(),
+            stop.tied(command, "TERM"), stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=ROOT,
+            env=page_machine.environment(),
             start_new_session=True,  # it gets one signal from us, not also the terminal's while it cleans up
         ) as process:  # fmt: skip
             try:
@@ -173,7 +175,7 @@ def _today() -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
     given = arguments(words)
-    files.leave_on_sigterm()
+    stop.leave_on_signals()
     given.results.mkdir(parents=True, exist_ok=True)
     chosen = [] if given.render else [name for name in SECTIONS if not given.only or name in given.only]
     plan = Plan(list(given.places), _size_word(given.size), given.rounds)

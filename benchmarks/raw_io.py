@@ -16,6 +16,7 @@ from benchmarks import cached, command, contenders, deepspeed_rows, memory_use, 
 from nvme_ops.bench import files, machine
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.measure import interleave
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text
 from nvme_ops.bench.work import Work
 from nvme_ops.sizes import MIB, size_words
@@ -85,7 +86,7 @@ def measure_folder(
     found: dict[str, Any] = {"place": machine.place(folder), "tables": []}
     tables = []
     print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in found["place"].items()))
-    with files.scratch(folder, 2 * given.size + 64 * MIB) as scratch:
+    with scratch_folder(folder, 2 * given.size + 64 * MIB) as scratch:
         path = os.path.join(scratch, "data")
         progress(f"writing {size_words(given.size)} to {folder}")
         files.make_file(path, given.size)
@@ -117,7 +118,7 @@ def measure(given: argparse.Namespace, progress: command.Progress) -> command.Re
         result["folders"][folder], tables[folder] = measure_folder(given, folder, here, progress)
     if "start" in groups:
         packages = ("nvme_ops", "DeepSpeed") if given.build_times else ("nvme_ops",)
-        with tempfile.TemporaryDirectory(prefix="nvme_ops-bench-") as scratch:
+        with scratch_folder(tempfile.gettempdir(), 64 * MIB) as scratch:
             table = Table("start", GROUPS["start"], "s", start_up.rows(scratch, packages, given.rounds, progress))
         progress("")
         result["start"], tables["start"] = as_json(table), [table]

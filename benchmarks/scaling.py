@@ -156,9 +156,7 @@ def make_rows(stack: contextlib.ExitStack, devices: Devices, size: int, write: b
     tasks = [Task(os.path.join(folder, "data"), size, write) for folder in devices.folders]
 
     def remote(make: Callable[..., list[Row]], *words: object) -> Remote:
-        made = Remote(make, processes, *words)
-        stack.callback(made.close)
-        return made
+        return stack.enter_context(Remote(make, processes, *words))
 
     several = [count for count in counts if count > 1]
     of_fio = remote(fio_rows, tasks, several)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nvme_ops.bench import stop
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 
 # prints the seconds from torch's import to the first handle
@@ -67,7 +68,7 @@ def first_handle(builder: str, extensions: str) -> tuple[Sample, Sample]:
     }
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(builder=builder)],
+        stop.tied([sys.executable, "-c", _PROGRAM.format(builder=builder)]),
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,

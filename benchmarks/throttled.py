@@ -16,20 +16,18 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 from benchmarks.throttled_group import Group, end_processes, join, make_group
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import files
+from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.sizes import MIB, size_words
 
@@ -71,7 +69,7 @@ def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
     """So many devices of ``size`` bytes that read and write ``rate`` bytes per second, each.
 
     They are gone at the end, whatever happened in between, and with them every process that is still in their cgroup.
-    SIGINT and SIGTERM that come while they are made or taken down act afterwards.
+    Signals that come while they are made or taken down act afterwards.
 
     Raises:
         NotUsable: root, loop devices, a tool, memory or the cgroup's controller is missing; it says which.
@@ -79,7 +77,7 @@ def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
     _require(count * size)
     with contextlib.ExitStack() as stack:
         try:
-            with _signals_deferred():
+            with stop.deferred():
                 group = make_group(stack)
                 place = tempfile.mkdtemp(prefix="nvme_ops-throttled-")
                 stack.callback(os.rmdir, place)
@@ -91,7 +89,7 @@ def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
                     stack.callback(group.limit, number, None)  # lest they end at the rate of what they have begun
             yield Devices([folder for folder, _ in made], rate, group, [number for _, number in made])
         finally:
-            with _signals_deferred():
+            with stop.deferred():
                 stack.close()
 
 
@@ -154,27 +152,6 @@ def _run(*words: str) -> str:
     return done.stdout.strip()
 
 
-@contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM that come meanwhile act at the end. In the main thread; others never get one."""
-    came: list[int] = []
-
-    def remember(number: int, _: FrameType | None) -> None:
-        came.append(number)
-
-    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, remember)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
-        for late in came:
-            signal.raise_signal(late)
-
-
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Exits with status 2 on wrong ones."""
     parser = argparse.ArgumentParser(
@@ -231,7 +208,7 @@ def _run_limited(words: Sequence[str], devices: Devices) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """The command's status; 1 where such devices cannot be made; 2 for wrong arguments; 130 after Ctrl-C."""
     given = arguments(words)
-    files.leave_on_sigterm()
+    stop.leave_on_signals()
     try:
         with throttled(given.devices, given.rate, given.size) as devices:
             return _run_limited(given.command, devices)

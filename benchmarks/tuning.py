@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 import nvme_ops
 from benchmarks import command
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import files, machine
+from nvme_ops.bench import files, machine, stop
 from nvme_ops.bench.measure import Spread, spread
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
 from nvme_ops.sizes import KIB, MIB, size_words
@@ -112,7 +113,7 @@ def tune(given: argparse.Namespace) -> tuple[Settings, float]:
 
 def measure(given: argparse.Namespace, say: Say) -> Findings:
     """All three steps in the folder."""
-    with files.scratch(given.path, 2 * given.io_size + 128 * MIB, "--io_size or --path") as place:
+    with scratch_folder(given.path, 2 * given.io_size + 128 * MIB, "--io_size or --path") as place:
         path = os.path.join(place, "data")
         Path(path).touch()
         tensor = filled(nvme_ops.empty(given.io_size, dtype=torch.uint8))
@@ -201,7 +202,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when the folder cannot be used; 2 for wrong arguments; 130 after Ctrl-C."""
     given = arguments(words)
-    files.leave_on_sigterm()
+    stop.leave_on_signals()
     torch.set_num_threads(1)  # as nvme-tune does
     print("; ".join(f"{name} {text}" for name, text in {**machine.machine(), **machine.place(given.path)}.items()))
     print(f"grid {given.grid}, passes of {size_words(given.io_size)}", flush=True)

@@ -16,7 +16,7 @@ import torch
 from conftest import contents
 
 import nvme_ops
-from nvme_ops.bench import cli, files, options
+from nvme_ops.bench import cli, files, options, stop
 from nvme_ops.bench.engines import ENGINES, Contender, Engine, deepspeed, make_row
 from nvme_ops.bench.engines.handles import handle_row
 from nvme_ops.bench.engines.task import Task, over_files
@@ -126,7 +126,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_bytes_are_found_out(
     folder: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     words = ["--folder", str(folder), "--io_size", "1M", "--engine", "liar", "python", "--no_reference", *flags]
     assert cli.main(words) == 1
     out, errors = capsys.readouterr()
@@ -222,7 +222,7 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
 def test_a_setting_that_a_handle_refuses_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     try:
         cli.main(["--folder", str(folder), "--io_size", "1M", "--no_reference", "--io_parallel", "100000"])
     except SystemExit as stopped:

@@ -1,4 +1,4 @@
-"""fio as a contender: its output, its command line, what runs where it lacks something, and huge pages given back."""
+"""fio as a contender: its output, its command line, and what runs where it lacks something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import contents
 
-from nvme_ops.bench import files, fio
+from nvme_ops.bench import files, fio, huge_pages
 from nvme_ops.bench.engines import FIO_BEST, Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import PERCENTILES, Row, interleave
@@ -66,7 +66,7 @@ class MadeUpFio:
 def made_up_fio(monkeypatch: pytest.MonkeyPatch) -> MadeUpFio:
     made = MadeUpFio()
     monkeypatch.setattr(fio, "require", lambda: "fio")
-    monkeypatch.setattr(fio, "_reserve", lambda _: 0)
+    monkeypatch.setattr(huge_pages, "COUNTER", "/none/such")  # nothing is reserved for it
     monkeypatch.setattr(subprocess, "run", made)
     return made
 
@@ -169,59 +169,6 @@ def test_a_file_smaller_than_fio_s_best_block_has_a_reference_too(make_task: Cal
     assert ["larger than" in row.note for row in rows] == [False, False]
 
 
-class HugePages:
-    """The kernel's counter, with memory for ``most``; opened, read and written as /proc/sys/vm/nr_hugepages."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lock: Path, there: int, most: int) -> None:
-        self.there, self.most, self.lock = there, most, lock
-        monkeypatch.setattr(fio, "open", self.open, raising=False)
-
-    def open(self, path: str, *arguments: Any, **more: Any) -> Any:
-        if path != fio._HUGE_PAGES:
-            return open(path, *arguments, **more)
-        file = open(self.lock, "w+", encoding="ascii")  # noqa: SIM115
-        counter = self
-
-        class Counter:
-            fileno, flush = file.fileno, file.flush
-
-            def __enter__(self) -> Counter:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                file.close()
-
-            def read(self) -> str:
-                return f"{counter.there}\n"
-
-            def seek(self, _: int) -> None:
-                pass
-
-            def write(self, text: str) -> None:
-                counter.there = min(counter.most, int(text))
-
-        return Counter()
-
-
-@pytest.mark.parametrize(("there", "most"), [(0, 1000), (7, 1000), (7, 20)], ids=["none", "some", "not all to be had"])
-def test_huge_pages_are_as_many_as_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: int, most: int
-) -> None:
-    pages = HugePages(monkeypatch, tmp_path / "lock", there, most)
-    with fio.huge_pages():
-        assert pages.there == min(most, there + fio._HUGE_MEMORY // fio._huge_page_size())
-    assert pages.there == there
-
-
-def test_without_the_right_to_reserve_huge_pages_fio_runs_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(fio, "_HUGE_PAGES", str(tmp_path / "none" / "such"))
-    with fio.huge_pages():
-        pass
-
-
-@needs_fio
 @needs_fio
 def test_several_files_are_written_at_once_each_whole(folder: Path) -> None:
     paths = [str(folder / name) for name in ("a", "b:b", "c")]
@@ -239,9 +186,9 @@ def test_several_files_are_written_at_once_each_whole(folder: Path) -> None:
 @pytest.mark.alone
 def test_two_at_once_give_their_huge_pages_back(folder: Path) -> None:
     def reserved() -> int:
-        return int(Path(fio._HUGE_PAGES).read_text(encoding="ascii"))
+        return int(Path(huge_pages.COUNTER).read_text(encoding="ascii"))
 
-    if not os.access(fio._HUGE_PAGES, os.W_OK):
+    if not os.access(huge_pages.COUNTER, os.W_OK):
         pytest.skip("reserving huge pages needs root")
     before, options = reserved(), fio.BEST[1][0]
     failures: list[object] = []

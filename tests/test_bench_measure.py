@@ -273,11 +273,3 @@ def test_a_file_that_cannot_be_made_whole_is_an_error(tmp_path: Path) -> None:
             files.make_file(str(tmp_path / "data"), 3 * MIB)
 
     in_child(body)
-
-
-def test_scratch_is_removed_and_lack_of_space_is_said(tmp_path: Path) -> None:
-    with files.scratch(str(tmp_path), 1) as place:
-        Path(place, "data").write_bytes(b"x")
-    with pytest.raises(files.NotUsable, match="of free space are needed"), files.scratch(str(tmp_path), 1 << 60):
-        pass
-    assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ import pytest
 from conftest import give_up_root, in_child, open_to_all
 
 import nvme_ops.bench.run as run_module
-from nvme_ops.bench import cli, files, options, report
+from nvme_ops.bench import cli, files, options, report, stop
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
@@ -49,8 +49,8 @@ def run(folder: Path, *words: str) -> Result:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command in this process; its handler of SIGTERM stays away."""
-    monkeypatch.setattr(files, "leave_on_sigterm", lambda: None)
+    """The command in this process; its handlers of signals stay away."""
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     return lambda folder, *words: cli.main(["--folder", str(folder), *SMALL, *words])
 
 

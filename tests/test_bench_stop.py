@@ -1,4 +1,4 @@
-"""nvme-bench that is stopped, by Ctrl-C or SIGTERM: it prints what was measured, and leaves no file and no process."""
+"""nvme-bench that is stopped: after Ctrl-C it prints what was measured, and however it ends, nothing stays for long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import functools
 import multiprocessing
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -16,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nvme_ops.bench import cli, files
+from nvme_ops.bench import cli, files, huge_pages, scratch, stop
 from nvme_ops.bench.remote import Remote
 
 ROOT = Path(__file__).parent.parent
@@ -27,22 +29,31 @@ COMMAND = [sys.executable, "-m", "nvme_ops.bench"]
 SMALL = ["--io_size", "4M", "--no_reference"]
 
 
-def living(group: int) -> list[str]:
-    """The processes of a group that are more than an entry that nobody has waited for."""
+def living(session: int) -> list[str]:
+    """The processes of a session that are more than an entry that nobody has waited for."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = entry.read_text(errors="replace").rpartition(")")
-            state, _, its_group = rest.split()[:3]
-            found += [name] if int(its_group) == group and state not in "ZX" else []
+            state, _, _, its_session = rest.split()[:4]
+            found += [name] if int(its_session) == session and state not in "ZX" else []
     return found
 
 
-class OnTerminal:
-    """The command in a process group of its own, with a terminal as its standard error, where it tells its progress."""
+def own_terminal(*ignored: signal.Signals) -> None:
+    """In a process that begins a session: standard error is its terminal, and signals act as for a user's command."""
+    fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background of a shell ignores it, and its children do
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
-    def __init__(self, *words: str) -> None:
+
+class OnTerminal:
+    """The command in a session of its own, on a terminal of its own, where it tells its progress."""
+
+    def __init__(self, *words: str, ignored: tuple[signal.Signals, ...] = (), path: str = "") -> None:
         self.said = bytearray()
+        self._lost = threading.Event()
         self._ours, theirs = os.openpty()
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
         self.process = subprocess.Popen(
@@ -52,9 +63,9 @@ class OnTerminal:
             stdout=subprocess.PIPE,
             stderr=theirs,
             text=True,
+            env={**os.environ, "PATH": path or os.environ["PATH"]},
             start_new_session=True,
-            # a job in the background of a shell ignores it, and so do its children
-            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=functools.partial(own_terminal, *ignored),
         )
         os.close(theirs)
         self._reader = threading.Thread(target=self._read)
@@ -62,13 +73,20 @@ class OnTerminal:
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
-            while True:
-                self.said += os.read(self._ours, 4096)
+            while not self._lost.is_set():
+                if select.select([self._ours], [], [], 0.05)[0]:
+                    self.said += os.read(self._ours, 4096)
 
     def wait_for(self, words: str) -> None:
         while words not in self.said.decode(errors="replace"):
             assert self.process.poll() is None, self.said.decode(errors="replace")
             time.sleep(0.02)
+
+    def hang_up(self) -> None:
+        """The terminal is gone, as when its window is closed or its connection ends."""
+        self._lost.set()
+        self._reader.join()
+        os.close(self._ours)
 
     def output(self) -> str:
         """All of it, once the command and every process of it ended."""
@@ -85,15 +103,16 @@ class OnTerminal:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join()
-        os.close(self._ours)
+        if not self._lost.is_set():
+            os.close(self._ours)
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., OnTerminal]]:
     with contextlib.ExitStack() as stack:
 
-        def begin(*words: str) -> OnTerminal:
-            begun = OnTerminal(*words)
+        def begin(*words: str, **more: Any) -> OnTerminal:
+            begun = OnTerminal(*words, **more)
             stack.callback(begun.close)
             return begun
 
@@ -124,13 +143,118 @@ def test_ctrl_c_while_processes_are_started_is_quiet(tmp_path: Path, start: Call
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sigterm_leaves_no_file(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
-    begun = start("--folder", str(tmp_path), *SMALL, "--loops", "100000", "--engine", "aio_handle", "torch")
+ENDLESS = ("--loops", "100000")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT])
+@pytest.mark.parametrize("words", [("--engine", "aio_handle", "torch"), ("--multi_process", "2")])
+def test_a_signal_to_end_leaves_nothing(
+    tmp_path: Path, start: Callable[..., OnTerminal], number: signal.Signals, words: tuple[str, ...]
+) -> None:
+    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, *words)
     begun.wait_for("round 2")
-    begun.process.terminate()
+    begun.process.send_signal(number)
     begun.output()
-    assert begun.process.returncode == 128 + signal.SIGTERM
+    assert begun.process.returncode == 128 + number
+    assert b"Traceback" not in begun.said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [(), ("--multi_process", "2")], ids=["one process", "ranks"])
+def test_a_lost_terminal_leaves_nothing(
+    tmp_path: Path, start: Callable[..., OnTerminal], words: tuple[str, ...]
+) -> None:
+    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, *words)
+    begun.wait_for("round 2")
+    begun.hang_up()
+    begun.output()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_one_after_the_other_leave_nothing(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
+    """Of a lost terminal the kernel and the shell both tell; a service manager may send several too."""
+    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, "--multi_process", "2")
+    begun.wait_for("round 2")
+    while begun.process.poll() is None:
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            with contextlib.suppress(ProcessLookupError):
+                begun.process.send_signal(number)
+        time.sleep(0.001)
+    begun.output()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_asked_for_it_goes_on_without_a_terminal(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
+    """``nohup`` ignores SIGHUP, and so does what it starts."""
+    begun = start("--folder", str(tmp_path), *SMALL, "--loops", "200", ignored=(signal.SIGHUP,))
+    begun.wait_for("round 2")
+    begun.process.send_signal(signal.SIGHUP)
+    assert "Task Write Speed = " in begun.output()
+    assert begun.process.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_leaves_the_next_one_removes(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
+    first = start("--folder", str(tmp_path), *SMALL, *ENDLESS, "--multi_process", "2")
+    first.wait_for("round 2")
+    first.process.kill()
+    first.output()  # its ranks have ended with it
+    (left,) = tmp_path.iterdir()
+    foreign = tmp_path / left.name[:-1]
+    foreign.mkdir()
+    (foreign / "data").touch()
+    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS)
+    begun.wait_for("round 2")
+    assert not left.exists()
+    other = start("--folder", str(tmp_path), *SMALL)
+    other.output()
+    assert other.process.returncode == 0
+    assert len(list(tmp_path.iterdir())) == 2, "the run that goes on has its folder still"
+    begun.process.send_signal(signal.SIGINT)
+    assert "interrupted" in begun.output()
+    assert begun.process.returncode == 130
+    assert [entry.name for entry in tmp_path.iterdir()] == [foreign.name]
+
+
+@pytest.fixture
+def endless_fio(tmp_path: Path) -> str:
+    """A PATH where fio does not end by itself."""
+    (tmp_path / "bin").mkdir()
+    fio = tmp_path / "bin" / "fio"
+    fio.write_text(f"#!/bin/sh\ntouch {tmp_path}/bin/begun\nexec sleep 10000\n")
+    fio.chmod(0o755)
+    return f"{tmp_path}/bin:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
+@pytest.mark.parametrize("words", [(), ("--multi_process", "2")], ids=["one process", "ranks"])
+def test_fio_ends_with_the_run_and_its_huge_pages_are_given_back(
+    tmp_path: Path, start: Callable[..., OnTerminal], endless_fio: str, number: signal.Signals, words: tuple[str, ...]
+) -> None:
+    if number == signal.SIGKILL and not stop._setpriv():
+        pytest.skip("setpriv is not installed, or does not know --pdeathsig")
+    place = tmp_path / "place"
+    place.mkdir()
+    begun = start("--folder", str(place), "--io_size", "4M", *words, "--engine", "fio", path=endless_fio)
+    while not (tmp_path / "bin" / "begun").exists():
+        assert begun.process.poll() is None, begun.said.decode(errors="replace")
+        time.sleep(0.02)
+    begun.process.send_signal(number)
+    begun.output()  # in which nothing is alive any more
+    scratch.sweep(str(place))  # as the next run does
+    assert list(place.iterdir()) == []
+    assert records_of_dead() == []
+
+
+def records_of_dead() -> list[str]:
+    """What reservations of huge pages by processes that are gone say."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(huge_pages.RECORDS):
+            with open(os.path.join(huge_pages.RECORDS, name), "r+") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(file.read())
+    return found
 
 
 def interrupted(*_: object) -> None:
@@ -140,7 +264,7 @@ def interrupted(*_: object) -> None:
 def test_ctrl_c_before_anything_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     monkeypatch.setattr(files, "make_file", interrupted)
     assert cli.main(["--folder", str(tmp_path), *SMALL]) == 130
     out, errors = capsys.readouterr()

@@ -55,7 +55,7 @@ def test_a_small_run_prints_and_writes_its_figures(
 ) -> None:
     monkeypatch.setattr(tuning, "grid", lambda _: [Axis("queue_depth", [32, 128])])
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
-    monkeypatch.setattr(tuning.files, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(tuning.stop, "leave_on_signals", lambda: None)
     (tmp_path / "place").mkdir()
     file = tmp_path / "found.json"
     status = tuning.main([
@@ -87,7 +87,7 @@ def test_too_little_space_ends_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
-    monkeypatch.setattr(tuning.files, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(tuning.stop, "leave_on_signals", lambda: None)
     assert tuning.main(["--path", str(tmp_path), "--io_size", "4000000G"]) == 1
     assert "of free space are needed and there are" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []

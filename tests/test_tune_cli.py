@@ -208,13 +208,22 @@ def test_several_devices_are_tuned_each_by_itself_and_together(place: Path) -> N
     assert [name for name in os.listdir("/dev/shm") if name.startswith("nvme_ops-") and name not in before] == []
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_removes_its_files(place: Path, kind: signal.Signals, expected: int) -> None:
-    process = start(place, "--io_size", "32M", "--seconds", "600", "--verbose")
+def endless(folder: Path) -> subprocess.Popen[str]:
+    """In the midst of it when this returns."""
+    process = start(folder, "--io_size", "32M", "--seconds", "600", "--verbose")
     assert process.stderr is not None
     for line in process.stderr:
         if "GB/s" in line:
             break
+    return process
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGTERM, 143), (signal.SIGQUIT, 131)],
+)
+def test_a_run_that_is_stopped_removes_its_files(place: Path, kind: signal.Signals, expected: int) -> None:
+    process = endless(place)
     time.sleep(0.3)
     process.send_signal(kind)
     output, errors = process.communicate(timeout=60)
@@ -225,6 +234,22 @@ def test_a_run_that_is_stopped_removes_its_files(place: Path, kind: signal.Signa
     if kind == signal.SIGINT:
         assert "interrupted; the files are removed" in errors
         assert '"aio": {' in output  # the best so far
+
+
+def test_what_a_killed_run_leaves_the_next_one_removes_beside_one_that_is_alive(place: Path) -> None:
+    killed = endless(place)
+    killed.kill()
+    killed.communicate()
+    (left,) = place.iterdir()
+    alive = endless(place)
+    assert not left.exists()
+    before = list(place.iterdir())
+    status, _, errors = tune(place, *QUICK, "--no_store")
+    assert status == 0, errors
+    assert list(place.iterdir()) == before
+    alive.send_signal(signal.SIGHUP)
+    alive.communicate(timeout=60)
+    assert list(place.iterdir()) == []
 
 
 def test_too_little_space_is_said_before_anything_is_written(place: Path) -> None:

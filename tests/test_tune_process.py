@@ -109,7 +109,7 @@ def test_the_end_of_the_program_ends_the_tuning(place: Path, program: str) -> No
     assert list((place.parent / "cache").rglob("*.json")) == []
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
 def test_a_program_that_is_killed_leaves_nothing(place: Path, kind: signal.Signals) -> None:
     process = start(place, "time.sleep(100)")
     assert process.stdout is not None

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_ops.bench import explain, files, options, plot, report
+from nvme_ops.bench import explain, files, options, plot, report, stop
 from nvme_ops.bench.run import run
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 for wrong data; 2 for wrong arguments and folders without the space; 130 after Ctrl-C."""
     words = sys.argv[1:] if words is None else words
-    files.leave_on_sigterm()
+    stop.leave_on_signals()
     if words and words[0] == "explain":
         return _explain(words[1:])
     given = options.parse(words)

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from nvme_ops.arguments import check_output, size
-from nvme_ops.bench import explain_page, explain_place, explain_rows, files, machine
+from nvme_ops.bench import explain_page, explain_place, explain_rows, files, huge_pages, machine
 from nvme_ops.bench.energy import Meter
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Judgement, Measured, judge
 from nvme_ops.bench.measure import Row, Spread, interleave, spread
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.report.host import Host
 from nvme_ops.sizes import GIB, MIB, size_words
@@ -147,11 +148,12 @@ def _explain(given: argparse.Namespace, progress: Step | None) -> Page:
 def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """The file to work on, and whether it is one of ours."""
     if not explain_place.is_folder(given.path):
+        huge_pages.settle()
         yield given.path, False
         return
     explain_place.refuse_memory(given.path)
     size = given.io_size or min(_DEFAULT_SIZE, max(MIB, _memory() // _TENSORS))
-    with files.scratch(given.path, size + 64 * MIB, "--io_size or folder") as folder:
+    with scratch_folder(given.path, size + 64 * MIB, "--io_size or folder") as folder:
         _check_memory(size)
         path = os.path.join(folder, "data")
         try:

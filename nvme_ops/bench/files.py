@@ -1,17 +1,12 @@
-"""The file that a benchmark works on: made, dropped from the page cache, compared, and removed whatever happens."""
+"""The file that a benchmark works on: made, dropped from the page cache, compared. ``scratch`` is where it lies."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import shutil
-import signal
-import sys
-import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 import torch
 
@@ -22,25 +17,6 @@ _PIECE = 16 * MIB
 
 class NotUsable(Exception):  # noqa: N818  (the message is all there is to it)
     """The folder cannot be benchmarked, and why."""
-
-
-@contextmanager
-def scratch(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
-    """A new folder in ``folder``, removed at the end, on Ctrl-C and on SIGTERM too.
-
-    ``needed``: bytes of free space.
-
-    ``smaller``: the flags by which to need less, for the message.
-    """
-    require_space(folder, needed, smaller)
-    try:
-        place = tempfile.mkdtemp(prefix="nvme_ops-bench-", dir=folder)
-    except OSError as error:
-        raise NotUsable(f"{folder}: {error.strerror}") from error
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def require_space(folder: str, needed: int, smaller: str) -> None:
@@ -54,15 +30,6 @@ def require_space(folder: str, needed: int, smaller: str) -> None:
             f"{folder}: {size_words(needed)} of free space are needed and there are {size_words(free)}; "
             f"choose another {smaller}"
         )
-
-
-def leave_on_sigterm() -> None:
-    """Makes SIGTERM an ordinary exit, which removes files on its way out."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def make_file(path: str, size: int) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from nvme_ops.bench import stop
+from nvme_ops.bench.huge_pages import huge_pages
 from nvme_ops.bench.measure import PERCENTILES, BlockTimes, Row, Sample, Unavailable
 from nvme_ops.sizes import MIB
 
 _PAGE = 4096
-_HUGE_PAGES = "/proc/sys/vm/nr_hugepages"
-_HUGE_MEMORY = 160 << 20  # fio's best: 32 blocks of 4 MiB, and room to align them
 
 DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
 RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
@@ -123,7 +121,7 @@ def _execute(
                 f"--offset={start}", f"--size={length}", f"--io_size={length}",
             ]  # fmt: skip
     with huge_pages("--iomem=mmaphuge" in options):
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        return subprocess.run(stop.tied(command), stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
@@ -146,39 +144,3 @@ def _job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[st
         words = [line.strip() for line in (errors + output[: max(0, start)]).splitlines() if line.strip()]
         raise RuntimeError(f"fio: {words[0] if words else f'exit status {status}'}")
     return job, job["write"] if job["write"]["total_ios"] else job["read"]
-
-
-@contextmanager
-def huge_pages(wanted: bool = True) -> Iterator[None]:
-    """Reserved huge pages while fio runs, where we may reserve them; afterwards as many as before.
-
-    Only as long as fio runs, lest others of the run take them.
-    """
-    got = 0
-    try:
-        if wanted:
-            got = _reserve(_HUGE_MEMORY // _huge_page_size())
-    except OSError:  # not root: what is reserved may do
-        pass
-    try:
-        yield
-    finally:
-        if got:
-            _reserve(-got)
-
-
-def _reserve(pages: int) -> int:
-    """Adds so many to the machine's, or as many as there is memory for; several processes may do so at once."""
-    with open(_HUGE_PAGES, "r+", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        before = int(file.read())
-        file.seek(0)
-        file.write(str(max(0, before + pages)))
-        file.flush()
-        file.seek(0)
-        return int(file.read()) - before
-
-
-def _huge_page_size() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Hugepagesize")), 2 << 20)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 
+from nvme_ops.bench import stop
 from nvme_ops.bench.measure import Sample, Unavailable
 
 DIRECT, THROUGH_HOST = 0, 2  # its option -x: storage to GPU; storage to host memory to GPU
@@ -41,7 +42,7 @@ def run(path: str, size: int, write: bool, way: int, gpu: int, block_size: int, 
     ]  # fmt: skip
     try:
         done = subprocess.run(
-            command,
+            stop.tied(command),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

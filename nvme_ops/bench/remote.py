@@ -9,17 +9,18 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+from nvme_ops.bench import stop
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 
 FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
 LIMIT = 300.0  # seconds until any other
+_PATIENCE = 10.0  # seconds for a process to end by itself
 
 
 @contextmanager
@@ -39,20 +40,13 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """For processes that are started in the block, for ever; here it comes after the block."""
+    """For processes that are started in the block, for ever."""
     resource_tracker.ensure_running()  # which would unblock it
-    came: list[int] = []
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if main:
-            signal.signal(signal.SIGINT, handler)
-    if came and callable(handler):
-        handler(signal.SIGINT, None)
 
 
 class Remote:
@@ -70,7 +64,7 @@ class Remote:
         self._limits = [limit, first_limit]  # the last one applies; the first answer takes one away
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._said = tempfile.NamedTemporaryFile("r", errors="replace", prefix="nvme_ops-bench-")  # noqa: SIM115
+        self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._over = ""
 
     def row(self, name: str, number: int = 0) -> Row:
@@ -86,25 +80,33 @@ class Remote:
         here.blocks = lambda: ask("blocks")
         return here
 
-    def close(self) -> None:
-        """Ends the process, however it is."""
+    def __enter__(self) -> Remote:
+        """Until the end of the block there is a process where one is needed."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """An exception, as of a signal to end, does not wait for what the process is at."""
+        self.close(_PATIENCE if kind is None else 0)
+
+    def close(self, patience: float = _PATIENCE) -> None:
+        """Ends the process, however it is, and what it started; after so many seconds for what it is at."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
         if self._process is not None:
-            self._process.join(10)  # it leaves when the pipe is closed
+            self._process.join(patience)  # it leaves when the pipe is closed
             if self._process.is_alive():
-                self._process.kill()
+                stop.kill_group(self._process)
             self._process.join()
         self._said.close()
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._pipe, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve, args=(theirs, self._said.name, self._make, self._arguments), daemon=True
-        )
-        with environment(**self._variables), _without_ctrl_c():  # it is asked for by the parent alone
+        said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
+        process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
+        # Ctrl-C is meant for the parent alone; and what is started is known before anything can end the run
+        with environment(**self._variables), stop.deferred(), _without_ctrl_c():
             process.start()
             self._process = process
         theirs.close()
@@ -140,20 +142,20 @@ class Remote:
 
     def _ended(self) -> NoReturn:
         assert self._process is not None
-        self._process.join(10)
+        self._process.join(_PATIENCE)
         self._give_up(f"its process ended with status {self._process.exitcode}")
 
     def _give_up(self, reason: str) -> NoReturn:
         words = [line.strip() for line in self._said if line.strip()]
         self._over = f"{reason} ({words[-1]})" if words else reason
         if self._process is not None and self._process.is_alive():
-            self._process.kill()
+            stop.kill_group(self._process)
         raise Unavailable(self._over)
 
 
 def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
     """Does what the parent asks for until it closes the pipe. All that is printed goes to the file ``said``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    stop.serve_parent()
     output = os.open(said, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)

@@ -17,6 +17,7 @@ from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread, Unavailable,
 from nvme_ops.bench.options import Options
 from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
+from nvme_ops.bench.scratch import scratch_folder, sweep
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import Table
 from nvme_ops.progress import Step, progress_bar
@@ -84,6 +85,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result
                     result.blocks = _measure_blocks(rows, blocks_of, step)
         except KeyboardInterrupt:
             result.interrupted = True
+            crew.stop()
         for row in rows:
             row.blocks = None
         result.scaling = crew.scaling()
@@ -126,10 +128,12 @@ def _work_words(options: Options) -> str:
 def _make_files(options: Options, stack: contextlib.ExitStack, say: Callable[[str], None]) -> list[Task]:
     copies = 1 + sum(ENGINES[engine].own_file for engine in options.engines)
     needed = Counter(place.folder for place in options.places)
+    for folder in needed:
+        sweep(folder)  # it counts as free space
     _check_space(needed, options.size * copies * options.files)
     scratch = {
         folder: stack.enter_context(
-            files.scratch(folder, count * options.size * copies * options.files + 64 * MIB, _SMALLER)
+            scratch_folder(folder, count * options.size * copies * options.files + 64 * MIB, _SMALLER)
         )
         for folder, count in needed.items()
     }
@@ -174,6 +178,7 @@ class _Crew:
     def __init__(self, options: Options, tasks: list[Task], stack: contextlib.ExitStack) -> None:
         self._options, self._tasks, self._stack = options, tasks, stack
         self._scaling: list[tuple[str, Row, list[Row]]] = []
+        self._remotes: list[Remote] = []
 
     def rows(self) -> list[Row]:
         everyone = contenders(self._options)
@@ -190,9 +195,14 @@ class _Crew:
             made.update(zip((member.name for member in members), rows, strict=True))
         return [row for contender in everyone for row in made[contender.name]]
 
+    def stop(self) -> None:
+        """Ends all processes at once, whatever they are at."""
+        for remote in self._remotes:
+            remote.close(0)
+
     def _remote(self, task: Task, members: list[Contender]) -> Remote:
-        remote = Remote(make_rows, replace(task), members)
-        self._stack.callback(remote.close)
+        remote = self._stack.enter_context(Remote(make_rows, replace(task), members))
+        self._remotes.append(remote)
         return remote
 
     def _over(self, name: str, remotes: list[Remote], number: int) -> list[Row]:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from nvme_ops.bench.files import NotUsable, leave_on_sigterm
+from nvme_ops.bench import stop
+from nvme_ops.bench.files import NotUsable
 from nvme_ops.tune import options, report, store
 from nvme_ops.tune.run import Result, run
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C."""
-    leave_on_sigterm()
+    stop.leave_on_signals()
     torch.set_num_threads(1)  # the model's matrices are small, and other threads would disturb what is measured
     given = options.parse(words)
     try:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nvme_ops.bench.files import NotUsable, scratch
+from nvme_ops.bench.files import NotUsable
+from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
 from nvme_ops.handle import aio_handle
@@ -146,7 +147,7 @@ def _devices(options: Options) -> dict[Identity, list[str]]:
 
 
 def _place(options: Options, folder: str) -> contextlib.AbstractContextManager[str]:
-    return scratch(folder, options.size + 64 * MIB, "--io_size or --nvme_dir")
+    return scratch_folder(folder, options.size + 64 * MIB, "--io_size or --nvme_dir")
 
 
 @contextlib.contextmanager

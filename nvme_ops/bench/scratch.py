@@ -1,0 +1,145 @@
+"""The folder of a run: what it is called, how others know that the run is alive, and how it goes, if need be later.
+
+It is called ``nvme_ops-bench-`` and 16 random digits, and holds an empty file, ``.lock-`` and the kernel's boot id,
+that the run keeps locked (flock) as long as it lives. A run removes its folder at its end; that of a run that was
+killed is removed by the next one in the same place. That takes only what has both names, belongs to the same user and
+can be locked: nothing of a run that is alive, in another container or on another host either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nvme_ops.bench import huge_pages, stop
+from nvme_ops.bench.boot import boot_id
+from nvme_ops.bench.files import NotUsable, require_space
+from nvme_ops.report.host import Host
+from nvme_ops.report.mounts import mount_of
+
+_PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
+_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")
+_LOCK_NAME = re.compile(re.escape(_LOCK) + "[0-9a-f-]{36}")
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs"}  # no other host has them mounted
+
+_alive: dict[str, int] = {}  # this process' folders, each with the descriptor that locks it
+
+
+@contextmanager
+def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
+    """A new folder in ``folder``, removed at the end, whatever ends the run; then also what killed runs left there.
+
+    ``needed``: bytes of free space.
+
+    ``smaller``: the flags by which to need less, for the message.
+
+    Raises:
+        NotUsable: too little space, or nothing can be written there.
+    """
+    sweep(folder)
+    require_space(folder, needed, smaller)
+    place = ""
+    try:
+        with stop.deferred():
+            try:
+                place = _make(folder)
+            except OSError as error:
+                raise NotUsable(f"{folder}: {error.strerror}") from error
+        yield place
+    finally:
+        with stop.deferred():
+            _end(place)
+            huge_pages.settle()  # those of processes that were killed meanwhile
+
+
+def sweep(folder: str) -> None:
+    """Removes what killed runs left in ``folder``, and gives back the huge pages that they had reserved.
+
+    What is not certain to be that stays, without a word.
+    """
+    huge_pages.settle()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if _NAME.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    _remove_if_dead(os.path.join(folder, name))
+
+
+def _make(folder: str) -> str:
+    while True:
+        place = os.path.join(os.path.abspath(folder), _PREFIX + secrets.token_hex(8))
+        os.mkdir(place, 0o700)
+        try:
+            lock = os.open(os.path.join(place, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:  # another run has removed the empty folder
+            continue
+        with contextlib.suppress(OSError):  # where nothing can be locked, no other run removes it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            _alive[place] = lock
+            return place
+        os.close(lock)  # another run had locked it first, and removed it
+
+
+def _remove_if_dead(place: str) -> None:
+    """Raises OSError where it is alive, or is not to be removed."""
+    about = os.lstat(place)
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        return
+    locks = [name for name in os.listdir(place) if _LOCK_NAME.fullmatch(name)]
+    if not locks:
+        os.rmdir(place)  # which only works where it is empty: the run was killed before it had a lock
+        return
+    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(place)):
+        return
+    lock = os.open(os.path.join(place, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(place, locks[0])
+    finally:
+        os.close(lock)
+
+
+def _remove(place: str, lock: str) -> None:
+    """The lock last: what cannot be removed now, or is left by a kill, can then be removed by the next run."""
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != lock:
+                os.unlink(entry.path)
+    os.unlink(os.path.join(place, lock))
+    os.rmdir(place)
+
+
+def _end(place: str) -> None:
+    if place in _alive:
+        with contextlib.suppress(OSError):
+            _remove(place, _LOCK + boot_id())
+        os.close(_alive.pop(place))
+
+
+@atexit.register
+def _end_all() -> None:
+    """For a signal that came just before a folder was known to its ``with``, or while another one was dealt with."""
+    if _process == os.getpid():
+        with stop.deferred():
+            for place in list(_alive):
+                _end(place)
+
+
+_process = os.getpid()
+
+
+def _is_local(place: str) -> bool:
+    """Whether only this host can have written there: then a lock of an earlier start is nobody's."""
+    mount = mount_of(Host(), place)
+    return mount is not None and mount.kind in _LOCAL
