@@ -17,7 +17,7 @@ import torch
 import nvme_ops
 from nvme_ops.bench import fio
 from nvme_ops.bench.files import make_cold, make_file, make_warm
-from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.checkpoint import freeing
 
 FIO_BEST = "fio best"
@@ -260,7 +260,8 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
             _warm_free_memory(work.size)
             return
         if path not in work.saved:
-            assert made_by.save is not None
+            if made_by.save is None:
+                raise Unavailable(f"{made_by.name} saves nothing")
             made_by.save(work.tensors, path)
             work.saved.add(path)
         for name in _files(path):
@@ -310,9 +311,11 @@ def _warm_free_memory(size: int) -> None:
 
 
 def _compare(tensors: Tensors, loaded: Tensors) -> None:
-    assert loaded.keys() == tensors.keys(), "other names"
+    if loaded.keys() != tensors.keys():
+        raise WrongData("other names")
     for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor), f"{name} differs"
+        if not torch.equal(loaded[name], tensor):
+            raise WrongData(f"{name} differs")
 
 
 def _fio_new_row(work: Work) -> Row:

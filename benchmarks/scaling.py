@@ -26,7 +26,7 @@ from nvme_ops.arguments import positive, size
 from nvme_ops.bench import files, fio, machine
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, Spread, interleave, timed
+from nvme_ops.bench.measure import Row, Sample, Spread, WrongData, interleave, timed
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Scaling, scaling_of
@@ -125,7 +125,8 @@ def _shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio
         move()
         for task in tasks:
             there = files.checksum(task.path) if task.write else task.content
-            assert files.tensor_checksum(task.buffer) == there, "tensor and file differ"
+            if files.tensor_checksum(task.buffer) != there:
+                raise WrongData("tensor and file differ")
 
     return Row(name, lambda: timed(move, sum(task.size for task in tasks)), before, check)
 

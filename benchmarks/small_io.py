@@ -13,7 +13,7 @@ import torch
 import nvme_ops
 from nvme_ops.bench import fio
 from nvme_ops.bench.files import make_cold
-from nvme_ops.bench.measure import Row, Sample, latency, timed
+from nvme_ops.bench.measure import Row, Sample, WrongData, latency, timed
 from nvme_ops.bench.work import Work
 from nvme_ops.sizes import MIB
 
@@ -38,7 +38,8 @@ def random_rows(work: Work) -> list[Row]:
 
         def check() -> None:
             for index in (0, count // 2, count - 1):
-                assert memory[index].numpy().tobytes() == _read(work.path, offsets[index]), f"request {index} differs"
+                if memory[index].numpy().tobytes() != _read(work.path, offsets[index]):
+                    raise WrongData(f"request {index} differs")
 
         return Row(name, lambda: timed(read, count), lambda: make_cold(work.path), check)
 
@@ -70,7 +71,8 @@ def latency_rows(work: Work) -> list[Row]:
 
     def check() -> None:
         by_handle(PAGE)
-        assert tensor.numpy().tobytes() == _read(work.path, PAGE), "tensor and file differ"
+        if tensor.numpy().tobytes() != _read(work.path, PAGE):
+            raise WrongData("tensor and file differ")
 
     def row(name: str, call: Callable[[int], None], check: Callable[[], None] = lambda: None) -> Row:
         def run() -> Sample:

@@ -98,7 +98,8 @@ def compare(duels: Sequence[Duel], swept: Sequence[Settings]) -> tuple[Settings,
     over_best = {}
     for settings, taken in ratios.items():
         found = spread([one / other for one, other in zip(taken, ratios[best], strict=True)])
-        assert found is not None
+        if found is None:
+            raise ValueError("without rounds nothing can be compared")
         over_best[settings] = found
     return best, over_best
 

@@ -136,7 +136,8 @@ def import_library(name: str, library: Path) -> ModuleType:
     """
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
-    assert spec is not None
+    if spec is None:
+        raise ImportError(f"{library} is not a module that Python can load", name=name, path=str(library))
     module = importlib.util.module_from_spec(spec)
     package, _, last = name.rpartition(".")
     parent = importlib.import_module(package) if package else None

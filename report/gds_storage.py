@@ -27,8 +27,7 @@ def check(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result
     """Whether data can go straight between this file system and a GPU; a complaint only where there is a GPU."""
     reason, fix = obstacle(mount, found)
     data: dict[str, Json] = {"supported": not reason, "reason": reason}
-    if not reason:
-        assert mount is not None
+    if mount is not None and not reason:
         words = (
             _DISTRIBUTED.get(mount.kind) or f"{mount.kind} on {', '.join(device.name for device in found) or 'RDMA'}"
         )

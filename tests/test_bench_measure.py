@@ -23,6 +23,7 @@ from nvme_ops.bench.measure import (
     Sample,
     Spread,
     Unavailable,
+    WrongData,
     interleave,
     paired_ratios,
     percentile,
@@ -190,7 +191,7 @@ def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:
         raise OSError(5, "Input/output error")
 
     def wrong() -> None:
-        raise AssertionError("tensor and file differ")
+        raise WrongData("tensor and file differ")
 
     good = Row("good", lambda: Sample(1, 1))
     rows = [Row("missing", good.run, missing), Row("failing", failing), Row("wrong", good.run, check=wrong), good]

@@ -24,7 +24,7 @@ from private_device import PrivateDevice
 from benchmarks import gpu_io, gpu_peers, gpu_rows
 from benchmarks.gpu_rows import GpuWork
 from nvme_ops.bench import files, gdsio
-from nvme_ops.bench.measure import Row, Sample, Spread, Unavailable, interleave
+from nvme_ops.bench.measure import Row, Sample, Spread, Unavailable, WrongData, interleave
 from nvme_ops.bench.remote import Remote, environment
 from nvme_ops.bench.tables import Table
 from nvme_ops.sizes import GIB, MIB
@@ -65,7 +65,7 @@ def unavailable_row() -> Row:
 
 def wrong_row() -> Row:
     def check() -> None:
-        raise AssertionError("tensor and file differ")
+        raise WrongData("tensor and file differ")
 
     return Row("", lambda: Sample(1, 1), check=check)
 

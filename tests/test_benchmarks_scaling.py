@@ -14,7 +14,7 @@ from test_benchmarks_throttled import left_over, why_not
 
 from benchmarks import scaling
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, Spread
+from nvme_ops.bench.measure import Row, Sample, Spread, WrongData
 from nvme_ops.bench.run import Scaling
 from nvme_ops.sizes import MIB
 
@@ -72,7 +72,7 @@ def test_a_row_that_moves_nothing_is_found_out(tmp_path: Path) -> None:
 
     row = scaling._shared_row("lazy", tasks, [Lazy(), Lazy()])  # type: ignore[list-item]
     row.before()
-    with pytest.raises(AssertionError, match="tensor and file differ"):
+    with pytest.raises(WrongData, match="tensor and file differ"):
         row.check()
 
 

@@ -241,6 +241,20 @@ def test_the_library_does_not_print() -> None:
     clean(problems)
 
 
+def test_nothing_is_checked_by_an_assertion() -> None:
+    """``python -O`` leaves them out. In tests they are what pytest makes of them."""
+    problems = []
+    for path in [path for path in PYTHON if not inside(path, "tests")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert):
+                problems.append(
+                    f"{name_of(path)}:{node.lineno}: assert, which python -O leaves out: raise what is wrong"
+                )
+            elif isinstance(node, ast.Name) and node.id == "__debug__":
+                problems.append(f"{name_of(path)}:{node.lineno}: __debug__, which python -O changes")
+    clean(problems)
+
+
 def test_native_code_neither_prints_nor_exits_nor_asserts() -> None:
     problems = []
     for path in [path for path in NATIVE if inside(path, "csrc")]:

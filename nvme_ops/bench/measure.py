@@ -17,6 +17,10 @@ class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty 
     """What a row needs is not here."""
 
 
+class WrongData(Exception):  # noqa: N818  (what it says comes after "WRONG DATA")
+    """Other bytes were moved than there should be, and where."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One timed pass."""
@@ -93,8 +97,8 @@ class Row:
     """One contender of a table.
 
     ``run`` does the work once and says how long it took; ``before`` makes the same starting point for all, untimed;
-    ``check`` looks, after the untimed first pass, whether the work was done. ``peer`` names the row of the same call by
-    another package.
+    ``check`` looks, after the untimed first pass, whether the work was done, and raises WrongData. ``peer`` names
+    the row of the same call by another package.
     """
 
     name: str
@@ -129,7 +133,7 @@ def interleave(
                     row.before()
                 try:
                     row.check()
-                except AssertionError as error:
+                except WrongData as error:
                     row.wrong = True
                     row.note = f"WRONG DATA: {error}"
                     continue

@@ -9,7 +9,7 @@ from typing import Any
 
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, Unavailable
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
 from nvme_ops.bench.remote import Remote
 
 
@@ -34,7 +34,7 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
         for remote in asked:  # all answers are taken, or the next question would get an old one
             try:
                 answer, note = remote.receive()
-            except (Unavailable, AssertionError, RuntimeError) as error:
+            except (Unavailable, RuntimeError, WrongData) as error:
                 failure = error
                 continue
             row.note = note

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from nvme_ops.bench import stop
-from nvme_ops.bench.measure import Row, Sample, Unavailable
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
 
 FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
 LIMIT = 300.0  # seconds until any other
@@ -127,7 +127,8 @@ class Remote:
         if self._over:
             raise Unavailable(self._over)
         pipe = self._pipe
-        assert pipe is not None, "nothing was sent"
+        if pipe is None:
+            raise Unavailable("nothing was asked")
         try:
             if not pipe.poll(self._limits[-1]):
                 self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
@@ -141,7 +142,8 @@ class Remote:
         return answer, note
 
     def _ended(self) -> NoReturn:
-        assert self._process is not None
+        if self._process is None:
+            self._give_up("it has no process")
         self._process.join(_PATIENCE)
         self._give_up(f"its process ended with status {self._process.exitcode}")
 
@@ -170,7 +172,7 @@ def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], ar
                 made = make(*arguments)
                 rows = made if isinstance(made, list) else [made]
             answer: tuple[type[Exception] | None, Any, str] = (None, _answer(rows[number], command), rows[number].note)
-        except (Unavailable, AssertionError) as reason:
+        except (Unavailable, WrongData) as reason:
             answer = (type(reason), str(reason), "")
         except Exception as error:  # whatever it is, the parent keeps it as a note
             answer = (RuntimeError, f"{type(error).__name__}: {error}", "")

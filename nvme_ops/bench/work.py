@@ -10,7 +10,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.bench.files import checksum, make_cold, tensor_checksum
-from nvme_ops.bench.measure import Row, timed
+from nvme_ops.bench.measure import Row, WrongData, timed
 
 
 @dataclass
@@ -79,7 +79,8 @@ def tensor_row(
         work.set_out()
         move(tensor)
         there = checksum(work.path) if work.write else work.content
-        assert tensor_checksum(tensor) == there, "tensor and file differ"
+        if tensor_checksum(tensor) != there:
+            raise WrongData("tensor and file differ")
 
     return Row(name, lambda: timed(lambda: move(memory()), work.size), before, check, peer)
 
@@ -106,6 +107,7 @@ def saved_row(
 
     def check() -> None:
         expected = tensor_checksum(memory()) if work.write else saved[0]
-        assert tensor_checksum(load()) == expected, "tensor and file differ"
+        if tensor_checksum(load()) != expected:
+            raise WrongData("tensor and file differ")
 
     return Row(name, lambda: timed(save if work.write else load, work.size), before, check)
