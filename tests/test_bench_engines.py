@@ -189,7 +189,7 @@ def test_the_handle_has_the_settings_asked_for(make_task: Callable[..., Task], m
     monkeypatch.setattr(nvme_ops, "aio_handle", make)
     settings = Settings(64 * KIB, 3, single_submit=True, overlap_events=True, intra_op_parallelism=2)
     row_of("aio_handle", make_task(), settings)
-    assert made == [{**settings.as_json(), "cache": "auto"}]  # whatever NVME_OPS_CACHE says
+    assert made == [settings.as_json()]
 
 
 @pytest.mark.parametrize("pageable", [False, True], ids=["locked", "pageable"])

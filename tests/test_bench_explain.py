@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import give_up_root, in_child, open_to_all
 
-from nvme_ops.bench import explain, explain_place, explain_rows, files
+from nvme_ops.bench import explain, explain_place, explain_rows, files, page_cache
 from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
 from nvme_ops.report import mounts
 from nvme_ops.report.host import Host
@@ -34,9 +34,9 @@ def file(folder: Path) -> Path:
 
 def test_the_page_cache_is_known(file: Path) -> None:
     files.make_cold(str(file))
-    assert explain_place.cached_bytes(str(file)) in (0, None)
+    assert page_cache.cached_bytes(str(file)) in (0, None)
     files.make_warm(str(file))
-    assert explain_place.cached_bytes(str(file)) in (2 * MIB + 5, None)
+    assert page_cache.cached_bytes(str(file)) in (2 * MIB + 5, None)
 
 
 def _without_cachestat() -> Any:
@@ -45,11 +45,11 @@ def _without_cachestat() -> Any:
 
 
 def test_mincore_tells_where_cachestat_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_place, "native", _without_cachestat)
+    monkeypatch.setattr(page_cache, "native", _without_cachestat)
     files.make_cold(str(file))
-    assert explain_place.cached_bytes(str(file)) == 0
+    assert page_cache.cached_bytes(str(file)) == 0
     files.make_warm(str(file))
-    assert explain_place.cached_bytes(str(file)) == 2 * MIB + 5
+    assert page_cache.cached_bytes(str(file)) == 2 * MIB + 5
 
 
 def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
 
     def body() -> None:
         give_up_root()
-        explain_place.native = _without_cachestat  # type: ignore[attr-defined]
-        assert explain_place.cached_bytes(str(file)) is None
+        page_cache.native = _without_cachestat  # type: ignore[attr-defined]
+        assert page_cache.cached_bytes(str(file)) is None
 
     in_child(body)
 
@@ -269,11 +269,11 @@ def test_json_on_standard_output_is_all_there_is(file: Path) -> None:
 @pytest.mark.usefixtures("_no_fio")
 def test_what_lies_in_the_page_cache_is_measured_as_found(file: Path) -> None:
     files.make_warm(str(file))
-    if explain_place.cached_bytes(str(file)) is None:
+    if page_cache.cached_bytes(str(file)) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
     _, text = explain.main([str(file), "--rounds", "2"])
     assert "100% of it in the page cache, as found " in " ".join(text.split())
-    assert explain_place.cached_bytes(str(file)) == 0
+    assert page_cache.cached_bytes(str(file)) == 0
     _, text = explain.main([str(file), "--rounds", "2"])
     assert "nothing of it in the page cache" in " ".join(text.split())
 

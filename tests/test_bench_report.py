@@ -180,8 +180,8 @@ def test_the_document_is_json_and_complete() -> None:
     text = json.dumps(report.as_document(found), allow_nan=False)
     document = json.loads(text)
     assert list(document) == [
-        "command", "machine", "folders", "options", "tables", "passes", "ds_io", "blocks", "scaling", "energy",
-        "interrupted",
+        "command", "machine", "folders", "options", "tables", "passes", "ds_io", "blocks", "from_page_cache",
+        "scaling", "energy", "interrupted",
     ]  # fmt: skip
     assert document["command"] == ["nvme-bench", *found.options.words]
     assert (document["machine"], document["folders"]) == (found.machine, found.places)
@@ -210,7 +210,8 @@ def test_csv_has_a_line_for_each_pass() -> None:
     ]
     assert lines[2] == {
         "engine": "aio_handle", "pass": "1", "seconds": "0.5", "amount": str(GB), "cpu_seconds": "0.5",
-        "submit_seconds": "2e-05", "end_to_end": "1.0", "peak_bytes": str(3 * MIB), "joules": "3.0", "note": "io_uring",
+        "submit_seconds": "2e-05", "end_to_end": "1.0", "peak_bytes": str(3 * MIB), "from_page_cache": "",
+        "joules": "3.0", "note": "io_uring",
     }  # fmt: skip
     failed = lines[5]
     assert (failed["seconds"], failed["joules"], failed["note"]) == ("", "", "failed: OSError: gone")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from nvme_ops.arguments import check_output, size
-from nvme_ops.bench import explain_page, explain_place, explain_rows, files, huge_pages, machine
+from nvme_ops.bench import explain_page, explain_place, explain_rows, files, huge_pages, machine, page_cache
 from nvme_ops.bench.energy import Meter
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Judgement, Measured, judge
@@ -131,7 +131,7 @@ def _explain(given: argparse.Namespace, progress: Step | None) -> Page:
         meter = Meter(gpus)
         as_found = None if scratch or place.cached == 0 else _as_found(Task(path, size, False, given.gpu), given.rounds)
         files.make_cold(path)
-        still_cached = explain_place.cached_bytes(path)
+        still_cached = page_cache.cached_bytes(path)
         directions, hindrances = [], []
         for write in [False, True] if given.write else [False]:
             task = Task(path, size, write, given.gpu)

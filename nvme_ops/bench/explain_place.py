@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -10,8 +9,8 @@ import stat
 import struct
 from dataclasses import dataclass
 
-from nvme_ops._native import native
 from nvme_ops.bench.files import NotUsable
+from nvme_ops.bench.page_cache import cached_bytes
 from nvme_ops.report import mounts, syscalls
 from nvme_ops.report.device import devices
 from nvme_ops.report.host import Host
@@ -94,37 +93,6 @@ def inspect(path: str) -> Place:
         )
     finally:
         os.close(descriptor)
-
-
-def cached_bytes(path: str) -> int | None:
-    """How much of a file lies in the page cache; None where the kernel does not tell us."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        pages = native().cached_pages(file.fileno(), 0, 0)
-        if pages is None:
-            pages = _mincore(path, file.fileno(), size)
-    return None if pages is None else min(size, pages * mmap.PAGESIZE)
-
-
-def _mincore(path: str, descriptor: int, size: int) -> int | None:
-    """The kernel says that all is there to those who neither own the file nor may write it."""
-    if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK):
-        return None
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        return None
-    try:
-        there = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-        if libc.mincore(address, size, there):
-            return None
-        return sum(byte & 1 for byte in there.raw)
-    finally:
-        libc.munmap(address, size)
 
 
 def _refuse_cached_only(path: str) -> None:

@@ -63,7 +63,7 @@ def make_rows(task: Task, meter: Meter) -> Rows:
     variations = [Variation(LOCKED, argument, value) for argument, value in _SETTINGS]
     variations.append(Variation(reached, LANES, 2))
     for each in variations:
-        handle = nvme_ops.aio_handle(cache="auto", **{each.argument: each.value})  # type: ignore[arg-type]
+        handle = nvme_ops.aio_handle(**{each.argument: each.value})  # type: ignore[arg-type]
         rows.append(_row(task, each.name, handle, _memory_of(task, each.of)))
     for row in rows:
         _instrument(row, meter)
@@ -79,7 +79,7 @@ def as_found_row(task: Task) -> Row:
 
 def probe(path: str, size: int) -> float:
     """Bytes per second of one short read, to know how much can be read in the time that there is."""
-    handle = nvme_ops.aio_handle(cache="auto")
+    handle = nvme_ops.aio_handle()
     tensor = filled(nvme_ops.empty(min(size, _LEAST_PASS), dtype=torch.uint8))
     task = Task(path, tensor.numel(), write=False)
     task.set_out()
@@ -189,7 +189,7 @@ def _row(task: Task, name: str, handle: nvme_ops.aio_handle, memory: Callable[[]
 
 def _gds_row(task: Task) -> Row:
     try:
-        handle = nvme_ops.gds_handle(cache="auto")
+        handle = nvme_ops.gds_handle()
     except RuntimeError as error:
         reason = Unavailable(str(error).splitlines()[0])
 

@@ -8,8 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from nvme_ops.bench.page_cache import cached_share
 from nvme_ops.sizes import GIB
 
 
@@ -32,6 +33,7 @@ class Sample:
     end_to_end: float | None = None  # seconds, with everything around the transfer that the caller waits for
     peak_bytes: int | None = None  # of memory, beyond what was held before
     joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, where it can tell
+    from_page_cache: float | None = None  # share of what was read that lay there; None: written, or read past it
 
     @property
     def rate(self) -> float:
@@ -98,7 +100,8 @@ class Row:
 
     ``run`` does the work once and says how long it took; ``before`` makes the same starting point for all, untimed;
     ``check`` looks, after the untimed first pass, whether the work was done, and raises WrongData. ``peer`` names
-    the row of the same call by another package.
+    the row of the same call by another package. ``reads`` names the file of the next pass, where what lies in the page
+    cache is read from there.
     """
 
     name: str
@@ -110,6 +113,18 @@ class Row:
     blocks: Callable[[], BlockTimes | None] | None = None  # single blocks, one after the other, where it makes sense
     samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
     wrong: bool = False  # the check found other bytes than there should be
+    reads: Callable[[], str] | None = None
+    found: float | None = None  # of that file, the share that lay in the page cache before the pass
+
+    def prepare(self) -> None:
+        """``before``, and a look at the page cache, which is not timed."""
+        self.before()
+        self.found = cached_share(self.reads()) if self.reads is not None else None
+
+    def measure(self) -> Sample:
+        """``run``, which tells how much of what it read lay in the page cache."""
+        sample = self.run()
+        return replace(sample, from_page_cache=self.found) if sample.from_page_cache is None else sample
 
 
 def interleave(
@@ -144,11 +159,16 @@ def interleave(
                 progress(f"round {number + 1} of {rounds}: {row.name}")
                 row.samples.append(None)
                 with _kept_as_note(row):
-                    row.before()
-                    row.samples[-1] = row.run()
+                    row.prepare()
+                    row.samples[-1] = row.measure()
     finally:
         for row in rows:
-            row.run, row.before, row.check = _over, _nothing, _nothing  # the tensors that these hold can go
+            row.run, row.before, row.check, row.reads = (
+                _over,
+                _nothing,
+                _nothing,
+                None,
+            )  # the tensors that these hold can go
 
 
 @contextmanager

@@ -64,6 +64,8 @@ def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
     def total(values: Sequence[Any]) -> Any:
         return None if any(value is None for value in values) else sum(values)
 
+    found = [sample for sample in samples if sample.from_page_cache is not None]
+    cached = sum((sample.from_page_cache or 0) * sample.amount for sample in found)
     submits = [sample.submit_seconds for sample in samples if sample.submit_seconds is not None]
     return replace(
         samples[0],
@@ -73,4 +75,5 @@ def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
         submit_seconds=max(submits, default=None),
         peak_bytes=total([sample.peak_bytes for sample in samples]),
         end_to_end=end_to_end,
+        from_page_cache=cached / sum(sample.amount for sample in found) if found else None,
     )

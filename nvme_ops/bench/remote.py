@@ -180,6 +180,7 @@ def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], ar
 
 
 def _answer(row: Row, command: str) -> Any:
+    """With a look at the page cache, which only this process may know the file for."""
     if command == "blocks" and row.blocks is None:
         return None
-    return getattr(row, command)()
+    return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()

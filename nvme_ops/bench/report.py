@@ -9,6 +9,7 @@ from typing import Any
 
 from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import PERCENTILES, Row, Sample
+from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.run import Result
 from nvme_ops.bench.tables import as_json, as_text, columns_text, plain, with_range
 from nvme_ops.sizes import GIB
@@ -22,17 +23,35 @@ def text(result: Result) -> str:
         for folder, place in result.places.items()
     ]
     parts = ["\n".join(parts), as_text(result.table)]
+    if found := _page_cache_text(result):
+        parts.append(found)
     if result.blocks:
         parts.append(_blocks_text(result))
     if result.scaling:
         parts.append(_scaling_text(result))
-    if words := ds_io_lines(result):
-        parts.append(words)
+    if lines := ds_io_lines(result):
+        parts.append(lines)
     if result.energy:
         parts.append(f"energy: {result.energy}")
     if result.interrupted:
         parts.append("interrupted: this is what was measured until then; the files are removed")
     return "\n\n".join(parts)
+
+
+def from_page_cache(row: Row) -> float | None:
+    """The share of all bytes that a row read which lay in the page cache; None for writes, and reads past it."""
+    known = [sample for sample in row.samples if sample is not None and sample.from_page_cache is not None]
+    if not known:
+        return None
+    return sum((each.from_page_cache or 0) * each.amount for each in known) / sum(each.amount for each in known)
+
+
+def _page_cache_text(result: Result) -> str:
+    shares = {row.name: from_page_cache(row) for row in result.table.rows}
+    found = ", ".join(f"{name} {share_words(share)}" for name, share in shares.items() if share)
+    if not found:
+        return ""
+    return f"read from the page cache: {found}. So far memory was measured, not the device."
 
 
 def ds_io_lines(result: Result) -> str:
@@ -82,7 +101,8 @@ def _blocks_text(result: Result) -> str:
         complete = [f"{1e6 * times.complete[share]:.0f}" for share in PERCENTILES]
         lines.append([name, *complete, *submit, f"{times.count} blocks"])
     what = "write" if options.write else "read"
-    title = f"latency of single blocks, {what} at random places, one after the other"
+    cached = ", from the page cache" if options.cached else ""
+    title = f"latency of single blocks, {what} at random places, one after the other{cached}"
     return f"{title}\n{columns_text(lines)}"
 
 
@@ -110,6 +130,7 @@ def as_document(result: Result) -> dict[str, Any]:
         ],
         "ds_io": {row.name: ds_io_figures(row) for row in result.table.rows if any(row.samples)},
         "blocks": {name: asdict(times) for name, times in result.blocks.items()},
+        "from_page_cache": {row.name: from_page_cache(row) for row in result.table.rows if any(row.samples)},
         "scaling": [
             {
                 "engine": each.engine,
@@ -129,7 +150,7 @@ def as_csv(result: Result) -> str:
     """One line for each pass."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    names = ["seconds", "amount", "cpu_seconds", "submit_seconds", "end_to_end", "peak_bytes"]
+    names = ["seconds", "amount", "cpu_seconds", "submit_seconds", "end_to_end", "peak_bytes", "from_page_cache"]
     lines.writerow(["engine", "pass", *names, "joules", "note"])
     for row in result.table.rows:
         for number, sample in enumerate(row.samples, 1):

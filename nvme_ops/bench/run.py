@@ -19,12 +19,12 @@ from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.scratch import scratch_folder, sweep
 from nvme_ops.bench.settings import Settings
-from nvme_ops.bench.tables import Table
+from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.sizes import MIB, size_words
 
 _SMALLER = "--io_size or --folder"
-COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", "submit us", "J/GiB")
+COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")
 
 
 @dataclass(frozen=True)

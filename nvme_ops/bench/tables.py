@@ -8,6 +8,7 @@ from typing import Any
 
 from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import Row, Sample, Spread, paired_ratios, spread
+from nvme_ops.bench.page_cache import share_words
 from nvme_ops.sizes import GIB, size_words
 
 # Amount per second, or seconds, of one unit
@@ -28,11 +29,14 @@ def _joules(sample: Sample) -> float | None:
     return total(sample.joules) * GIB / sample.amount if sample.joules else None
 
 
+FROM_PAGE_CACHE = "from page cache"
+
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
 COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
     "end to end GB/s": (_end_to_end, lambda value: _short(value, 4)),
     "CPU s/GiB": (lambda sample: sample.cpu_per_gib, lambda value: f"{value:.3f}"),
     "peak memory": (lambda sample: sample.peak_bytes, lambda value: size_words(int(value))),
+    FROM_PAGE_CACHE: (lambda sample: sample.from_page_cache, share_words),
     "submit us": (_submit, lambda value: _short(value, 3)),
     "J/GiB": (_joules, lambda value: _short(value, 3)),
 }
@@ -47,7 +51,7 @@ class Table:
     unit: str
     rows: list[Row]
     reference: str = ""
-    columns: Sequence[str] = ("CPU s/GiB",)  # of COLUMNS, where a row has them; for rates of bytes
+    columns: Sequence[str] = ("CPU s/GiB", FROM_PAGE_CACHE)  # of COLUMNS, where a row has them; for rates of bytes
 
     def values(self, row: Row) -> list[float]:
         """What the row measured, in the table's unit."""
@@ -94,9 +98,10 @@ def columns_text(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _columns(table: Table) -> list[str]:
-    """Those of which any row knows something."""
+    """Those of which any row knows something; of the page cache, those from which something was read."""
     wanted = table.columns if table.unit == "GB/s" else ()
-    return [name for name in wanted if any(_values_of(row, name) for row in table.rows)]
+    known = {name: [value for row in table.rows for value in _values_of(row, name)] for name in wanted}
+    return [name for name in wanted if (any(known[name]) if name == FROM_PAGE_CACHE else known[name])]
 
 
 def _values_of(row: Row, column: str) -> list[float]:

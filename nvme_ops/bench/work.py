@@ -25,7 +25,7 @@ class Work:
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
         """One handle with default settings for all rows, made when first needed."""
-        return nvme_ops.aio_handle(cache="auto")
+        return nvme_ops.aio_handle()
 
     @functools.cached_property
     def pageable(self) -> torch.Tensor:
@@ -47,9 +47,9 @@ class Work:
         """The checksum of the file as the first pass finds it; rows that write do not use it."""
         return checksum(self.path)
 
-    def set_out(self) -> None:
-        """The same starting point for every pass."""
-        make_cold(self.path)
+    def set_out(self, path: str = "") -> None:
+        """The same starting point for every pass, of this file or of one at ``path``."""
+        make_cold(path or self.path)
 
 
 def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,9 +60,17 @@ def filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_row(
-    work: Work, name: str, memory: Callable[[], torch.Tensor], move: Callable[[torch.Tensor], object], peer: str = ""
+    work: Work,
+    name: str,
+    memory: Callable[[], torch.Tensor],
+    move: Callable[[torch.Tensor], object],
+    peer: str = "",
+    past_cache: bool = False,
 ) -> Row:
-    """A row that moves the whole file from or to one tensor; ``memory`` makes the tensor when first called."""
+    """A row that moves the whole file from or to one tensor; ``memory`` makes the tensor when first called.
+
+    ``past_cache``: also what lies in the page cache is read from the device.
+    """
 
     def before() -> None:
         memory()
@@ -82,7 +90,8 @@ def tensor_row(
         if tensor_checksum(tensor) != there:
             raise WrongData("tensor and file differ")
 
-    return Row(name, lambda: timed(lambda: move(memory()), work.size), before, check, peer)
+    reads = None if work.write or past_cache else lambda: work.path
+    return Row(name, lambda: timed(lambda: move(memory()), work.size), before, check, peer, reads=reads)
 
 
 def saved_row(
@@ -103,11 +112,12 @@ def saved_row(
         if not saved:
             save()
             saved.append(tensor_checksum(memory()))
-        make_cold(path)
+        work.set_out(path)
 
     def check() -> None:
         expected = tensor_checksum(memory()) if work.write else saved[0]
         if tensor_checksum(load()) != expected:
             raise WrongData("tensor and file differ")
 
-    return Row(name, lambda: timed(save if work.write else load, work.size), before, check)
+    reads = None if work.write else lambda: path
+    return Row(name, lambda: timed(save if work.write else load, work.size), before, check, reads=reads)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from nvme_ops.bench.files import NotUsable
+from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.settings import Settings
 from nvme_ops.sizes import size_words
 
@@ -30,14 +31,29 @@ class Log:
             except OSError as error:
                 raise NotUsable(f"--log_dir {folder}: {error.strerror}") from error
 
-    def write(self, folder: str, seconds: float, settings: Settings, size: int, rates: Mapping[str, float]) -> None:
-        """One pass: after how many seconds of the search, with what, how many bytes, bytes per second."""
+    def write(
+        self,
+        folder: str,
+        seconds: float,
+        settings: Settings,
+        size: int,
+        rates: Mapping[str, float],
+        cached: float | None = None,
+    ) -> None:
+        """One pass: after how many seconds of the search, with what, how many bytes, bytes per second.
+
+        ``cached``: the share of what was read that lay in the page cache; None where it is not known.
+        """
         if self._file is not None:
-            line = {"nvme_dir": folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json(), **rates}
+            line = {
+                "nvme_dir": folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json(), **rates,
+                "from_page_cache": cached,
+            }  # fmt: skip
             self._file.write(json.dumps(line) + "\n")
         if self._say is not None:
-            words = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
-            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {words}")
+            said = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
+            said += f" ({share_words(cached)} from the page cache)" if cached else ""
+            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {said}")
 
     def close(self) -> None:
         """The file."""

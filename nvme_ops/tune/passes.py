@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from nvme_ops.bench.files import make_cold, sync
+from nvme_ops.bench.page_cache import cached_share, handles_read_it
 from nvme_ops.bench.settings import Settings
 from nvme_ops.handle import aio_handle
 from nvme_ops.sizes import MIB
@@ -47,6 +48,8 @@ class Passes:
         self._before_read = before_read or (lambda: make_cold(_path_of(file)))
         self._buffered = not _direct(_path_of(file))
         self.written = 0  # bytes so far
+        self.from_page_cache: float | None = None  # of what the last measurement read, the share that lay there
+        self._read = self._cached = 0.0  # bytes of all, as far as it is known
         self.short = self.full = min(tensor.numel(), _LEAST)
 
     def calibrate(self, seconds: float) -> None:
@@ -66,10 +69,17 @@ class Passes:
         # untimed, so that every lane has its thread and its ring
         handle.sync_pread(memory[: settings.intra_op_parallelism * MIB], self._file, 0)
         seconds = dict.fromkeys(self._directions, 0.0)
+        read, cached = self._read, self._cached
         for _ in range(self._loops):
             for direction in self._directions:
                 seconds[direction] += self._pass(handle, direction, memory)
+        self.from_page_cache = (self._cached - cached) / (self._read - read) if self._read > read else None
         return {name: memory.numel() * self._loops / taken for name, taken in seconds.items()}
+
+    @property
+    def all_from_page_cache(self) -> float | None:
+        """Of all that was read, the share that lay in the page cache; None where nobody tells, or reads go past it."""
+        return self._cached / self._read if self._read else None
 
     def _fill(self, handle: aio_handle) -> None:
         handle.sync_pwrite(self._tensor[: self.full], self._file, 0)
@@ -79,6 +89,7 @@ class Passes:
     def _pass(self, handle: aio_handle, direction: str, memory: torch.Tensor) -> float:
         if direction == "read":
             self._before_read()
+            self._look_at_page_cache(memory.numel())
             start = time.perf_counter()
             handle.sync_pread(memory, self._file, 0)
         else:
@@ -88,6 +99,12 @@ class Passes:
             if self._buffered:  # else the device has it
                 sync(_path_of(self._file))
         return time.perf_counter() - start
+
+    def _look_at_page_cache(self, size: int) -> None:
+        share = cached_share(_path_of(self._file), size) if handles_read_it() else None
+        if share is not None:
+            self._read += size
+            self._cached += share * size
 
     def _size(self, wanted: float) -> int:
         return min(self._tensor.numel(), max(_LEAST, int(wanted) // MIB * MIB))

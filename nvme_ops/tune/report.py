@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.settings import Settings
 from nvme_ops.sizes import size_words
 from nvme_ops.tune.duel import Duel
@@ -52,6 +53,7 @@ def details(tuned: Tuned) -> dict[str, Any]:
         "rounds": list(outcome.final.ratios) if outcome.final else [],
         "passes": sum(outcome.passes.values()),
         "pass_bytes": tuned.pass_size,
+        "from_page_cache": tuned.from_page_cache,
         "seconds": tuned.seconds,
         "complete": outcome.complete,
     }
@@ -86,6 +88,9 @@ def _device(tuned: Tuned) -> str:
         f"  {sum(outcome.passes.values())} passes in {tuned.seconds:.0f} s"
         + ("" if outcome.complete else ", after which the final was cut short"),
     ]
+    if tuned.from_page_cache:
+        share = share_words(tuned.from_page_cache)
+        lines.append(f"  {share} of what was read lay in the page cache: so far memory was measured, not the device")
     return "\n".join(lines)
 
 

@@ -38,6 +38,7 @@ class Tuned:
     outcome: Outcome
     seconds: float
     pass_size: int  # bytes of a full pass
+    from_page_cache: float | None = None  # the share of all that was read
 
 
 @dataclass
@@ -110,7 +111,10 @@ class _Tuning:
         """Nothing where nothing was measured."""
         outcome = self._search.outcome()
         seconds = time.perf_counter() - self._start
-        return [Tuned(self._folders, self._identity, outcome, seconds, self.passes.full)] if outcome.rates else []
+        if not outcome.rates:
+            return []
+        cached = self.passes.all_from_page_cache
+        return [Tuned(self._folders, self._identity, outcome, seconds, self.passes.full, cached)]
 
     def _spent(self) -> float:
         return (time.perf_counter() - self._start) / self._options.seconds
@@ -121,7 +125,8 @@ class _Tuning:
     def _measure(self, settings: Settings, full: bool) -> Rates:
         rates = self.passes.measure(settings, full)
         size = self.passes.full if full else self.passes.short
-        self._log.write(self._folders[0], time.perf_counter() - self._start, settings, size, rates)
+        cached = self.passes.from_page_cache
+        self._log.write(self._folders[0], time.perf_counter() - self._start, settings, size, rates, cached)
         return rates
 
 
@@ -163,8 +168,8 @@ def _maker(way: str) -> Callable[[Settings], aio_handle]:
     if way == "gds":
         from nvme_ops.gds import gds_handle
 
-        return lambda settings: gds_handle(**settings.as_json(), cache="auto")
-    return lambda settings: aio_handle(**settings.as_json(), cache="auto")
+        return lambda settings: gds_handle(**settings.as_json())
+    return lambda settings: aio_handle(**settings.as_json())
 
 
 def _memory(options: Options) -> torch.Tensor:

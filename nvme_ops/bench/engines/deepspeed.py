@@ -30,7 +30,7 @@ def row(task: Task, name: str, settings: Settings) -> Row:
     if task.gpu is None and not task.pageable_memory and "buffer" not in vars(task):
         # it knows only what it locked itself; no other package is in this process
         task.buffer = filled(handle.new_cpu_locked_tensor(task.size, torch.empty(0, dtype=torch.uint8)))
-    return handle_row(task, name, handle)
+    return handle_row(task, name, handle, past_cache=True)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ def row(task: Task, name: str, settings: Settings) -> Row:
     made = Row(name, lambda: Sample(1, 1), task.set_out)
     if task.cached:
         variants = [([*_CACHED, *(option for option in shape if "iodepth" not in option)], "psync")]
+        made.reads = lambda: task.path
     else:
         variants = fio.variants(shape)
     lanes = settings.intra_op_parallelism
@@ -32,6 +33,7 @@ def best_row(task: Task, name: str, _: Settings) -> Row:
     fio.require()
     made = Row(name, lambda: Sample(1, 1), task.set_out)
     variants = [(_CACHED, "")] if task.cached else fio.best(task.size)
+    made.reads = (lambda: task.path) if task.cached else None
     made.run = fio.first_that_runs(made, variants, _pattern(task), lambda: task.path, task.size)
     return made
 

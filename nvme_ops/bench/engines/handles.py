@@ -17,8 +17,8 @@ from nvme_ops.bench.work import tensor_row
 BLOCKS, SECONDS = 512, 1.0  # single blocks end with whichever comes first
 
 
-def handle_row(task: Task, name: str, handle: Any) -> Row:
-    """Each pass is one asynchronous call and ``wait``, as ds_io does it."""
+def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> Row:
+    """Each pass is one asynchronous call and ``wait``, as ds_io does it. ``past_cache``: as of ``tensor_row``."""
     start = handle.pwrite if task.write else handle.pread
     submitted = 0.0
 
@@ -41,7 +41,7 @@ def handle_row(task: Task, name: str, handle: Any) -> Row:
         handle.free_cpu_locked_tensor(bounce)
 
     through = move_through_new_memory if task.slow_bounce_buffer else move
-    row = tensor_row(task, name, lambda: task.buffer, through)
+    row = tensor_row(task, name, lambda: task.buffer, through, past_cache=past_cache)
     run = row.run
 
     def run_and_tell() -> Sample:

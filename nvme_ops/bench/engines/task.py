@@ -35,9 +35,9 @@ class Task(Work):
             return filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
         return self.pageable if self.pageable_memory else self.locked
 
-    def set_out(self) -> None:
+    def set_out(self, path: str = "") -> None:
         """The same starting point for all: the file out of the page cache, or in it."""
-        (make_warm if self.cached else make_cold)(self.path)
+        (make_warm if self.cached else make_cold)(path or self.path)
 
     def finish(self) -> None:
         """Returns when the device of the tensor is done."""

@@ -1,0 +1,197 @@
+"""nvme-bench and nvme-tune say when what they read lay in the page cache: in tables, JSON, CSV and the log."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops.bench.run as run_module
+import nvme_ops.tune.run as tune_module
+from nvme_ops import aio_handle
+from nvme_ops.bench import files, options, page_cache, report
+from nvme_ops.bench.engines import Contender, make_row
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.measure import Row, Sample, interleave
+from nvme_ops.bench.page_cache import cached_share, share_words
+from nvme_ops.bench.ranks import combined
+from nvme_ops.bench.run import Result
+from nvme_ops.bench.settings import Settings
+from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table, as_text
+from nvme_ops.bench.work import filled
+from nvme_ops.sizes import MIB
+from nvme_ops.tune import options as tune_options
+from nvme_ops.tune import report as tune_report
+from nvme_ops.tune.passes import Passes
+
+SIZE = 4 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVME_OPS_CACHE", raising=False)
+
+
+@pytest.fixture
+def file(folder: Path) -> str:
+    """Out of the page cache."""
+    path = str(folder / "data")
+    files.make_file(path, SIZE)
+    files.make_cold(path)
+    if page_cache.cached_bytes(path) is None:
+        pytest.skip("the kernel does not say what lies in the page cache")
+    return path
+
+
+def warm(path: str, size: int) -> None:
+    """The first bytes, without those that the kernel would read ahead."""
+    files.make_cold(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(descriptor, size, 0)
+    finally:
+        os.close(descriptor)
+
+
+def run(folder: Path, *words: str) -> Result:
+    wanted = ["--folder", str(folder), "--io_size", "4M", "--no_reference", "--loops", "2", *words]
+    return run_module.run(options.parse(wanted))
+
+
+def shares(result: Result) -> dict[str, float | None]:
+    return {row.name: report.from_page_cache(row) for row in result.table.rows}
+
+
+def test_the_share_of_a_file_or_of_its_begin_is_known(file: str) -> None:
+    assert cached_share(file) == 0
+    warm(file, MIB)
+    assert cached_share(file) == 0.25
+    assert cached_share(file, 2 * MIB) == 0.5
+    assert cached_share(file, MIB - 5) == 1
+    files.make_warm(file)
+    assert cached_share(file) == 1
+
+
+def test_an_empty_file_has_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert cached_share(str(tmp_path / "empty")) is None
+
+
+@pytest.mark.parametrize(("share", "words"), [(0, "0 %"), (0.004, "< 1 %"), (0.5, "50 %"), (1, "100 %")])
+def test_a_little_is_not_nothing(share: float, words: str) -> None:
+    assert share_words(share) == words
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_reads_from_the_page_cache_are_told(file: str, folder: Path, processes: str) -> None:
+    result = run(
+        folder, "--read", "--cached", "--engine", "aio_handle", "python", "torch", "--multi_process", processes
+    )
+    assert shares(result) == {"aio_handle": 1, "python": 1, "torch": 1}
+    text = report.text(result)
+    assert " from page cache " in text
+    wanted = "read from the page cache: aio_handle 100 %, python 100 %, torch 100 %. So far memory was measured"
+    assert wanted in text
+    document: dict[str, Any] = json.loads(json.dumps(report.as_document(result)))
+    assert document["from_page_cache"] == shares(result)
+    assert {each["from_page_cache"] for each in document["passes"]} == {1}
+    assert document["tables"][0]["rows"][0]["columns"][FROM_PAGE_CACHE]["median"] == 1
+    lines = list(csv.DictReader(io.StringIO(report.as_csv(result))))
+    assert {line["from_page_cache"] for line in lines} == {"1.0"}
+
+
+def test_reads_of_the_device_say_so_too(file: str, folder: Path) -> None:
+    result = run(folder, "--read", "--engine", "aio_handle", "python")
+    assert shares(result) == {"aio_handle": 0, "python": 0}
+    assert "page cache:" not in report.text(result)
+    assert FROM_PAGE_CACHE not in report.text(result)
+
+
+def test_writes_have_nothing_to_say(folder: Path) -> None:
+    result = run(folder, "--engine", "aio_handle", "torch")
+    assert shares(result) == {"aio_handle": None, "torch": None}
+
+
+def row_of(file: str, engine: str = "aio_handle") -> Row:
+    return make_row(Contender(engine, Settings(), engine), Task(file, SIZE, write=False))
+
+
+def test_a_part_is_told_as_such(file: str) -> None:
+    row = row_of(file)
+    row.before = lambda: warm(file, MIB)
+    interleave([row], 3)
+    assert report.from_page_cache(row) == 0.25
+    assert "  25 %" in as_text(Table("read", "read", "GB/s", [row]))
+
+
+@pytest.mark.parametrize(("mode", "share"), [("direct", None), ("auto", 1.0), ("buffered", 1.0), ("", 1.0)])
+def test_a_handle_that_reads_past_it_is_not_said_to_read_from_it(
+    file: str, monkeypatch: pytest.MonkeyPatch, mode: str, share: float | None
+) -> None:
+    monkeypatch.setenv("NVME_OPS_CACHE", mode)
+    rows = [row_of(file), row_of(file, "python")]
+    for row in rows:
+        row.before = lambda: files.make_warm(file)
+    interleave(rows, 1)
+    assert [report.from_page_cache(row) for row in rows] == [share, 1.0]
+
+
+def test_of_several_processes_it_is_the_share_of_all_bytes() -> None:
+    samples = [Sample(1, 3, from_page_cache=1.0), Sample(1, 1, from_page_cache=0.0)]
+    assert combined(samples, 1).from_page_cache == 0.75
+    assert combined([Sample(1, 3), Sample(1, 1)], 1).from_page_cache is None
+
+
+def made(settings: Settings) -> aio_handle:
+    return aio_handle(**settings.as_json())
+
+
+@pytest.mark.parametrize(("mode", "share"), [("auto", 0.5), ("direct", None)])
+def test_a_tuning_knows_what_it_read_from_the_page_cache(
+    file: str, monkeypatch: pytest.MonkeyPatch, mode: str, share: float | None
+) -> None:
+    monkeypatch.setenv("NVME_OPS_CACHE", mode)
+    states = [lambda: files.make_cold(file), lambda: files.make_warm(file)]
+    subject = Passes(file, filled(torch.empty(SIZE, dtype=torch.uint8)), made, ("read",), 1, lambda: states.pop()())
+    subject.measure(Settings(), True)
+    assert subject.from_page_cache == (None if share is None else 1)
+    subject.measure(Settings(), True)
+    assert subject.from_page_cache == (None if share is None else 0)
+    assert subject.all_from_page_cache == share
+
+
+@pytest.fixture
+def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[tune_module.Result, list[str]]]:
+    """A short tuning that nobody drops the file from the page cache for, and what it says."""
+    monkeypatch.setattr(tune_module, "_flush", lambda: files.make_warm(next(map(str, folder.glob("*/data")))))
+
+    def tune() -> tuple[tune_module.Result, list[str]]:
+        words = ["--nvme_dir", str(folder), "--io_size", "2M", "--seconds", "0.5", "--no_write", "--verbose"]
+        given = tune_options.parse([*words, "--log_dir", str(folder / "log")])
+        object.__setattr__(given, "flush_page_cache", True)
+        said: list[str] = []
+        return tune_module.run(given, said.append), said
+
+    return tune
+
+
+def test_a_tuning_says_what_it_read_from_the_page_cache(
+    file: str, folder: Path, tuned: Callable[[], tuple[tune_module.Result, list[str]]]
+) -> None:
+    os.unlink(file)
+    result, said = tuned()
+    (device,) = result.devices
+    assert device.from_page_cache == 1
+    assert "  100 % of what was read lay in the page cache: so far memory was measured" in tune_report.text(result)
+    assert tune_report.as_document(result)["devices"][0]["from_page_cache"] == 1
+    assert any("(100 % from the page cache)" in line for line in said)
+    lines = (folder / "log" / "passes.jsonl").read_text().splitlines()
+    assert {json.loads(line)["from_page_cache"] for line in lines} == {1}
