@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import os
 import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -15,6 +16,8 @@ from nvme_ops.stream import Stream
 if TYPE_CHECKING:
     import torch
     from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from nvme_ops.ops.async_io import Operation
 
     class _RawFile(io.RawIOBase, BinaryIO):  # what torch.save and others ask for
         pass
@@ -83,9 +86,15 @@ class File(_RawFile):
         self._mode = plain
         self._handle = handle or shared_handle()
         self._engine = self._handle._engine
-        self._pending: list[IoFuture] = []
-        self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
-        self._stream = Stream(self._handle, self._fd, plain)
+        self._pending: set[Operation] = set()  # of tensors
+        try:
+            self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
+            self._stream = Stream(self._handle, self._fd, plain)
+        except BaseException:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+            raise
 
     @property
     def name(self) -> Any:
@@ -121,13 +130,13 @@ class File(_RawFile):
         """Like ``pread``, returning at once."""
         self._require_readable()
         self._stream.flush()
-        return self._remember(self._handle.submit_pread(tensor, self._fd, offset))
+        return self._submit(False, tensor, offset)
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Like ``pwrite``, returning at once."""
         self._require_writable()
         self._stream.give_way()
-        return self._remember(self._handle.submit_pwrite(tensor, self._fd, offset))
+        return self._submit(True, tensor, offset)
 
     def sync(self) -> None:
         """Flushes, waits for pending transfers, then makes all that was written durable (``fsync``)."""
@@ -211,18 +220,24 @@ class File(_RawFile):
         return self._fd
 
     def close(self) -> None:
-        """Flushes, waits for pending transfers and closes the file. Errors of the latter stay with their futures."""
+        """Flushes, waits for pending transfers and closes the file. Errors of the latter stay with their futures.
+
+        What a signal handler raises meanwhile, as Ctrl-C does, leaves the file open and loses nothing: close it again.
+        """
         if self.closed:
             return
-        fd, self._fd = self._fd, -1
         try:
-            if fd >= 0:
+            if self._fd >= 0:
                 self._stream.close()
         finally:
-            self._settle()
-            super().close()
-            if fd >= 0:
-                os.close(fd)
+            if self._fd < 0 or not self._stream.open:
+                self._settle()
+                try:
+                    super().close()
+                finally:
+                    fd, self._fd = self._fd, -1
+                    if fd >= 0:
+                        os.close(fd)
 
     def __del__(self) -> None:
         if not self.closed and self._fd >= 0:
@@ -236,15 +251,18 @@ class File(_RawFile):
     def _size(self) -> int:
         return os.fstat(self.fileno()).st_size
 
-    def _remember(self, future: IoFuture) -> IoFuture:
-        self._pending = [pending for pending in self._pending if not pending.done()]
-        self._pending.append(future)
-        return future
+    def _submit(self, write: bool, tensor: torch.Tensor, offset: int) -> IoFuture:
+        """Each change of the set is one call in C: no signal and no thread comes between it and its transfer."""
+        self._pending.difference_update([operation for operation in list(self._pending) if operation.done()])
+        arguments = (write,), (tensor,), (self._fd,), (offset,), (False,)
+        known, found = itertools.tee(map(self._handle._engine.submit, *arguments))
+        self._pending.update(known)
+        return IoFuture(next(found))
 
     def _settle(self) -> None:
-        for future in self._pending:
-            future._operation.wait(None)
-        self._pending.clear()
+        for operation in list(self._pending):
+            operation.wait(None)
+            self._pending.discard(operation)
 
     def _require_open(self) -> None:
         if self.closed:

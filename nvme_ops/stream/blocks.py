@@ -9,7 +9,7 @@ import torch
 from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
-    from nvme_ops.future import IoFuture
+    from nvme_ops.ops.async_io import Engine, Operation
 
 BLOCK, BLOCKS = 4 << 20, 4  # bytes of one, and how many a stream has in each direction
 PAGE = 4096  # pages of a block hold pages of the file, which is what direct I/O can do without a copy
@@ -29,7 +29,9 @@ class Block:
     def place(self, start: int) -> None:
         """Makes it an empty block of the file from ``start`` on."""
         self.start, self._begin, self.length = start, start % PAGE, 0
-        self.transfer: IoFuture | None = None
+        self.operations: list[Operation] = []  # the last one is its transfer
+        self.written = False  # without a transfer
+        self.placed = False  # what was appended does not move any more
 
     @property
     def stop(self) -> int:
@@ -58,6 +60,23 @@ class Block:
         """At most ``count`` bytes of the file from ``start`` on, which must be in the block."""
         first = start - self.start
         return self._memory[self._begin + first : self._begin + min(first + count, self.length)]
+
+    def submit(self, engine: Engine, write: bool, fd: int) -> None:
+        """Starts its transfer. One call in C: no signal comes between the begin of a transfer and its being known."""
+        arguments = (write,), (self.tensor(),), (fd,), (self.start,), (False,)
+        self.operations.extend(map(engine.submit, *arguments))
+
+    def done(self) -> bool:
+        """Whether nothing is under way."""
+        return all(operation.done() for operation in self.operations)
+
+    def failure(self) -> BaseException | None:
+        """Waits for its transfer and returns what went wrong, or None."""
+        failure = None
+        for operation in self.operations:
+            operation.wait(None)
+            failure = failure or operation.exception()
+        return failure
 
     def tensor(self) -> torch.Tensor:
         """All that it holds."""

@@ -18,9 +18,8 @@ class ReadAhead:
 
     def __init__(self, handle: aio_handle, fd: int) -> None:
         self._handle, self._fd = handle, fd
-        self._blocks: deque[Block] = deque()  # without gaps
-        self._left: deque[Block] = deque()  # whose transfers nobody waits for any more
-        self._made = 0
+        self._all: list[Block] = []  # at most BLOCKS
+        self._blocks: deque[Block] = deque()  # of them, without gaps; what the others read nobody waits for any more
         self._expected = -1  # where the next read follows the last one
 
     def read_into(self, data: memoryview, offset: int) -> int:
@@ -65,14 +64,13 @@ class ReadAhead:
 
     def drop(self) -> None:
         """Forgets what was read."""
-        self._left.extend(self._blocks)
         self._blocks.clear()
 
     def close(self) -> None:
         """Returns when nothing is under way."""
         self.drop()
-        while self._left:
-            self._wait_for_one()
+        for block in self._all:
+            block.failure()
 
     def _follows(self, offset: int) -> bool:
         return 0 <= offset - self._expected <= _GAP and self._expected >= 0
@@ -82,7 +80,7 @@ class ReadAhead:
         for number, block in enumerate(self._blocks):
             if block.start <= offset < block.stop:
                 for _ in range(number):
-                    self._left.append(self._blocks.popleft())
+                    self._blocks.popleft()
                 return block
         return None
 
@@ -105,12 +103,12 @@ class ReadAhead:
         block = self._take()
         block.place(offset)
         block.length = min(block.room, os.fstat(self._fd).st_size - offset)
-        block.transfer = self._handle.submit_pread(block.tensor(), self._fd, offset)
+        block.submit(self._handle._engine, False, self._fd)
         self._blocks.append(block)
 
     def _has_arrived(self, block: Block) -> bool:
         """Waits for it; when that failed, all blocks are forgotten: the file may have been cut."""
-        if block.transfer is not None and block.transfer.exception() is not None:
+        if block.failure() is not None:
             self.drop()
             return False
         return True
@@ -124,21 +122,13 @@ class ReadAhead:
         return count
 
     def _take(self) -> Block:
-        for number, block in enumerate(self._left):
-            if block.transfer is None or block.transfer.done():
-                del self._left[number]
-                self._forget(block)
+        """One that nothing is read into."""
+        left = [block for block in self._all if block not in self._blocks]
+        for block in left:
+            if block.done():
                 return block
-        if self._made == BLOCKS:
-            return self._wait_for_one()
-        self._made += 1
-        return Block()
-
-    def _wait_for_one(self) -> Block:
-        self._forget(self._left[0])
-        return self._left.popleft()
-
-    @staticmethod
-    def _forget(block: Block) -> None:
-        if block.transfer is not None:
-            block.transfer.exception()
+        if len(self._all) < BLOCKS:
+            self._all.append(Block())
+            return self._all[-1]
+        left[0].failure()
+        return left[0]

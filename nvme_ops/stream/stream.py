@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import io
 import os
 import sys
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from nvme_ops.handle import aio_handle
 from nvme_ops.stream.read_ahead import ReadAhead
 from nvme_ops.stream.write_behind import WriteBehind
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_turn(method: Method) -> Method:
+    """One thread at a time. A lock that is taken and released in C: no signal comes between that and its block."""
+
+    @functools.wraps(method)
+    def call(stream: Stream, *arguments: Any) -> Any:
+        if stream._turn._is_owned():  # type: ignore[attr-defined]  # then the program would wait for itself
+            raise RuntimeError("a file was used by a signal handler or finalizer while it was at work")
+        with stream._turn:
+            return method(stream, *arguments)
+
+    return cast(Method, call)
 
 
 class Stream:
@@ -28,107 +46,111 @@ class Stream:
     def __init__(self, handle: aio_handle, fd: int, mode: str) -> None:
         self._handle, self._fd, self._mode = handle, fd, mode
         self._position = self._size() if mode == "a" else 0
-        self._start_anew()
+        self.start_anew()
+        _all.add(self)
 
-    def _start_anew(self) -> None:
-        self._process = os.getpid()
-        self._turn = _Turn()
+    def start_anew(self) -> None:
+        """As in a forked child, before anything else happens there."""
+        self._turn = threading.RLock()
         self._behind: WriteBehind | None = None
         self._ahead: ReadAhead | None = None
 
+    @_in_turn
     def write(self, data: memoryview) -> None:
         """At the position, or at the end of a file to append to; moves it."""
-        with self._alone():
-            if self._ahead is not None:
-                self._ahead.drop()
-            if self._behind is None:
-                self._behind = WriteBehind(self._handle, self._fd, self._mode == "a")
-                _at_exit(self)
-            if self._mode == "a":
-                self._position = self._size() if self._behind.empty else self._behind.stop
-            self._behind.write(data, self._position)
-            self._position += len(data)
+        if self._ahead is not None:
+            self._ahead.drop()
+        if self._behind is None:
+            _at_exit(self)
+            self._behind = WriteBehind(self._handle, self._fd, self._mode == "a")
+        if self._mode == "a":
+            self._position = self._size() if self._behind.empty else self._behind.stop
+        self._behind.write(data, self._position)
+        self._position += len(data)
 
+    @_in_turn
     def read_into(self, data: memoryview) -> int:
         """Fills ``data`` from the position on, unless the file ends before; returns how much."""
-        with self._alone():
-            return self._read_into(data)
+        return self._read_into(data)
 
     def _read_into(self, data: memoryview) -> int:
         count = self._reader().read_into(data, self._position)
         self._position += count
         return count
 
+    @_in_turn
     def read(self, count: int) -> bytes:
         """``count`` bytes, or what there is, from the position on."""
-        with self._alone():
-            found = self._reader().read(count, self._position)
-            if found is not None:
-                self._position += len(found)
-                return found
-            count = max(0, min(count, self._size() - self._position))
-            content = bytearray(count)
-            with memoryview(content) as view:
-                done = self._read_into(view)
-            return bytes(content) if done == count else bytes(content[:done])
+        found = self._reader().read(count, self._position)
+        if found is not None:
+            self._position += len(found)
+            return found
+        count = max(0, min(count, self._size() - self._position))
+        content = bytearray(count)
+        with memoryview(content) as view:
+            done = self._read_into(view)
+        return bytes(content) if done == count else bytes(content[:done])
 
+    @_in_turn
     def peek(self, count: int) -> bytes:
         """Some of the bytes that will be read next."""
-        with self._alone():
-            return self._reader().peek(count, self._position)
+        return self._reader().peek(count, self._position)
 
+    @_in_turn
     def seek(self, offset: int, whence: int) -> int:
         """Moves the position; what was written is in the file then, unless the position stays."""
-        with self._alone():
-            if whence == io.SEEK_END:
-                self._flush()
-            bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size()}
-            if whence not in bases:
-                raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
-            target = bases[whence] + offset
-            if target < 0:
-                raise ValueError(f"the position must not be negative: {target}")
-            if target != self._position:
-                self._flush()
-                self._position = target
-            return target
+        if whence == io.SEEK_END:
+            self._flush()
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size()}
+        if whence not in bases:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
+        target = bases[whence] + offset
+        if target < 0:
+            raise ValueError(f"the position must not be negative: {target}")
+        if target != self._position:
+            self._flush()
+            self._position = target
+        return target
 
+    @_in_turn
     def tell(self) -> int:
         """The position."""
-        with self._alone():
-            return self._position
+        return self._position
 
+    @_in_turn
     def flush(self) -> None:
         """Returns when what was written is in the file. Raises what went wrong."""
-        with self._alone():
-            self._flush()
+        self._flush()
 
+    @_in_turn
     def give_way(self) -> None:
         """``flush``; what was read ahead is read again."""
-        with self._alone():
-            self._flush()
-            if self._ahead is not None:
-                self._ahead.drop()
-            with contextlib.suppress(OSError):  # a device that has no position
-                os.lseek(self._fd, self._position, os.SEEK_SET)  # for who goes on by the descriptor, as torch may
+        self._flush()
+        if self._ahead is not None:
+            self._ahead.drop()
+        with contextlib.suppress(OSError):  # a device that has no position
+            os.lseek(self._fd, self._position, os.SEEK_SET)  # for who goes on by the descriptor, as torch may
 
+    @_in_turn
     def close(self) -> None:
-        """Writes what there is and gives all memory back. Raises what went wrong, if nobody was told."""
-        with self._alone():
-            behind, self._behind = self._behind, None
-            ahead, self._ahead = self._ahead, None
-            _written.discard(self)
-            try:
-                if behind is not None:
-                    behind.close()
-            finally:
-                if ahead is not None:
-                    ahead.close()
+        """Writes what there is and gives all memory back. Raises what went wrong, if nobody was told.
 
-    def _alone(self) -> _Turn:
-        if self._process != os.getpid():
-            self._start_anew()
-        return self._turn
+        One that is interrupted changes nothing: then ``open`` stays true, and the next one goes on.
+        """
+        try:
+            if self._behind is not None:
+                self._behind.close()
+        finally:
+            if self._behind is None or self._behind.empty:
+                if self._ahead is not None:
+                    self._ahead.close()
+                self._behind = self._ahead = None
+                _written.discard(self)
+
+    @property
+    def open(self) -> bool:
+        """Whether something is still in memory, or under way."""
+        return self._behind is not None or self._ahead is not None
 
     def _reader(self) -> ReadAhead:
         self._flush()
@@ -147,26 +169,17 @@ class Stream:
         return os.fstat(self._fd).st_size
 
 
-class _Turn:
-    """A lock that knows when its owner asks for it again: then the program would wait for itself."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            if self._owner == threading.get_ident():
-                raise RuntimeError("a file was used by a signal handler or finalizer while it was at work")
-            self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._owner = None
-        self._lock.release()
-
-
+_all: weakref.WeakSet[Stream] = weakref.WeakSet()
 _written: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """The child has none of its parent's threads, which may have held what they cannot release there."""
+    for stream in list(_all):
+        stream.start_anew()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _at_exit(stream: Stream) -> None:

@@ -14,7 +14,9 @@ _LARGE = 64 << 20  # bytes of a write from which copying it first gains nothing
 class WriteBehind:
     """What was written, one thing behind the other, and is not yet in the file. ``flush`` ends such a run.
 
-    What goes wrong is raised by the next call and every one after it. The file lacks what was here then.
+    What goes wrong is raised by the next call and every one after it. The file lacks what was here then. A call that is
+    interrupted by an exception, of a signal handler say, loses nothing of those before it: a block leaves what is under
+    way only when it is in the file.
 
     Args:
         handle: moves the blocks.
@@ -24,43 +26,45 @@ class WriteBehind:
 
     def __init__(self, handle: aio_handle, fd: int, appends: bool) -> None:
         self._handle, self._fd, self._appends = handle, fd, appends
-        self._current: Block | None = None
-        self._under_way: deque[Block] = deque()
-        self._free: list[Block] = []
-        self._made = 0
+        self._blocks: list[Block] = []  # all, at most BLOCKS
+        self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
         self._failure: BaseException | None = None
         self._told = False  # whether that was raised
-        self.stop = 0  # where the run ends
+        self._stop = 0
+
+    @property
+    def stop(self) -> int:
+        """Where the run ends."""
+        return self._under_way[-1].stop if self._under_way else self._stop
 
     @property
     def empty(self) -> bool:
         """Whether all is in the file."""
-        return self._current is None and not self._under_way
+        return not self._under_way
 
     def write(self, data: memoryview, offset: int) -> None:
         """Takes a copy of ``data``, which ends in the file before it returns where it is very large."""
         self.raise_failure()
-        if offset != self.stop:
+        if offset != self.stop:  # also when a call that was interrupted has added something
             self.flush()
-        self.stop = offset
+            self._stop = offset
         while len(data):
             if len(data) >= _LARGE and not self._appends:
-                self._submit()
+                self.flush()
                 lanes = self._handle.get_thread_count()
-                self._handle._engine.run(True, data, self._fd, self.stop, False, lanes > 1)
-                self.stop += len(data)
+                self._handle._engine.run(True, data, self._fd, self._stop, False, lanes > 1)
+                self._stop += len(data)
                 return
-            if self._current is None:
-                self._current = self._take(self.stop)
-            count = self._current.add(data)
-            self.stop += count
-            data = data[count:]
-            if self._current.full:
-                self._submit()
+            block = self._filling() or self._take(self.stop)
+            data = data[block.add(data) :]
+            if block.full:
+                self._send(block)
 
     def flush(self) -> None:
         """Returns when all is in the file. Raises what went wrong."""
-        self._submit()
+        block = self._filling()
+        if block is not None:
+            self._send(block)
         while self._under_way:
             self._settle()
         self.raise_failure()
@@ -80,46 +84,51 @@ class WriteBehind:
             if not told or not self.empty:
                 raise
 
-    def _submit(self) -> None:
-        """Starts to write the current block; a small one is in the page cache when it returns."""
-        block, self._current = self._current, None
-        if block is None:
-            return
+    def _filling(self) -> Block | None:
+        """The block that takes what is written next."""
+        block = self._under_way[-1] if self._under_way else None
+        return None if block is None or block.written or block.operations else block
+
+    def _send(self, block: Block) -> None:
+        """Starts to write it; a small one is in the page cache when it returns. Interrupted, it is sent again."""
         if self._failure is None:
             try:
                 self._start(block)
-            except BaseException as error:
+            except (OSError, MemoryError, RuntimeError) as error:
                 self._fail(error)
-        (self._free if block.transfer is None else self._under_way).append(block)
+        block.written = not block.operations
 
     def _start(self, block: Block) -> None:
-        if self._appends and not self._under_way:  # others may have appended in the meantime
+        if self._appends and block is self._under_way[0] and not block.placed:  # others may have appended meanwhile
             block.start = os.fstat(self._fd).st_size
-            self.stop = block.stop
-        if block.length < SMALL:
-            offset = block.start
-            while offset < block.stop:
-                offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
+        block.placed = True
+        if block.length >= SMALL:
+            block.submit(self._handle._engine, True, self._fd)
             return
-        block.transfer = self._handle.submit_pwrite(block.tensor(), self._fd, block.start)
+        offset = block.start
+        while offset < block.stop:
+            offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
 
     def _take(self, offset: int) -> Block:
-        if not self._free and self._made < BLOCKS:
-            self._free.append(Block())
-            self._made += 1
-        while not self._free:
-            self._settle()
-        block = self._free.pop()
-        block.place(offset)
-        return block
+        while True:
+            for block in self._blocks:
+                if block not in self._under_way:
+                    block.place(offset)
+                    self._under_way.append(block)
+                    return block
+            if len(self._blocks) < BLOCKS:
+                self._blocks.append(Block())
+            else:
+                self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest block."""
-        transfer = self._under_way[0].transfer
-        failure = transfer.exception() if transfer is not None else None
-        self._free.append(self._under_way.popleft())
+        block = self._under_way[0]
+        failure = block.failure()
         if failure is not None:
             self._fail(failure)
+        self._stop = block.stop
+        self._under_way.popleft()
 
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:
