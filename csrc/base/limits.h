@@ -15,6 +15,7 @@ inline constexpr std::uint64_t kMaxTransfer = 0x7ffff000;  // MAX_RW_COUNT: what
 inline constexpr std::uint64_t kPageSize = 4096;           // the least unit in which we mix direct and cached I/O
 inline constexpr std::uint64_t kMaxEdge = 64 << 10;        // st_blksize beyond this is a wish, not a block size
 inline constexpr std::size_t kHugePage = 2 << 20;
+inline constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 inline constexpr std::size_t kStagingBytes = 64 << 20;  // per handle, shared by its lanes; one huge page each at least
 inline constexpr std::size_t kLaneStagingBytes = 20 << 20;  // of one lane: more leaves the processor's cache meanwhile

@@ -16,7 +16,7 @@
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
 #include "engine/file.h"
-#include "engine/fresh_memory.h"
+#include "engine/population.h"
 
 namespace nvme_ops {
 namespace {
@@ -80,10 +80,14 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
   });
 }
 
-PyObject* expect_to_fill_buffer(PyObject*, PyObject* buffer) {
+PyObject* populate(PyObject*, PyObject* buffer) {
   return guarded([&]() -> PyObject* {
     const Memory memory = memory_of(buffer, Op::Read, "buffer");
-    if (!memory.device && !memory.fast) expect_to_fill(memory.data, memory.bytes);
+    if (memory.device) raise(bad_argument("buffer must lie in CPU memory"));
+    {
+      const WithoutGil released;
+      populate_now(memory.data, memory.bytes);
+    }
     Py_RETURN_NONE;
   });
 }
@@ -117,8 +121,8 @@ PyMethodDef functions[] = {
      "joined_checksum(kind, first, second, bytes) -> int. Of two runs of data, the second of so many bytes."},
     {"cached_pages", count_cached_pages, METH_VARARGS,
      "cached_pages(fd, offset, bytes) -> int | None. Of the range, with 0 bytes to the end; None where nobody tells."},
-    {"expect_to_fill", expect_to_fill_buffer, METH_O,
-     "expect_to_fill(buffer). Huge pages for memory that has no pages yet and will be written as a whole."},
+    {"populate", populate, METH_O,
+     "populate(buffer). Pages for memory that has none yet and will be written as a whole, by several threads."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
     {"overlapping", overlapping, METH_O,
      "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "

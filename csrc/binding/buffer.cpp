@@ -7,13 +7,13 @@
 #include <cstddef>
 
 #include "base/error.h"
+#include "base/limits.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
+#include "engine/population.h"
 
 namespace nvme_ops {
 namespace {
-
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
 struct BufferObject {
   PyObject_HEAD std::byte* data;
@@ -70,6 +70,7 @@ PyObject* lock(PyObject* self, PyObject*) {
   const auto bytes = static_cast<std::size_t>(buffer->bytes);
   {
     const WithoutGil released;
+    populate_now(buffer->data, bytes);  // mlock() would do it with one thread, and with huge pages whatever they cost
     buffer->locked = ::mlock(buffer->data, bytes) == 0;
     if (!buffer->locked) ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite);
   }

@@ -13,7 +13,7 @@
 #include "binding/operation.h"
 #include "binding/pending.h"
 #include "binding/python.h"
-#include "engine/fresh_memory.h"
+#include "engine/population.h"
 #include "engine/spans.h"
 
 namespace nvme_ops {
@@ -63,7 +63,7 @@ public:
       transfer_.device.push_back({memory.device, file, offset, memory.bytes, whole_});
       return;
     }
-    if (transfer_.op == Op::Read && !memory.fast) expect_to_fill(memory.data, memory.bytes);
+    if (transfer_.op == Op::Read && memory.bytes >= kHugePage) populate(memory);
     if (whole_ || !joins(memory, file, offset)) {
       end_run();
       extents_.push_back({file, memory.data, memory.bytes, offset, memory.fast, whole_});
@@ -82,10 +82,16 @@ public:
   Transfer take() {
     end_run();
     transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_));
+    if (population_ && !population_->empty()) transfer_.job->await(Population::start(std::move(population_)));
     return std::move(transfer_);
   }
 
 private:
+  void populate(const Memory& memory) {
+    if (!population_) population_ = std::make_shared<Population>();
+    population_->add(memory.data, memory.bytes);
+  }
+
   // Large parts in fast memory are better off by themselves: they are moved in place.
   bool joins(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) const {
     if (extents_.empty()) return false;
@@ -102,6 +108,7 @@ private:
   Transfer transfer_;
   const bool whole_;
   std::vector<Extent> extents_;
+  std::shared_ptr<Population> population_;
   std::shared_ptr<Spans> spans_;  // of the last extent, while it grows
 };
 

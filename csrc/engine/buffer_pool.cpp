@@ -30,8 +30,6 @@ std::size_t size_class(std::size_t bytes) {
   return size;
 }
 
-constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
-
 // MAP_HUGE_2MB: the default size may be 1 GiB.
 constexpr int kHugeTlbPages = 21 << 26;
 

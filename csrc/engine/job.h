@@ -11,6 +11,7 @@
 
 #include "base/io.h"
 #include "engine/outcome.h"
+#include "engine/population.h"
 #include "engine/shared_file.h"
 #include "engine/spans.h"
 
@@ -35,6 +36,21 @@ public:
   Op op() const { return op_; }
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
+
+  // Pages on their way to memory that a read is to fill: until it has them no piece of it is planned.
+  void await(std::shared_ptr<const Population> population) { population_ = std::move(population); }
+  bool populated(std::size_t extent, std::uint64_t position, std::uint64_t bytes) const {
+    if (!population_) return true;
+    const Extent& wanted = extents_[extent];
+    if (!wanted.spans) return population_->reached(wanted.memory + position, bytes);
+    while (bytes > 0) {
+      const Span part = wanted.spans->at(position, bytes);
+      if (!population_->reached(part.memory, part.bytes)) return false;
+      position += part.bytes;
+      bytes -= part.bytes;
+    }
+    return true;
+  }
 
   // By a lane that holds the extent's file and comes to it; does its work only once. Throws IoError.
   void prepare(std::size_t extent) {
@@ -63,6 +79,7 @@ public:
   void end_share(std::uint64_t moved) noexcept {
     moved_.fetch_add(moved, std::memory_order_relaxed);
     if (shares_.fetch_sub(1) != 1) return;
+    population_ = nullptr;
     if (!keep_extents_) extents_ = {};  // whoever waits finds nothing of the files left open
     std::optional<Failure> failure;
     {
@@ -82,6 +99,7 @@ public:
 private:
   const Op op_;
   std::vector<Extent> extents_;
+  std::shared_ptr<const Population> population_;
   bool keep_extents_ = false;
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   std::atomic<std::size_t> shares_{0};

@@ -26,7 +26,7 @@ constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before th
 constexpr std::uint64_t kOpening = 64 << 10;          // memory that is copied while a file is opened
 constexpr std::uint64_t kStagingBlock = StagingArea::kChunk;
 constexpr int kMaxVectors = 64;                // parts of a scattered read in one system call
-constexpr std::chrono::microseconds kGatePause(50);  // before asking again a gate that others hold
+constexpr std::chrono::microseconds kGatePause(50);  // before asking again for what others will give way to
 constexpr std::chrono::milliseconds kPause(1);  // before asking again a kernel that had no room
 
 // Between a staging block and the caller's memory.
@@ -266,6 +266,7 @@ Lane::Planned Lane::plan_piece(unsigned slot, std::uint64_t* advanced) {
   const std::uint64_t block_size = scattered ? std::min(options_.block_size, kStagingBlock) : options_.block_size;
   const Piece piece = next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, flight.bytes,
                                  block_size, kStagingBlock);
+  if (!job.populated(flight.extent, flight.position, piece.bytes)) return Planned::Gated;
   if (piece.route != Route::Buffered && !extent.device && job.op() == Op::Read && file.cache() == Cache::Auto) {
     *advanced = read_cached(extent, flight.position, piece.bytes);
     active.moved += *advanced;

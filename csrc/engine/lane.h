@@ -75,7 +75,7 @@ private:
     unsigned retries;
     bool gated;
   };
-  // Gated: writes of the other kind are under way where the piece would meet them.
+  // Gated: writes of the other kind are under way where the piece would meet them, or its memory has no pages yet.
   enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   bool open_queue();
@@ -115,7 +115,7 @@ private:
   std::vector<unsigned> ready_;       // planned, not yet taken by the queue
   unsigned in_kernel_ = 0;
   bool pause_ = false;        // the kernel had no room for something
-  bool at_gate_ = false;      // all there is to plan waits for other lanes
+  bool at_gate_ = false;      // all there is to plan waits for other threads
   std::uint64_t copied_ = 0;  // since the queue was last fed
 };
 

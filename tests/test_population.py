@@ -1,13 +1,14 @@
-"""Memory without pages that a read will fill: it gets huge ones, and what has pages is left alone."""
+"""Memory without pages that a read will fill: it gets them ahead, and what has pages is left alone."""
 
 from __future__ import annotations
 
 import mmap
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, pattern, store
+from conftest import MIB, contents, give_up_root, in_child, in_threads, open_to_all, pattern, store
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
@@ -75,6 +76,73 @@ def test_a_write_leaves_memory_alone(handle: aio_handle, folder: Path) -> None:
 def test_memory_without_a_whole_huge_page_is_left_alone(size: int) -> None:
     _, tensor, first = fresh(4 * HUGE)
     start = first - tensor.data_ptr() + 1
-    native().expect_to_fill(tensor[start : start + size])
+    native().populate(tensor[start : start + size])
     assert not wants_huge_pages(first)
     assert not wants_huge_pages(first + HUGE)
+
+
+def resident(address: int, size: int) -> int:
+    """Bytes of a range that have pages."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // mmap.PAGESIZE * 8)
+        entries = file.read(size // mmap.PAGESIZE * 8)
+    return sum(entries[i + 7] >> 7 for i in range(0, len(entries), 8)) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("size", [HUGE, 5 * HUGE, 33 * HUGE])
+def test_all_whole_huge_pages_are_populated(size: int) -> None:
+    _, tensor, first = fresh(size + 2 * HUGE)
+    start = first - tensor.data_ptr()
+    native().populate(tensor[start : start + size])
+    if size >= 4 * HUGE:  # less is not worth a thread
+        assert resident(first, size) == size
+    assert wants_huge_pages(first)
+    assert not wants_huge_pages(first + size)
+
+
+def test_reads_into_much_fresh_memory_at_once(handle: aio_handle, folder: Path) -> None:
+    """Of several threads and handles, some dropped while pages are still on their way."""
+    data = pattern(40 * MIB + 5)
+    path = store(folder / "file", data)
+
+    def work(number: int) -> None:
+        for _ in range(2):
+            back = torch.empty(len(data), dtype=torch.uint8)
+            future = handle.submit_pread(back[number:], path, number)
+            missing = handle.submit_pread(torch.empty(80 * MIB, dtype=torch.uint8), path)
+            assert future.result() == len(data) - number
+            assert torch.equal(back[number:], data[number:])
+            assert isinstance(missing.exception(), EOFError)
+
+    in_threads(work, 4)
+
+
+def test_a_child_forked_meanwhile_populates_its_own(handle: aio_handle, folder: Path) -> None:
+    data = pattern(64 * MIB)
+    path = store(folder / "file", data)
+    back = torch.empty(len(data), dtype=torch.uint8)
+    future = handle.submit_pread(back, path)
+
+    def child() -> None:
+        own = torch.empty(len(data), dtype=torch.uint8)
+        assert handle.sync_pread(own, path) == 1
+        assert torch.equal(own, data)
+
+    in_child(child)
+    assert future.result() == len(data)
+    assert torch.equal(back, data)
+
+
+def test_no_thread_is_needed(folder: Path) -> None:
+    path = store(folder / "file", pattern(20 * MIB))
+    open_to_all(folder)
+    path.chmod(0o644)
+
+    def starved() -> None:
+        give_up_root()
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        back = torch.empty(20 * MIB, dtype=torch.uint8)
+        assert aio_handle().sync_pread(back, path) == 1
+        assert torch.equal(back, pattern(20 * MIB))
+
+    in_child(starved)

@@ -1,0 +1,208 @@
+#include "engine/population.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "base/fork.h"
+#include "base/thread.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr std::size_t kLeastChunks = 4;  // below it is not worth a thread
+constexpr unsigned kMaxPopulators = 4;
+constexpr unsigned kTryAgain = 64;  // chunks after which the slower kind of page gets another chance
+
+// Huge pages are filled fastest, and cleared fastest where the machine has the memory. A virtual machine's host takes
+// free memory back in just that size, so that small pages, of which the kernel keeps some, can be had in a third of the
+// time: the kind that was faster of late is taken.
+class PageChoice {
+public:
+  bool huge() {
+    const std::uint64_t huge = took_[1].load(std::memory_order_relaxed), small = took_[0].load(std::memory_order_relaxed);
+    if (huge == 0) return true;
+    if (small == 0) return false;
+    const bool faster = huge <= small;
+    return since_.fetch_add(1, std::memory_order_relaxed) % kTryAgain == kTryAgain - 1 ? !faster : faster;
+  }
+  void note(bool huge, std::chrono::nanoseconds took) {
+    took_[huge ? 1 : 0].store(std::max<std::uint64_t>(1, static_cast<std::uint64_t>(took.count())),
+                              std::memory_order_relaxed);
+  }
+
+private:
+  std::atomic<std::uint64_t> took_[2]{};  // nanoseconds for the last chunk in small pages, in huge ones
+  std::atomic<unsigned> since_{0};
+};
+
+PageChoice& page_choice() {
+  static PageChoice choice;
+  return choice;
+}
+
+bool has_page(std::byte* page) {
+  unsigned char there = 0;
+  return ::mincore(page, kPageSize, &there) != 0 || (there & 1) != 0;
+}
+
+void populate(std::byte* memory, std::size_t bytes) noexcept {
+  using Clock = std::chrono::steady_clock;
+  const bool huge = page_choice().huge();
+  ::madvise(memory, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a wish: kernels without huge pages refuse it
+  const auto start = Clock::now();
+  if (::madvise(memory, bytes, kPopulateWrite) == 0) page_choice().note(huge, Clock::now() - start);
+  if (!huge) ::madvise(memory, bytes, MADV_HUGEPAGE);  // for whoever frees and uses it again
+}
+
+}  // namespace
+
+// A few threads for all populations, there while there is something to do.
+class Populators {
+public:
+  // A forked child's are its own; those of the parent are left as they are.
+  static Populators& instance() {
+    static std::atomic<Populators*> current{nullptr};
+    Populators* known = current.load();
+    while (known == nullptr || known->generation_ != fork_generation()) {
+      auto fresh = std::make_unique<Populators>();
+      if (current.compare_exchange_strong(known, fresh.get())) return *fresh.release();
+    }
+    return *known;
+  }
+
+  // Throws when there is no thread to do it.
+  void add(const std::shared_ptr<Population>& population) {
+    const std::size_t wanted = std::min<std::size_t>(
+        {kMaxPopulators, std::max(1U, std::thread::hardware_concurrency()), population->starts_.size()});
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.push_back(population);
+    while (running_ < wanted) {
+      try {
+        quiet_thread([this] { serve(); }).detach();
+        ++running_;
+      } catch (const std::exception&) {
+        if (running_ > 0) return;
+        waiting_.pop_back();
+        throw;
+      }
+    }
+  }
+
+  void note_idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_.notify_all();
+  }
+
+  void wait_until_idle(const Population& population) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [&] { return population.busy_.load() == 0; });
+  }
+
+private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!waiting_.empty()) {
+      const std::shared_ptr<Population> population = waiting_.front();
+      lock.unlock();
+      const bool more = population->populate_next();
+      lock.lock();
+      if (!more && !waiting_.empty() && waiting_.front() == population) waiting_.pop_front();
+    }
+    --running_;
+  }
+
+  const unsigned long generation_ = fork_generation();
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  std::deque<std::shared_ptr<Population>> waiting_;
+  std::size_t running_ = 0;
+};
+
+void Population::add(std::byte* memory, std::uint64_t bytes) {
+  const auto begin = (reinterpret_cast<std::uintptr_t>(memory) + kChunk - 1) / kChunk * kChunk;
+  const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / kChunk * kChunk;
+  if (begin >= end) return;
+  auto* const first = reinterpret_cast<std::byte*>(begin);
+  auto* const last = reinterpret_cast<std::byte*>(end);
+  if (has_page(first) || has_page(last - kChunk)) return;
+  parts_.push_back({first, last, starts_.size()});
+  for (std::byte* chunk = first; chunk < last; chunk += kChunk) starts_.push_back(chunk);
+}
+
+std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> population) {
+  Population& started = *population;
+  started.generation_ = fork_generation();
+  std::sort(started.parts_.begin(), started.parts_.end(),
+            [](const Part& one, const Part& other) { return one.begin < other.begin; });
+  started.done_ = std::make_unique<std::atomic<bool>[]>(started.starts_.size());
+  std::shared_ptr<const Population> handle(&started, [population](const Population*) { population->stop(); });
+  try {
+    if (started.starts_.size() >= kLeastChunks) {
+      Populators::instance().add(population);
+      return handle;
+    }
+  } catch (const std::exception&) {  // no thread to be had
+  }
+  if (page_choice().huge()) {
+    for (std::byte* chunk : started.starts_) ::madvise(chunk, kChunk, MADV_HUGEPAGE);
+  }
+  started.next_ = started.starts_.size();
+  started.parts_.clear();
+  return handle;
+}
+
+bool Population::reached(const std::byte* memory, std::uint64_t bytes) const {
+  const std::byte* const end = memory + bytes;
+  auto part = std::upper_bound(parts_.begin(), parts_.end(), memory,
+                               [](const std::byte* wanted, const Part& candidate) { return wanted < candidate.end; });
+  for (; part != parts_.end() && part->begin < end; ++part) {
+    const std::byte* const from = std::max<const std::byte*>(memory, part->begin);
+    const std::byte* const to = std::min<const std::byte*>(end, part->end);
+    const std::size_t last = part->first + static_cast<std::size_t>(to - 1 - part->begin) / kChunk;
+    for (std::size_t chunk = part->first + static_cast<std::size_t>(from - part->begin) / kChunk; chunk <= last; ++chunk) {
+      if (!done_[chunk].load(std::memory_order_acquire)) return false;
+    }
+  }
+  return true;
+}
+
+bool Population::populate_next() {
+  busy_.fetch_add(1);
+  const std::size_t chunk = next_.fetch_add(1);
+  if (chunk < starts_.size()) {
+    populate(starts_[chunk], kChunk);
+    done_[chunk].store(true, std::memory_order_release);
+  }
+  const bool more = next_.load() < starts_.size();
+  if (busy_.fetch_sub(1) == 1 && !more) Populators::instance().note_idle();
+  return more;
+}
+
+void Population::wait_until_idle() const {
+  if (busy_.load() > 0) Populators::instance().wait_until_idle(*this);
+}
+
+void Population::stop() {
+  if (generation_ != fork_generation()) return;  // the parent's threads are at it in the parent
+  next_.store(starts_.size());
+  wait_until_idle();
+}
+
+void populate_now(std::byte* memory, std::uint64_t bytes) {
+  const auto population = std::make_shared<Population>();
+  population->add(memory, bytes);
+  if (population->empty()) return;
+  const auto handle = Population::start(population);
+  while (population->populate_next()) {
+  }
+  population->wait_until_idle();
+}
+
+}  // namespace nvme_ops
