@@ -38,7 +38,7 @@ def one_file(method: str, filename: FileName | None, fd: int | None) -> FileName
     """The file of a call that takes ``fd`` in place of ``filename``."""
     if fd is None:
         if filename is None:
-            raise TypeError(f"{method}() needs a filename or an fd")
+            raise TypeError(f"a file must be a path or a file descriptor: {method}() needs a filename or an fd")
         return filename
     if filename is not None:
         raise TypeError(f"{method}() got both a filename and an fd: give one of them")

@@ -156,9 +156,7 @@ def test_a_file_larger_than_the_file_system_allows(handle: aio_handle, folder: P
     assert torch.equal(contents(path), pattern(10))
 
 
-def test_room_that_was_not_enough_is_given_back(
-    make_handle: HandleFactory, make_file_system: MakeFileSystem
-) -> None:
+def test_room_that_was_not_enough_is_given_back(make_handle: HandleFactory, make_file_system: MakeFileSystem) -> None:
     """A file system may have found nearly all of it before there was no more."""
     place = make_file_system(48 * MIB)
     path, handle, refused = place / "file", make_handle(), 0

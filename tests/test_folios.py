@@ -97,9 +97,7 @@ def write_beside_a_reader(handle: object, path: Path, rounds: int, spread: str) 
 
 
 @pytest.mark.parametrize("spread", ["one", "adjacent", "with gaps"])
-def test_unaligned_writes_beside_a_sequential_reader(
-    make_handle: HandleFactory, read_file: Path, spread: str
-) -> None:
+def test_unaligned_writes_beside_a_sequential_reader(make_handle: HandleFactory, read_file: Path, spread: str) -> None:
     write_beside_a_reader(make_handle(intra_op_parallelism=2), read_file, ROUNDS, spread)
 
 

@@ -234,7 +234,7 @@ def test_data_loader(folder: Path, used_before: bool) -> None:
 
 
 def test_a_daemons_own_descriptors_are_left_alone(make_handle: HandleFactory, folder: Path) -> None:
-    """A daemon forks, closes all descriptors and opens its own: the numbers of the parent's rings and files are those."""
+    """A daemon forks, closes all descriptors and opens its own, under the numbers of the parent's rings and files."""
     handle, path = make_handle(intra_op_parallelism=2), store(folder / "file", pattern(3 * MIB))
     round_trip(handle, folder / "other")
     futures = [handle.submit_pread(torch.zeros(3 * MIB, dtype=torch.uint8), path) for _ in range(8)]

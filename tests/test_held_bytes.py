@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_what_cannot_be_held_cannot_be_resized_meanwhile(slow: nvme_ops.aio_hand
 
 
 def test_arguments_that_change_while_they_are_looked_at(slow: nvme_ops.aio_handle, folder: Path) -> None:
-    path, offsets = store(folder / "file", pattern(1000)), []
+    path = store(folder / "file", pattern(1000))
+    offsets: list[Any] = []
     tensors = [torch.zeros(10, dtype=torch.uint8) for _ in range(50)]
 
     class Index:
@@ -98,7 +100,7 @@ def test_arguments_that_change_while_they_are_looked_at(slow: nvme_ops.aio_handl
 
     offsets += [Index() for _ in range(50)]
     kept = list(tensors)
-    assert slow.submit_preadv(tensors, path, offsets).result() == 500  # type: ignore[arg-type]
+    assert slow.submit_preadv(tensors, path, offsets).result() == 500
     assert all(torch.equal(tensor, pattern(1000)[:10]) for tensor in kept)
 
 
@@ -109,6 +111,8 @@ def test_a_finaliser_that_asks_for_the_transfer_that_ends_it(slow: nvme_ops.aio_
         def __del__(self) -> None:
             asked.append(future.done())
 
-    future = slow.submit_pwritev([Memory(100) for _ in range(40)], folder / "file", range(0, 4000, 100))  # type: ignore[list-item]
+    memories: list[Any] = [Memory(100) for _ in range(40)]
+    future = slow.submit_pwritev(memories, folder / "file", range(0, 4000, 100))
+    del memories
     assert future.result() == 4000
     assert asked == [True] * 40

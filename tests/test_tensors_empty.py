@@ -102,7 +102,7 @@ def test_bad_sizes() -> None:
 def test_more_than_any_memory(elements: int) -> None:
     before = live_bytes()
     for make in (nvme_ops.empty, lambda n: aio_handle().new_cpu_locked_tensor(n, torch.empty(0))):
-        with pytest.raises((OSError, ValueError)):
+        with pytest.raises((MemoryError, ValueError)):
             make(elements)
     assert live_bytes() == before
 
@@ -113,7 +113,7 @@ def test_more_than_this_memory() -> None:
     try:
         torch.empty(elements, dtype=torch.uint8)
     except RuntimeError:
-        with pytest.raises(OSError, match="Cannot allocate memory"):
+        with pytest.raises(MemoryError, match="Cannot allocate memory"):
             nvme_ops.empty(elements, dtype=torch.uint8)
     else:
         pytest.skip("this system promises memory that it does not have (vm.overcommit_memory=1)")

@@ -43,17 +43,17 @@ def test_a_threads_own_operations_have_ended(make_handle: HandleFactory, folder:
     assert short == []
 
 
-class Interruption(Exception):
+class InterruptionError(Exception):
     pass
 
 
 def interrupt(*_: object) -> None:
-    raise Interruption
+    raise InterruptionError
 
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """SIGALRM raises ``Interruption``."""
+    """SIGALRM raises ``InterruptionError``."""
     before = signal.signal(signal.SIGALRM, interrupt)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -64,7 +64,7 @@ def wait_until_done(handle: aio_handle) -> int:
     while True:
         try:
             return handle.wait()
-        except Interruption:
+        except InterruptionError:
             pass
 
 
@@ -86,7 +86,7 @@ def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: 
                 started += 1
             counted = handle.wait()
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interruption:
+        except InterruptionError:
             interruptions += 1
         again = wait_until_done(handle)
         # An exception may come between the call's return and the caller's next step: its last result is lost then.
@@ -106,7 +106,7 @@ def test_failures_of_an_interrupted_wait_are_raised_by_the_next(make_handle: Han
         while not handle._pending:
             pass
         signal.raise_signal(signal.SIGALRM)
-    except Interruption:
+    except InterruptionError:
         pass
     finally:
         signal.signal(signal.SIGALRM, before)

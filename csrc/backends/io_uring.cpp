@@ -260,7 +260,7 @@ private:
 
   const bool single_submit_;
   bool timed_waits_ = false;
-  int broken_ = 0;  // errno
+  int broken_ = 0;                   // errno
   std::vector<Completion> refused_;  // never more than there is room for
   bool buffer_table_ = false;
   io_uring_params params_{};

@@ -60,7 +60,7 @@ public:
     const int result = library().setup(static_cast<int>(options.depth), &context_);
     if (result < 0) {
       raise(no_queue(-result, "io_setup for " + std::to_string(options.depth) +
-                                        " events (sysctl -w fs.aio-max-nr=1048576 raises the limit)"));
+                                  " events (sysctl -w fs.aio-max-nr=1048576 raises the limit)"));
     }
   }
 

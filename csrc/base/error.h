@@ -39,7 +39,7 @@ Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t of
 Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t size, const std::string& path);
 Failure bad_argument(std::string message);
 Failure no_queue(int error, const std::string& operation);  // ENOMEM is a lack of memory like any other
-Failure out_of_memory() noexcept;  // allocates nothing
+Failure out_of_memory() noexcept;                           // allocates nothing
 
 // The exception being handled, as a failure.
 Failure current_failure() noexcept;

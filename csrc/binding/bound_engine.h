@@ -92,19 +92,18 @@ public:
     auto outcome = std::make_shared<Outcome>();
     auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
     Worker& service = current.service->of(transfer);
-    Worker::Tasks task =
-        Worker::task([engine = current.engine, path = current.device_path, outcome,
-                      transfer = std::make_shared<Transfer>(std::move(transfer))]() mutable noexcept {
-          std::uint64_t moved = 0;
-          std::optional<Failure> failure;
-          try {
-            moved = transfer->execute(*engine, *path, true, [] { return false; });
-          } catch (...) {
-            failure = current_failure();
-          }
-          transfer.reset();  // its files are closed before anybody hears of the end
-          failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
-        });
+    Worker::Tasks task = Worker::task([engine = current.engine, path = current.device_path, outcome,
+                                       transfer = std::make_shared<Transfer>(std::move(transfer))]() mutable noexcept {
+      std::uint64_t moved = 0;
+      std::optional<Failure> failure;
+      try {
+        moved = transfer->execute(*engine, *path, true, [] { return false; });
+      } catch (...) {
+        failure = current_failure();
+      }
+      transfer.reset();  // its files are closed before anybody hears of the end
+      failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
+    });
     live_.push_back(operation);
     try {
       service.post(std::move(task));

@@ -19,22 +19,22 @@
 namespace nvme_ops {
 namespace {
 
-// torch's allocator of page-locked memory rounds up to powers of two: a chunk and its skew together are one.
-constexpr std::uint64_t kChunk = (8 << 20) - kPageSize;
-constexpr std::size_t kChunks = 5;        // 40 MiB
-constexpr std::size_t kOnDeviceSide = 2;  // of them; the others are between memory and storage, the slower side
+constexpr std::uint64_t kChunk = 8 << 20;  // a power of two, to which torch's allocator of page-locked memory rounds up
+constexpr std::size_t kChunks = 5;         // 40 MiB
+constexpr std::size_t kOnDeviceSide = 2;   // of them; the others are between memory and storage, the slower side
 
 // One page-locked block on its way: first filled (from storage or the device), then emptied to the other side.
 struct Slot {
   at::Tensor memory;
-  std::uint64_t position = 0, bytes = 0;
+  std::uint64_t position = 0, bytes = 0, skew = 0;
   std::shared_ptr<Job> job;        // its storage transfer
   std::optional<c10::Event> copy;  // its device copy
   const unsigned long generation = fork_generation();
 
   // Whatever ends the transfer, nothing may still use the memory. A forked child's is its own.
   ~Slot() {
-    while (job && generation == fork_generation() && !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+    while (job && generation == fork_generation() &&
+           !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
     }
   }
 };
@@ -115,7 +115,11 @@ void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<Sha
     const c10::StreamGuard side(device.getStreamFromGlobalPool(flat_.device()));
     before_->block(side.current_stream());
 
-    const std::size_t count = std::min<std::uint64_t>(kChunks, (total + kChunk - 1) / kChunk);
+    // Chunks begin at pages of the file, all but the first, and memory and file are misaligned alike: so a chunk is
+    // transferred in place, and of a write only the ends of the whole are left to the page cache.
+    const std::uint64_t skew = offset % kPageSize;
+    const std::uint64_t chunks = (skew + total + kChunk - 1) / kChunk;
+    const std::size_t count = std::min<std::uint64_t>(kChunks, chunks);
     std::array<Slot, kChunks> slots;
     const StreamEnd end{side.current_stream()};
     std::optional<Failure> failure;
@@ -124,13 +128,11 @@ void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<Sha
       return flat_.narrow(0, static_cast<std::int64_t>(position + slot.position),
                           static_cast<std::int64_t>(slot.bytes));
     };
-    // Memory and file misaligned alike, so that a chunk is transferred in place.
-    const std::uint64_t skew = offset % kPageSize;
     const auto on_host = [&](const Slot& slot) {
-      return slot.memory.narrow(0, static_cast<std::int64_t>(skew), static_cast<std::int64_t>(slot.bytes));
+      return slot.memory.narrow(0, static_cast<std::int64_t>(slot.skew), static_cast<std::int64_t>(slot.bytes));
     };
     const auto start_storage = [&](Slot& slot) {
-      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory) + skew, slot.bytes,
+      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory) + slot.skew, slot.bytes,
                                                                 offset + slot.position, true, false, true}});
       engine.submit(slot.job);
     };
@@ -149,10 +151,11 @@ void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<Sha
       if (slot.copy) slot.copy->synchronize();
       slot.copy.reset();
     };
-    const auto begin = [&](Slot& slot, std::uint64_t at) {
-      if (!slot.memory.defined()) slot.memory = page_locked(flat_, skew + std::min(total, kChunk));
-      slot.position = at;
-      slot.bytes = std::min(kChunk, total - at);
+    const auto begin = [&](Slot& slot, std::uint64_t chunk) {
+      if (!slot.memory.defined()) slot.memory = page_locked(flat_, std::min(skew + total, kChunk));
+      slot.skew = chunk == 0 ? skew : 0;
+      slot.position = chunk == 0 ? 0 : chunk * kChunk - skew;
+      slot.bytes = std::min(kChunk - slot.skew, total - slot.position);
       op == Op::Read ? start_storage(slot) : start_copy(slot);
     };
     // The second half follows as soon as the first has ended.
@@ -165,14 +168,13 @@ void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<Sha
       end_copy(slot);
     };
 
-    const std::uint64_t chunks = (total + kChunk - 1) / kChunk;
     // First halves under way ahead of the second ones.
     const std::size_t lead = op == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
     for (std::uint64_t i = 0; i < chunks + lead; ++i) {
       if (i < chunks && !failure) {
         Slot& slot = slots[i % count];
         finish(slot);
-        if (!failure) begin(slot, i * kChunk);
+        if (!failure) begin(slot, i);
       }
       if (i >= lead && !failure) turn(slots[(i - lead) % count]);
     }

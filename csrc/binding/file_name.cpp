@@ -26,9 +26,9 @@ std::string folder_now() {
   return ::getcwd(folder, sizeof folder) != nullptr && folder[0] == '/' ? std::string(folder) + "/" : std::string();
 }
 
-// A descriptor of ours for the file that `fd` has open, one for all calls under way on it: the caller may close `fd`, and
-// has only so many. The file is opened anew through it, so any other on the same file and with the same flags will do.
-// With the GIL held.
+// A descriptor of ours for the file that `fd` has open, one for all calls under way on it: the caller may close `fd`,
+// and has only so many. The file is opened anew through it, so any other on the same file and with the same flags will
+// do. With the GIL held.
 std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
   using Key = std::tuple<dev_t, ino_t, int, unsigned long>;
   static auto* const known = new std::map<Key, std::weak_ptr<UniqueFd>>;
@@ -95,8 +95,9 @@ std::shared_ptr<SharedFile> FileName::share(Op op, Cache cache) const {
     });
   }
   const std::string shown = "file descriptor " + std::to_string(fd_);
-  return std::make_shared<SharedFile>(
-      shown, [copy = duplicate(fd_, shown), op, cache, fd = fd_](const std::string&) { return File::adopt(copy->get(), op, cache, fd); });
+  return std::make_shared<SharedFile>(shown, [copy = duplicate(fd_, shown), op, cache, fd = fd_](const std::string&) {
+    return File::adopt(copy->get(), op, cache, fd);
+  });
 }
 
 }  // namespace nvme_ops

@@ -50,8 +50,8 @@ std::byte* map_pages(std::size_t bytes) {
     void* memory = map(nullptr, bytes, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  // Reserved huge pages are for those who asked: a child of a fork that writes to one needs another, and is killed where
-  // there is none. They succeed only when they are there in full.
+  // Reserved huge pages are for those who asked: a child of a fork that writes to one needs another, and is killed
+  // where there is none. They succeed only when they are there in full.
   void* reserved = reserved_pages_wanted() ? map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages) : MAP_FAILED;
   if (reserved != MAP_FAILED) {
     // A limit on huge pages shows at the first touch, and kills: better to meet it here.

@@ -62,8 +62,8 @@ private:
   std::size_t next_ = 0;  // where the next job's first share goes
 };
 
-// Waits for the job to end; when `interrupted` says so, stops it, waits for what is in flight and throws IoError. As for
-// Engine::run, `interrupted` may fork.
+// Waits for the job to end; when `interrupted` says so, stops it, waits for what is in flight and throws IoError. As
+// for Engine::run, `interrupted` may fork.
 void wait(Job& job, const Interrupted& interrupted);
 
 Failure interrupted_failure();

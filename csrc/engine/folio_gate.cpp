@@ -12,8 +12,8 @@
 namespace nvme_ops {
 namespace {
 
-// Writes under way by a hash of file and folio: direct ones counted upwards, cached ones downwards. Two folios that share
-// a counter wait for each other now and then, without need and without harm.
+// Writes under way by a hash of file and folio: direct ones counted upwards, cached ones downwards. Two folios that
+// share a counter wait for each other now and then, without need and without harm.
 constexpr std::size_t kCounters = 1 << 14;
 std::array<std::atomic<int>, kCounters> counters{};
 

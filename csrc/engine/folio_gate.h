@@ -21,8 +21,8 @@ struct GatedWrite {
 };
 
 // False while writes of the other kind are under way in the folios where this one begins or ends: to be asked again.
-// Those it wholly covers are nobody else's business. Every write that entered must leave. For all threads and handles of
-// the process; takes no lock.
+// Those it wholly covers are nobody else's business. Every write that entered must leave. For all threads and handles
+// of the process; takes no lock.
 bool enter_folios(const GatedWrite& write) noexcept;
 void leave_folios(const GatedWrite& write) noexcept;
 

@@ -25,9 +25,9 @@ constexpr std::size_t kMaxGated = 16;                 // shares passed over beca
 constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
 constexpr std::uint64_t kOpening = 64 << 10;          // memory that is copied while a file is opened
 constexpr std::uint64_t kStagingBlock = StagingArea::kChunk;
-constexpr int kMaxVectors = 64;                // parts of a scattered read in one system call
+constexpr int kMaxVectors = 64;                      // parts of a scattered read in one system call
 constexpr std::chrono::microseconds kGatePause(50);  // before asking again for what others will give way to
-constexpr std::chrono::milliseconds kPause(1);  // before asking again a kernel that had no room
+constexpr std::chrono::milliseconds kPause(1);       // before asking again a kernel that had no room
 
 // Between a staging block and the caller's memory.
 void copy(const Job& job, std::size_t index, std::uint64_t position, std::byte* block, std::uint64_t bytes) {
@@ -247,7 +247,8 @@ Lane::Planned Lane::denied(ActiveShare& active, Failure failure) {
   return Planned::Nothing;
 }
 
-// The piece at the start of what the flight wants; `advanced` by what was planned or copied. Nothing: the job has failed.
+// The piece at the start of what the flight wants; `advanced` by what was planned or copied. Nothing: the job has
+// failed.
 Lane::Planned Lane::plan_piece(unsigned slot, std::uint64_t* advanced) {
   Flight& flight = flights_[slot];
   ActiveShare& active = *flight.share;

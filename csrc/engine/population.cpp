@@ -26,7 +26,8 @@ constexpr unsigned kTryAgain = 64;  // chunks after which the slower kind of pag
 class PageChoice {
 public:
   bool huge() {
-    const std::uint64_t huge = took_[1].load(std::memory_order_relaxed), small = took_[0].load(std::memory_order_relaxed);
+    const std::uint64_t huge = took_[1].load(std::memory_order_relaxed),
+                        small = took_[0].load(std::memory_order_relaxed);
     if (huge == 0) return true;
     if (small == 0) return false;
     const bool faster = huge <= small;
@@ -52,13 +53,14 @@ bool has_page(std::byte* page) {
   return ::mincore(page, kPageSize, &there) != 0 || (there & 1) != 0;
 }
 
+// Advice takes the lock that every fault needs, so it is given as seldom as can be: memory being populated is marked
+// for small pages, and each chunk that gets a huge one by itself.
 void populate(std::byte* memory, std::size_t bytes) noexcept {
   using Clock = std::chrono::steady_clock;
   const bool huge = page_choice().huge();
-  ::madvise(memory, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a wish: kernels without huge pages refuse it
   const auto start = Clock::now();
+  if (huge) ::madvise(memory, bytes, MADV_HUGEPAGE);
   if (::madvise(memory, bytes, kPopulateWrite) == 0) page_choice().note(huge, Clock::now() - start);
-  if (!huge) ::madvise(memory, bytes, MADV_HUGEPAGE);  // for whoever frees and uses it again
 }
 
 }  // namespace
@@ -125,6 +127,10 @@ private:
   std::size_t running_ = 0;
 };
 
+void Population::Part::advise(int advice) const noexcept {
+  ::madvise(begin, static_cast<std::size_t>(end - begin), advice);  // a wish: kernels without huge pages refuse it
+}
+
 void Population::add(std::byte* memory, std::uint64_t bytes) {
   const auto begin = (reinterpret_cast<std::uintptr_t>(memory) + kChunk - 1) / kChunk * kChunk;
   const auto end = (reinterpret_cast<std::uintptr_t>(memory) + bytes) / kChunk * kChunk;
@@ -145,14 +151,13 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
   std::shared_ptr<const Population> handle(&started, [population](const Population*) { population->stop(); });
   try {
     if (started.starts_.size() >= kLeastChunks) {
+      for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
       Populators::instance().add(population);
       return handle;
     }
   } catch (const std::exception&) {  // no thread to be had
   }
-  if (page_choice().huge()) {
-    for (std::byte* chunk : started.starts_) ::madvise(chunk, kChunk, MADV_HUGEPAGE);
-  }
+  for (const Part& part : started.parts_) part.advise(page_choice().huge() ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   started.next_ = started.starts_.size();
   started.parts_.clear();
   return handle;
@@ -166,7 +171,8 @@ bool Population::reached(const std::byte* memory, std::uint64_t bytes) const {
     const std::byte* const from = std::max<const std::byte*>(memory, part->begin);
     const std::byte* const to = std::min<const std::byte*>(end, part->end);
     const std::size_t last = part->first + static_cast<std::size_t>(to - 1 - part->begin) / kChunk;
-    for (std::size_t chunk = part->first + static_cast<std::size_t>(from - part->begin) / kChunk; chunk <= last; ++chunk) {
+    for (std::size_t chunk = part->first + static_cast<std::size_t>(from - part->begin) / kChunk; chunk <= last;
+         ++chunk) {
       if (!done_[chunk].load(std::memory_order_acquire)) return false;
     }
   }
@@ -193,6 +199,8 @@ void Population::stop() {
   if (generation_ != fork_generation()) return;  // the parent's threads are at it in the parent
   next_.store(starts_.size());
   wait_until_idle();
+  for (const Part& part : parts_)
+    part.advise(MADV_HUGEPAGE);  // for the kernel to collapse, and for whoever uses it next
 }
 
 void populate_now(std::byte* memory, std::uint64_t bytes) {

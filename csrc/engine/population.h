@@ -1,6 +1,6 @@
-// Pages for memory that has none yet and that a read is about to fill. Its first use costs more than a fast device needs
-// for the data: the kernel clears every page, and under a hypervisor the host may first have to find it some memory. So
-// several threads do it ahead of the device.
+// Pages for memory that has none yet and that a read is about to fill. Its first use costs more than a fast device
+// needs for the data: the kernel clears every page, and under a hypervisor the host may first have to find it some
+// memory. So several threads do it ahead of the device.
 #pragma once
 
 #include <atomic>
@@ -40,6 +40,8 @@ private:
     std::byte* begin;
     std::byte* end;
     std::size_t first;  // of its chunks
+
+    void advise(int advice) const noexcept;
   };
 
   static constexpr std::size_t kChunk = kHugePage;

@@ -100,6 +100,7 @@ def load(
         KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round.
         ValueError: shapes or dtypes of ``into`` differ, or there is nothing to verify.
         OSError: the file cannot be read.
+        MemoryError: there is not enough memory for the tensors.
     """
     name = os.fspath(path)
     if isinstance(map_location, int):

@@ -66,7 +66,7 @@ def ahead(handle: aio_handle, fd: int, start: int, end: int) -> Ahead | None:
         return None
     try:
         return Ahead(handle, fd, start, end)
-    except OSError:  # a size beyond all memory: what the file is says more
+    except MemoryError:  # a size beyond all memory: what the file is says more
         return None
 
 
