@@ -107,7 +107,7 @@ def readme(text: str, results: Results) -> str:
     _, last, after = rest.partition(end)
     if not first or not last:
         raise ValueError(f"it has no lines {begin} and {end}")
-    block = readme_block(results.get("raw_io")) + checkpoint_block(results.get("checkpoint"))
+    block = readme_block(results.get("raw_io")) + checkpoint_block(results.get("checkpoint"), results.get("fresh"))
     return "".join([before, first, "\n".join(block), "\n", last, after])
 
 
@@ -127,18 +127,24 @@ def readme_block(stored: Json | None) -> list[str]:
     return [*intro, "", *markdown(["", *head, "CPU s/GiB"], rows)[:-1]]
 
 
-def checkpoint_block(stored: Json | None) -> list[str]:
-    """The state dict of large tensors, in the first place: everybody's rates."""
+def checkpoint_block(stored: Json | None, fresh: Json | None = None) -> list[str]:
+    """The state dict of large tensors, in the first place: everybody's rates; of loads in a fresh process too."""
     documents = [run["document"] for run in stored["runs"] if run["document"]] if stored else []
     if not stored or not documents or not documents[0].get("folders"):
         return []
     place, found = next(iter(documents[0]["folders"].items()))
     tables = {table["group"]: table for table in found["tables"] if "; large:" in table["title"]}
-    groups = {"save": "save, durably", "load": "load, cold", "cached": "load from the page cache"}
+    groups = {
+        "save": "save, durably",
+        "load": "load, cold, warm memory",
+        "fresh": "load, cold, fresh process",
+        "cached": "load from the page cache",
+    }
+    tables.update(_loads_of(fresh))
     rates: dict[str, dict[str, str]] = {}
     for group in groups:
         for row in tables.get(group, {"rows": []})["rows"]:
-            if row["spread"]:
+            if row["spread"] and (group != "fresh" or row["name"] in rates):
                 rates.setdefault(row["name"], {})[group] = f"{row['spread']['median']:.2f}"
     rows = [[name, *(found.get(group, "-") for group in groups)] for name, found in rates.items()]
     intro = (
@@ -147,6 +153,14 @@ def checkpoint_block(stored: Json | None) -> list[str]:
     )
     lines = textwrap.wrap(intro, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return ["", *lines, "", *markdown(["", *groups.values()], rows)[:-1]]
+
+
+def _loads_of(fresh: Json | None) -> dict[str, Json]:
+    """Of a fresh process, in the first place, as ``fresh``; nothing where it was not measured."""
+    documents = [run["document"] for run in fresh["runs"] if run["document"]] if fresh else []
+    folders = documents[0].get("folders", {}) if documents else {}
+    tables = next(iter(folders.values()))["tables"] if folders else []
+    return {"fresh" if table["group"] == "load" else "": table for table in tables}
 
 
 def _rows_of(found: Json) -> dict[tuple[str, str], dict[str, Any]]:

@@ -70,6 +70,12 @@ def _checkpoint(plan: Plan) -> list[Command]:
     ]
 
 
+def _fresh(plan: Plan) -> list[Command]:
+    return [
+        Command("fresh", ["python", "benchmarks/fresh_process.py", *_each_path(plan), *_effort(plan), "--plot", PLOT])
+    ]
+
+
 def _sweep(plan: Plan) -> list[Command]:
     return [
         Command(
@@ -119,6 +125,7 @@ SECTIONS: dict[str, Section] = {
     "engines": Section(_engines),
     "overhead": Section(_overhead, page_tables.raw_io),
     "checkpoint": Section(_checkpoint, page_tables.raw_io),
+    "fresh": Section(_fresh, page_tables.raw_io),
     "sweep": Section(_sweep),
     "scaling": Section(_scaling, page_tables.scaling),
     "tuning": Section(_tuning, page_tables.tuning),

@@ -281,15 +281,17 @@ def test_the_readme_gets_a_table_of_checkpoints() -> None:
         table("load", "load; large: 32 tensors, 1 GiB", {"ours": 1.875, "loader": 1.7, "missing": None}),
     ]
     document = {"size": GIB, "rounds": 5, "folders": {"DISK": {"tables": tables}}}
-    text = page_render.readme(README, {"checkpoint": stored(document)})
+    loads = table("load", "load by a new process", {"ours": 1.5, "ours, otherwise": 1.4})
+    fresh = {"folders": {"DISK": {"tables": [loads, table("locked", "a new process allocates", {"ours": 9})]}}}
+    text = page_render.readme(README, {"checkpoint": stored(document), "fresh": stored(fresh)})
     assert "rounds on the same disk, 2026-01-02, GB/s:" in " ".join(text.split())
     assert text.splitlines()[-9:-2] == [
-        "|  | save, durably | load, cold |",
-        "| --- | --- | --- |",
-        "| fio best | 4.00 | - |",
-        "| ours | 3.50 | 1.88 |",
-        "| theirs | 0.50 | - |",
-        "| loader | - | 1.70 |",
+        "|  | save, durably | load, cold, warm memory | load, cold, fresh process |",
+        "| --- | --- | --- | --- |",
+        "| fio best | 4.00 | - | - |",
+        "| ours | 3.50 | 1.88 | 1.50 |",
+        "| theirs | 0.50 | - | - |",
+        "| loader | - | 1.70 | - |",
         "<!-- /benchmarks -->",
     ]
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KIB, MIB, contents, in_child, in_threads, pattern, run_python, store
+from conftest import MIB, contents, in_child, in_threads, pattern, run_python, store
 from private_device import PrivateDevice, private_device
 from private_device.calls import READS, VIEWS, WRITES, Call, both_ways, each_read, each_write
 
 from nvme_ops import aio_handle
 
-CHUNK = 8 * MIB - 4 * KIB  # kChunk of device_tensor.cpp
+CHUNK = 8 * MIB
 SIZES = [0, 1, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 8 * CHUNK + MIB + 3]  # the last needs every slot, one of them twice
 PLACES = [0, 4095, 12345]
 ODD = 2 * CHUNK + 5

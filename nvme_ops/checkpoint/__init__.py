@@ -6,9 +6,10 @@ the data, ``atomic`` the replacement of files, ``integrity`` where checksums are
 
 from __future__ import annotations
 
-#: By format the module that has ``plan``, ``load`` and the suffixes by which it is chosen, the more special first.
+#: By format the module that has ``plan`` and ``load``, imported when it is needed, and the suffixes by which it is
+#: chosen, the more special first.
 FORMATS = {
-    "sharded": "nvme_ops.checkpoint.sharded",
-    "safetensors": "nvme_ops.checkpoint.safetensors_file",
-    "torch": "nvme_ops.checkpoint.torch_file",
+    "sharded": ("nvme_ops.checkpoint.sharded", (".safetensors.index.json", ".bin.index.json")),
+    "safetensors": ("nvme_ops.checkpoint.safetensors_file", (".safetensors",)),
+    "torch": ("nvme_ops.checkpoint.torch_file", (".pt", ".pth", ".bin")),
 }

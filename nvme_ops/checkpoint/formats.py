@@ -18,10 +18,9 @@ def format_of(path: str, format: str | None) -> ModuleType:
     if format is not None:
         if format not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
-        return importlib.import_module(FORMATS[format])
-    for name, module in FORMATS.items():
-        found = importlib.import_module(module)
-        if path.endswith(found.SUFFIXES) or (name == "sharded" and os.path.isdir(path)):
-            return found
-    suffixes = ", ".join(suffix for module in FORMATS.values() for suffix in importlib.import_module(module).SUFFIXES)
-    raise ValueError(f"{path}: the name does not end with any of {suffixes}; give format=")
+        return importlib.import_module(FORMATS[format][0])
+    for name, (module, suffixes) in FORMATS.items():
+        if path.endswith(suffixes) or (name == "sharded" and os.path.isdir(path)):
+            return importlib.import_module(module)
+    known = ", ".join(suffix for _, suffixes in FORMATS.values() for suffix in suffixes)
+    raise ValueError(f"{path}: the name does not end with any of {known}; give format=")

@@ -22,8 +22,6 @@ from nvme_ops.checkpoint.safetensors_build import build, require_tensors
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.handle import aio_handle
 
-SUFFIXES = (".safetensors",)
-
 
 @dataclass
 class SafetensorsPlan:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import freeing, integrity, safetensors_file, torch_file
+from nvme_ops.checkpoint import FORMATS, freeing, integrity, safetensors_file, torch_file
 from nvme_ops.checkpoint.atomic import sync_folder
 from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.checkpoint.pieces import Borrowed
@@ -43,7 +43,7 @@ from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_open import PICKLE
 from nvme_ops.handle import aio_handle
 
-SUFFIXES = (".safetensors.index.json", ".bin.index.json")
+SUFFIXES = FORMATS["sharded"][1]
 
 #: Bytes of tensors in one shard, unless one tensor is larger.
 MAX_SHARD_SIZE = 5 * 1000**3
@@ -144,7 +144,7 @@ def _module(path: str) -> Any:
 
 
 def _is_safetensors(path: str) -> bool:
-    return path.endswith(safetensors_file.SUFFIXES)
+    return path.endswith(FORMATS["safetensors"][1])
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:

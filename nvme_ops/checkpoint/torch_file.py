@@ -25,9 +25,7 @@ from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged,
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.file import shared_handle
 
-__all__ = ["SUFFIXES", "TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
-
-SUFFIXES = (".pt", ".pth", ".bin")
+__all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KIB, MIB, REPOSITORY, pattern
+from conftest import MIB, REPOSITORY, pattern
 
 import nvme_ops
 from nvme_ops import aio_handle
@@ -29,7 +29,7 @@ on_a_gpu = [
     ),
 ]
 
-CHUNK = 8 * MIB - 4 * KIB  # kChunk of device_tensor.cpp
+CHUNK = 8 * MIB  # kChunk of device_tensor.cpp
 TELLING = 16 * MIB  # kTelling of gds_path.cpp: from here on gds_handle compares its ways
 ODD = 3 * CHUNK + 5  # more than that in whole pages, wherever it lies
 SPIN = 200_000_000  # clock cycles: about a tenth of a second
