@@ -25,19 +25,21 @@ Piece plain(Route route, std::uint64_t offset, std::uint64_t bytes) {
   return {route, offset, bytes, 0, bytes};
 }
 
-// Reads need no more than sectors: what surrounds the wanted bytes is read with them and dropped.
+// Reads need no more than sectors: what surrounds the wanted bytes is read with them and dropped. Large ones are cut at
+// pages of the file: what lies below a device of 512-byte sectors, a file or a flash page, works in larger ones.
 Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                 std::uint64_t block, std::uint64_t staging_block) {
   const std::uint64_t sector = layout.offset_alignment;
-  const std::uint64_t lead = offset % sector;
-  const std::uint64_t to_sector = (sector - lead) % sector;
+  const std::uint64_t unit = bytes > kInPlaceBytes ? std::max(sector, kPageSize) : sector;
+  const std::uint64_t lead = offset % unit;
+  const std::uint64_t to_unit = (unit - lead) % unit;
   const bool body_in_place =
-      layout.in_place && (memory + to_sector) % layout.memory_alignment == 0 && bytes >= to_sector + sector;
+      layout.in_place && (memory + to_unit) % layout.memory_alignment == 0 && bytes >= to_unit + unit;
   if (body_in_place && lead == 0)
-    return plain(Route::InPlace, offset, std::min(down(bytes, sector), whole(block, sector)));
+    return plain(Route::InPlace, offset, std::min(down(bytes, sector), whole(block, unit)));
 
-  const std::uint64_t most = whole(std::min(block, staging_block), sector) - lead;
-  const std::uint64_t wanted = std::min(bytes, body_in_place ? to_sector : most);
+  const std::uint64_t most = whole(std::min(block, staging_block), unit) - lead;
+  const std::uint64_t wanted = std::min(bytes, body_in_place ? to_unit : most);
   return {Route::Staged, offset, wanted, lead, up(lead + wanted, sector)};
 }
 

@@ -127,7 +127,9 @@ TEST(a_misaligned_read_reads_its_sectors) {
 TEST(a_read_reaches_alignment_and_then_goes_in_place) {
   const Layout layout{true, 512, 512, 4096, true};
   const Piece head = next_piece(Op::Read, layout, 0x1000 + 100, 100, 1 << 20, 1 << 20, kStaging);
-  CHECK(head.route == Route::Staged && head.bytes == 412, "412 bytes up to the sector, got " << head.bytes);
-  const Piece body = next_piece(Op::Read, layout, 0x1200, 512, (1 << 20) - 412, 1 << 20, kStaging);
+  CHECK(head.route == Route::Staged && head.bytes == 3996, "3996 bytes up to the page, got " << head.bytes);
+  const Piece body = next_piece(Op::Read, layout, 0x2000, 4096, (1 << 20) - 3996, 1 << 20, kStaging);
   CHECK(body.route == Route::InPlace, "what follows in place");
+  const Piece small = next_piece(Op::Read, layout, 0x1000 + 100, 100, 8192, 1 << 20, kStaging);
+  CHECK(small.route == Route::Staged && small.bytes == 412, "412 bytes up to the sector, got " << small.bytes);
 }
