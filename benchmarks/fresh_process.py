@@ -59,9 +59,12 @@ _BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_b
 def in_new_process(setup: str, work: str, path: str, size: int) -> Sample:
     """One pass. Raises Unavailable with the last line that the process said when it fails."""
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    )
+    if "nvme_ops" in setup:  # of a checkout; DeepSpeed would take its op_builder for one of its own
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+        )
+    else:
+        environment.pop("PYTHONPATH", None)
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     done = subprocess.run(
         stop.tied([sys.executable, "-c", _PROGRAM.format(setup=setup, work=work), path, str(size)]),

@@ -76,7 +76,7 @@ def test_a_write_leaves_memory_alone(handle: aio_handle, folder: Path) -> None:
 def test_memory_without_a_whole_huge_page_is_left_alone(size: int) -> None:
     _, tensor, first = fresh(4 * HUGE)
     start = first - tensor.data_ptr() + 1
-    native().populate(tensor[start : start + size])
+    native().expect_to_fill(tensor[start : start + size])
     assert not wants_huge_pages(first)
     assert not wants_huge_pages(first + HUGE)
 
@@ -90,14 +90,10 @@ def resident(address: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [HUGE, 5 * HUGE, 33 * HUGE])
-def test_all_whole_huge_pages_are_populated(size: int) -> None:
-    _, tensor, first = fresh(size + 2 * HUGE)
-    start = first - tensor.data_ptr()
-    native().populate(tensor[start : start + size])
-    if size >= 4 * HUGE:  # less is not worth a thread
-        assert resident(first, size) == size
-    assert wants_huge_pages(first)
-    assert not wants_huge_pages(first + size)
+def test_memory_of_a_page_locked_tensor_is_all_there(size: int) -> None:
+    tensor = aio_handle().new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+    assert resident(tensor.data_ptr(), size) == size
+    assert wants_huge_pages(tensor.data_ptr())
 
 
 def test_reads_into_much_fresh_memory_at_once(handle: aio_handle, folder: Path) -> None:

@@ -80,14 +80,10 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
   });
 }
 
-PyObject* populate(PyObject*, PyObject* buffer) {
+PyObject* expect_to_fill(PyObject*, PyObject* buffer) {
   return guarded([&]() -> PyObject* {
     const Memory memory = memory_of(buffer, Op::Read, "buffer");
-    if (memory.device) raise(bad_argument("buffer must lie in CPU memory"));
-    {
-      const WithoutGil released;
-      populate_now(memory.data, memory.bytes);
-    }
+    if (!memory.device && !memory.fast) prefer_huge_pages(memory.data, memory.bytes);
     Py_RETURN_NONE;
   });
 }
@@ -121,8 +117,8 @@ PyMethodDef functions[] = {
      "joined_checksum(kind, first, second, bytes) -> int. Of two runs of data, the second of so many bytes."},
     {"cached_pages", count_cached_pages, METH_VARARGS,
      "cached_pages(fd, offset, bytes) -> int | None. Of the range, with 0 bytes to the end; None where nobody tells."},
-    {"populate", populate, METH_O,
-     "populate(buffer). Pages for memory that has none yet and will be written as a whole, by several threads."},
+    {"expect_to_fill", expect_to_fill, METH_O,
+     "expect_to_fill(buffer). Marks memory for huge pages that has none yet and will be written as a whole."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
     {"overlapping", overlapping, METH_O,
      "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "

@@ -70,7 +70,7 @@ PyObject* lock(PyObject* self, PyObject*) {
   const auto bytes = static_cast<std::size_t>(buffer->bytes);
   {
     const WithoutGil released;
-    populate_now(buffer->data, bytes);  // mlock() would do it with one thread, and with huge pages whatever they cost
+    populate_now(buffer->data, bytes);  // mlock() would do it with one thread
     buffer->locked = ::mlock(buffer->data, bytes) == 0;
     if (!buffer->locked) ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite);
   }

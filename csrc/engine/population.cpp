@@ -55,9 +55,8 @@ bool has_page(std::byte* page) {
 
 // Advice takes the lock that every fault needs, so it is given as seldom as can be: memory being populated is marked
 // for small pages, and each chunk that gets a huge one by itself.
-void populate(std::byte* memory, std::size_t bytes) noexcept {
+void populate(std::byte* memory, std::size_t bytes, bool huge) noexcept {
   using Clock = std::chrono::steady_clock;
-  const bool huge = page_choice().huge();
   const auto start = Clock::now();
   if (huge) ::madvise(memory, bytes, MADV_HUGEPAGE);
   if (::madvise(memory, bytes, kPopulateWrite) == 0) page_choice().note(huge, Clock::now() - start);
@@ -151,7 +150,8 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
   std::shared_ptr<const Population> handle(&started, [population](const Population*) { population->stop(); });
   try {
     if (started.starts_.size() >= kLeastChunks) {
-      for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
+      const int advice = started.pages_ == Pages::Huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE;
+      for (const Part& part : started.parts_) part.advise(advice);
       Populators::instance().add(population);
       return handle;
     }
@@ -183,7 +183,7 @@ bool Population::populate_next() {
   busy_.fetch_add(1);
   const std::size_t chunk = next_.fetch_add(1);
   if (chunk < starts_.size()) {
-    populate(starts_[chunk], kChunk);
+    populate(starts_[chunk], kChunk, pages_ == Pages::Huge || page_choice().huge());
     done_[chunk].store(true, std::memory_order_release);
   }
   const bool more = next_.load() < starts_.size();
@@ -204,13 +204,19 @@ void Population::stop() {
 }
 
 void populate_now(std::byte* memory, std::uint64_t bytes) {
-  const auto population = std::make_shared<Population>();
+  const auto population = std::make_shared<Population>(Population::Pages::Huge);
   population->add(memory, bytes);
   if (population->empty()) return;
   const auto handle = Population::start(population);
   while (population->populate_next()) {
   }
   population->wait_until_idle();
+}
+
+void prefer_huge_pages(std::byte* memory, std::uint64_t bytes) {
+  Population population;
+  population.add(memory, bytes);
+  for (const Population::Part& part : population.parts_) part.advise(MADV_HUGEPAGE);
 }
 
 }  // namespace nvme_ops

@@ -17,6 +17,10 @@ namespace nvme_ops {
 // huge pages.
 class Population {
 public:
+  // Huge: for memory that is kept and used again and again, in which transfers are faster by a third.
+  enum class Pages : std::uint8_t { Fastest, Huge };
+  explicit Population(Pages pages = Pages::Fastest) : pages_(pages) {}
+
   // Before start().
   void add(std::byte* memory, std::uint64_t bytes);
   bool empty() const { return starts_.empty(); }
@@ -31,6 +35,7 @@ public:
 private:
   friend class Populators;
   friend void populate_now(std::byte* memory, std::uint64_t bytes);
+  friend void prefer_huge_pages(std::byte* memory, std::uint64_t bytes);
 
   bool populate_next();  // false: nothing is left to begin
   void wait_until_idle() const;
@@ -46,6 +51,7 @@ private:
 
   static constexpr std::size_t kChunk = kHugePage;
 
+  const Pages pages_;
   std::vector<Part> parts_;
   std::vector<std::byte*> starts_;  // of all chunks
   std::unique_ptr<std::atomic<bool>[]> done_;
@@ -54,7 +60,10 @@ private:
   unsigned long generation_ = 0;
 };
 
-// Populates all of a new mapping, by several threads, and returns when it is done.
+// Populates all of a new mapping with huge pages, by several threads, and returns when it is done.
 void populate_now(std::byte* memory, std::uint64_t bytes);
+
+// Marks memory that has no pages for huge ones, without populating it.
+void prefer_huge_pages(std::byte* memory, std::uint64_t bytes);
 
 }  // namespace nvme_ops

@@ -26,7 +26,7 @@ class ReadAhead:
         """Fills ``data``, unless the file ends before; returns how much."""
         done, follows = 0, self._follows(offset)
         if len(data) >= BLOCK:
-            native().populate(data)
+            native().expect_to_fill(data)
         while done < len(data):
             block = self._block_at(offset + done)
             if block is None and follows and self._begin(offset + done):
