@@ -30,7 +30,8 @@ Piece plain(Route route, std::uint64_t offset, std::uint64_t bytes) {
 Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                 std::uint64_t block, std::uint64_t staging_block) {
   const std::uint64_t sector = layout.offset_alignment;
-  const std::uint64_t unit = bytes > kInPlaceBytes ? std::max(sector, kPageSize) : sector;
+  const bool large = bytes > kInPlaceBytes && block >= kPageSize;
+  const std::uint64_t unit = large ? std::max(sector, kPageSize) : sector;
   const std::uint64_t lead = offset % unit;
   const std::uint64_t to_unit = (unit - lead) % unit;
   const bool body_in_place =
