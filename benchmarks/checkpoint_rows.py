@@ -161,7 +161,10 @@ def _dcp_load(work: Work, path: str, through_us: bool) -> Tensors:
 
 
 def _deepspeed_save(tensors: Tensors, path: str) -> None:
-    from deepspeed.io import FastFileWriter, FastFileWriterConfig  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from deepspeed.io import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        FastFileWriter,
+        FastFileWriterConfig,
+    )
 
     from nvme_ops.bench.engines.deepspeed import load
 

@@ -15,7 +15,7 @@ import torch
 from conftest import KIB, MIB, HandleFactory, LoopDevice, _command
 
 SIZE = 8 * MIB
-ROUNDS = 60
+ROUNDS = 40
 
 
 @pytest.fixture(params=["folder", "xfs"])

@@ -73,7 +73,7 @@ def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: 
     handle = make_handle(block_size=65536, queue_depth=2, cache="direct")
     data = pattern(MIB)
     path = store(folder / "file", data)
-    end = time.monotonic() + 4
+    end = time.monotonic() + 2
     rounds = interruptions = 0
     while rounds < 400 and time.monotonic() < end:
         rounds += 1
