@@ -9,6 +9,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "base/fork.h"
 #include "base/thread.h"
@@ -18,29 +19,41 @@ namespace {
 
 constexpr std::size_t kLeastChunks = 4;  // below it is not worth a thread
 constexpr unsigned kMaxPopulators = 4;
-constexpr unsigned kTryAgain = 64;  // chunks after which the slower kind of page gets another chance
+constexpr std::size_t kLead = 32;         // chunks ahead of the transfers, from which on one thread is enough
+constexpr unsigned kTrySoon = 8;          // chunks in one kind of page after which the other gets a chance; twice as
+constexpr unsigned kTryLate = 64;         // many each time it takes longer again, up to this
+constexpr std::int64_t kUsual = 600'000;  // nanoseconds for a chunk in small pages, until some have been measured
+constexpr std::int64_t kReserve = 16 * kUsual;  // nanoseconds that huge pages may have saved, and may lose again
 
-// Huge pages are filled fastest, and cleared fastest where the machine has the memory. A virtual machine's host takes
-// free memory back in just that size, so that small pages, of which the kernel keeps some, can be had in a third of the
-// time: the kind that was faster of late is taken.
+// Huge pages are filled fastest, and cleared fastest where the machine has the memory: in a sixth of the time. A
+// virtual machine's host takes free memory back in just that size, and to get a huge page takes eight times as long
+// then as the small ones, of which the kernel keeps some. The memory that is there comes first, then the rest: so huge
+// pages are taken while what they saved of late pays for what they cost.
 class PageChoice {
 public:
   bool huge() {
-    const std::uint64_t huge = took_[1].load(std::memory_order_relaxed),
-                        small = took_[0].load(std::memory_order_relaxed);
-    if (huge == 0) return true;
-    if (small == 0) return false;
-    const bool faster = huge <= small;
-    return since_.fetch_add(1, std::memory_order_relaxed) % kTryAgain == kTryAgain - 1 ? !faster : faster;
+    const bool paying = saved_.load(std::memory_order_relaxed) > 0;
+    if (since_.fetch_add(1, std::memory_order_relaxed) < patience_.load(std::memory_order_relaxed)) return paying;
+    since_.store(0, std::memory_order_relaxed);
+    return !paying;
   }
   void note(bool huge, std::chrono::nanoseconds took) {
-    took_[huge ? 1 : 0].store(std::max<std::uint64_t>(1, static_cast<std::uint64_t>(took.count())),
-                              std::memory_order_relaxed);
+    const std::int64_t small = small_.load(std::memory_order_relaxed);
+    const std::int64_t saving = small - took.count();
+    if (!huge) {  // quick to believe what is better
+      small_.store(saving > 0 ? small - saving / 2 : small - saving / 8, std::memory_order_relaxed);
+      return;
+    }
+    const unsigned patience = patience_.load(std::memory_order_relaxed);
+    const std::int64_t saved = saved_.load(std::memory_order_relaxed);
+    saved_.store(std::clamp<std::int64_t>(saved + saving, 0, kReserve), std::memory_order_relaxed);
+    patience_.store(saving > 0 ? kTrySoon : std::min(2 * patience, kTryLate), std::memory_order_relaxed);
   }
 
 private:
-  std::atomic<std::uint64_t> took_[2]{};  // nanoseconds for the last chunk in small pages, in huge ones
-  std::atomic<unsigned> since_{0};
+  std::atomic<std::int64_t> small_{kUsual};  // nanoseconds for a chunk in small pages, on average of late
+  std::atomic<std::int64_t> saved_{1};       // nanoseconds, by huge ones
+  std::atomic<unsigned> since_{0}, patience_{kTrySoon};
 };
 
 PageChoice& page_choice() {
@@ -57,8 +70,8 @@ bool has_page(std::byte* page) {
 // for small pages, and each chunk that gets a huge one by itself.
 void populate(std::byte* memory, std::size_t bytes, bool huge) noexcept {
   using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
   if (huge) ::madvise(memory, bytes, MADV_HUGEPAGE);
+  const auto start = Clock::now();  // not before: with small pages under way elsewhere the lock takes as long as those
   if (::madvise(memory, bytes, kPopulateWrite) == 0) page_choice().note(huge, Clock::now() - start);
 }
 
@@ -84,16 +97,22 @@ public:
         {kMaxPopulators, std::max(1U, std::thread::hardware_concurrency()), population->starts_.size()});
     const std::lock_guard<std::mutex> lock(mutex_);
     waiting_.push_back(population);
-    while (running_ < wanted) {
-      try {
-        quiet_thread([this] { serve(); }).detach();
-        ++running_;
-      } catch (const std::exception&) {
-        if (running_ > 0) return;
-        waiting_.pop_back();
-        throw;
-      }
+    try {
+      if (!led_) quiet_thread([this] { lead(); }).detach();
+      led_ = true;
+    } catch (const std::exception&) {
+      waiting_.pop_back();
+      throw;
     }
+    try {
+      for (; helpers_ + 1 < wanted; ++helpers_) quiet_thread([this] { help(); }).detach();
+    } catch (const std::exception&) {  // one is enough
+    }
+  }
+
+  void wake_helpers() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
   }
 
   void note_idle() {
@@ -107,23 +126,36 @@ public:
   }
 
 private:
-  void serve() {
+  void lead() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!waiting_.empty()) {
-      const std::shared_ptr<Population> population = waiting_.front();
-      lock.unlock();
-      const bool more = population->populate_next();
-      lock.lock();
-      if (!more && !waiting_.empty() && waiting_.front() == population) waiting_.pop_front();
-    }
-    --running_;
+    while (!waiting_.empty()) populate_next(lock);
+    led_ = false;
+    wake_.notify_all();
+  }
+
+  // Only as long as needed: then it would be in the way of the transfers, and of the host of a virtual machine.
+  void help() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!waiting_.empty()) waiting_.front()->behind_.load() ? populate_next(lock) : wake_.wait(lock);
+    --helpers_;
+  }
+
+  void populate_next(std::unique_lock<std::mutex>& lock) {
+    const std::shared_ptr<Population> population = waiting_.front();
+    lock.unlock();
+    const bool more = population->populate_next();
+    lock.lock();
+    if (more || waiting_.empty() || waiting_.front() != population) return;
+    waiting_.pop_front();
+    wake_.notify_all();
   }
 
   const unsigned long generation_ = fork_generation();
   std::mutex mutex_;
-  std::condition_variable idle_;
+  std::condition_variable idle_, wake_;
   std::deque<std::shared_ptr<Population>> waiting_;
-  std::size_t running_ = 0;
+  bool led_ = false;
+  std::size_t helpers_ = 0;
 };
 
 void Population::Part::advise(int advice) const noexcept {
@@ -170,9 +202,11 @@ bool Population::reached(const std::byte* memory, std::uint64_t bytes) const {
   for (; part != parts_.end() && part->begin < end; ++part) {
     const std::byte* const from = std::max<const std::byte*>(memory, part->begin);
     const std::byte* const to = std::min<const std::byte*>(end, part->end);
+    const std::size_t first = part->first + static_cast<std::size_t>(from - part->begin) / kChunk;
     const std::size_t last = part->first + static_cast<std::size_t>(to - 1 - part->begin) / kChunk;
-    for (std::size_t chunk = part->first + static_cast<std::size_t>(from - part->begin) / kChunk; chunk <= last;
-         ++chunk) {
+    const bool behind = last + kLead >= next_.load(std::memory_order_relaxed);
+    if (behind != behind_.load() && !behind_.exchange(behind)) Populators::instance().wake_helpers();
+    for (std::size_t chunk = first; chunk <= last; ++chunk) {
       if (!done_[chunk].load(std::memory_order_acquire)) return false;
     }
   }

@@ -56,6 +56,7 @@ private:
   std::vector<std::byte*> starts_;  // of all chunks
   std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<std::size_t> next_{0};
+  mutable std::atomic<bool> behind_{true};  // hardly ahead of the transfers
   std::atomic<std::size_t> busy_{0};
   unsigned long generation_ = 0;
 };
