@@ -76,7 +76,7 @@ def test_a_write_leaves_memory_alone(handle: aio_handle, folder: Path) -> None:
 def test_memory_without_a_whole_huge_page_is_left_alone(size: int) -> None:
     _, tensor, first = fresh(4 * HUGE)
     start = first - tensor.data_ptr() + 1
-    native().expect_to_fill(tensor[start : start + size])
+    native().populate(tensor[start : start + size], 0, size)
     assert not wants_huge_pages(first)
     assert not wants_huge_pages(first + HUGE)
 
@@ -87,6 +87,19 @@ def resident(address: int, size: int) -> int:
         file.seek(address // mmap.PAGESIZE * 8)
         entries = file.read(size // mmap.PAGESIZE * 8)
     return sum(entries[i + 7] >> 7 for i in range(0, len(entries), 8)) * mmap.PAGESIZE
+
+
+def test_memory_filled_from_its_start_on_gets_pages_part_by_part() -> None:
+    _, tensor, first = fresh(8 * HUGE)
+    first += HUGE
+    start = first - tensor.data_ptr() - mmap.PAGESIZE
+    data, memory = tensor[start : start + 5 * HUGE], first - mmap.PAGESIZE  # four whole huge pages lie in it
+    native().populate(data, 0, 1)
+    assert resident(memory, 5 * HUGE) == 0, "none begins there"
+    native().populate(data, mmap.PAGESIZE, mmap.PAGESIZE + HUGE + 1)
+    assert resident(first, 2 * HUGE) == resident(memory, 6 * HUGE) == 2 * HUGE
+    native().populate(data, HUGE, 5 * HUGE)
+    assert resident(first, 4 * HUGE) == resident(memory, 6 * HUGE) == 4 * HUGE, "a part of one is left alone"
 
 
 @pytest.mark.parametrize("size", [HUGE, 5 * HUGE, 33 * HUGE])

@@ -80,10 +80,16 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
   });
 }
 
-PyObject* expect_to_fill(PyObject*, PyObject* buffer) {
+PyObject* populate(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
+    PyObject* buffer;
+    unsigned long long start, stop;
+    if (!PyArg_ParseTuple(arguments, "OKK", &buffer, &start, &stop)) throw PythonError();
     const Memory memory = memory_of(buffer, Op::Read, "buffer");
-    if (!memory.device && !memory.fast) prefer_huge_pages(memory.data, memory.bytes);
+    if (!memory.device && !memory.fast) {
+      const WithoutGil released;
+      populate_in_part(memory.data, memory.bytes, start, stop);
+    }
     Py_RETURN_NONE;
   });
 }
@@ -117,8 +123,10 @@ PyMethodDef functions[] = {
      "joined_checksum(kind, first, second, bytes) -> int. Of two runs of data, the second of so many bytes."},
     {"cached_pages", count_cached_pages, METH_VARARGS,
      "cached_pages(fd, offset, bytes) -> int | None. Of the range, with 0 bytes to the end; None where nobody tells."},
-    {"expect_to_fill", expect_to_fill, METH_O,
-     "expect_to_fill(buffer). Marks memory for huge pages that has none yet and will be written as a whole."},
+    {"populate", populate, METH_VARARGS,
+     "populate(buffer, start, stop). For a buffer that is filled from its start on: gives pages to the parts of two "
+     "MiB "
+     "that begin in [start, stop), where they have none."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
     {"overlapping", overlapping, METH_O,
      "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "

@@ -247,10 +247,14 @@ void populate_now(std::byte* memory, std::uint64_t bytes) {
   population->wait_until_idle();
 }
 
-void prefer_huge_pages(std::byte* memory, std::uint64_t bytes) {
-  Population population;
-  population.add(memory, bytes);
-  for (const Population::Part& part : population.parts_) part.advise(MADV_HUGEPAGE);
+void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t start, std::uint64_t stop) {
+  constexpr std::uint64_t kChunk = kHugePage;
+  const std::uint64_t head = (kChunk - reinterpret_cast<std::uintptr_t>(memory) % kChunk) % kChunk;
+  const std::uint64_t first = start <= head ? head : head + (start - head + kChunk - 1) / kChunk * kChunk;
+  for (std::uint64_t chunk = first; chunk < stop && chunk + kChunk <= bytes; chunk += kChunk) {
+    if (has_page(memory + chunk) || has_page(memory + chunk + kChunk - kPageSize)) continue;
+    populate(memory + chunk, kChunk, page_choice().huge());
+  }
 }
 
 }  // namespace nvme_ops

@@ -35,7 +35,6 @@ public:
 private:
   friend class Populators;
   friend void populate_now(std::byte* memory, std::uint64_t bytes);
-  friend void prefer_huge_pages(std::byte* memory, std::uint64_t bytes);
 
   bool populate_next();  // false: nothing is left to begin
   void wait_until_idle() const;
@@ -64,7 +63,8 @@ private:
 // Populates all of a new mapping with huge pages, by several threads, and returns when it is done.
 void populate_now(std::byte* memory, std::uint64_t bytes);
 
-// Marks memory that has no pages for huge ones, without populating it.
-void prefer_huge_pages(std::byte* memory, std::uint64_t bytes);
+// For memory that is filled from its start on: populates those of its huge pages that begin in [start, stop), without a
+// thread.
+void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t start, std::uint64_t stop);
 
 }  // namespace nvme_ops

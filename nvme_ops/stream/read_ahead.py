@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 
+from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
 from nvme_ops.stream.blocks import BLOCK, BLOCKS, PAGE, SMALL, Block
 
 _AHEAD = 2  # blocks under way beyond the one that is being used
-_LARGE = 4 * BLOCK  # bytes that are read without blocks: the device stays busy, and nothing is copied here
 _GAP = 64 << 10  # bytes that a read may skip and still follow the one before
 
 
@@ -25,8 +25,6 @@ class ReadAhead:
     def read_into(self, data: memoryview, offset: int) -> int:
         """Fills ``data``, unless the file ends before; returns how much."""
         done, follows = 0, self._follows(offset)
-        if len(data) >= _LARGE:
-            done = self._read_directly(data, offset)
         while done < len(data):
             block = self._block_at(offset + done)
             if block is None and follows and self._begin(offset + done):
@@ -38,6 +36,8 @@ class ReadAhead:
                 follows = False  # as if there had been no blocks; what is wrong is met again, by who asks for it
                 continue
             part = block.part(offset + done, len(data) - done)
+            if len(data) >= BLOCK:
+                native().populate(data, done, done + len(part))
             data[done : done + len(part)] = part
             done += len(part)
             self._go_on()
