@@ -5,11 +5,14 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <memory>
+#include <new>
 
 #include "base/error.h"
 #include "base/limits.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
+#include "engine/collapse.h"
 #include "engine/population.h"
 
 namespace nvme_ops {
@@ -19,6 +22,7 @@ struct BufferObject {
   PyObject_HEAD std::byte* data;
   Py_ssize_t bytes;
   bool locked;
+  std::shared_ptr<Collapse> collapse;
   PyObject* weak_references;
 };
 
@@ -41,6 +45,7 @@ PyObject* buffer_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
       BufferPool::instance().release(memory);
       throw PythonError();
     }
+    new (&buffer_of(self)->collapse) std::shared_ptr<Collapse>;
     buffer_of(self)->data = memory;
     buffer_of(self)->bytes = bytes;
     return self;
@@ -52,9 +57,11 @@ void buffer_deallocate(PyObject* self) {
   if (buffer->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   {
     const WithoutGil released;
+    if (buffer->collapse) buffer->collapse->stop();
     if (buffer->locked) ::munlock(buffer->data, static_cast<std::size_t>(buffer->bytes));
     BufferPool::instance().release(buffer->data);
   }
+  buffer->collapse.~shared_ptr();
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -64,15 +71,18 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   return PyBuffer_FillInfo(view, self, buffer_of(self)->data, buffer_of(self)->bytes, 0, flags);
 }
 
-// Touches every page, so that no transfer waits for the kernel to clear one, and locks them where the system allows.
+// Populates every page, so that no transfer waits for the kernel to clear one, and locks them where the system allows:
+// marked so beforehand they are locked as they come.
 PyObject* lock(PyObject* self, PyObject*) {
   BufferObject* const buffer = buffer_of(self);
   const auto bytes = static_cast<std::size_t>(buffer->bytes);
   {
     const WithoutGil released;
-    populate_now(buffer->data, bytes);  // mlock() would do it with one thread
-    buffer->locked = ::mlock(buffer->data, bytes) == 0;
-    if (!buffer->locked) ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite);
+    buffer->locked = ::mlock2(buffer->data, bytes, MLOCK_ONFAULT) == 0;
+    const bool small = populate_now(buffer->data, bytes);
+    const bool populated = ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite) == 0;
+    if (!populated) buffer->locked = ::mlock(buffer->data, bytes) == 0;  // an older kernel's way to do both
+    if (small && !buffer->collapse) buffer->collapse = Collapse::start(buffer->data, bytes);
   }
   return PyBool_FromLong(buffer->locked);
 }

@@ -182,8 +182,7 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
   std::shared_ptr<const Population> handle(&started, [population](const Population*) { population->stop(); });
   try {
     if (started.starts_.size() >= kLeastChunks) {
-      const int advice = started.pages_ == Pages::Huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE;
-      for (const Part& part : started.parts_) part.advise(advice);
+      for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
       Populators::instance().add(population);
       return handle;
     }
@@ -217,7 +216,9 @@ bool Population::populate_next() {
   busy_.fetch_add(1);
   const std::size_t chunk = next_.fetch_add(1);
   if (chunk < starts_.size()) {
-    populate(starts_[chunk], kChunk, pages_ == Pages::Huge || page_choice().huge());
+    const bool huge = page_choice().huge();
+    populate(starts_[chunk], kChunk, huge);
+    if (!huge) small_.store(true, std::memory_order_relaxed);
     done_[chunk].store(true, std::memory_order_release);
   }
   const bool more = next_.load() < starts_.size();
@@ -237,14 +238,15 @@ void Population::stop() {
     part.advise(MADV_HUGEPAGE);  // for the kernel to collapse, and for whoever uses it next
 }
 
-void populate_now(std::byte* memory, std::uint64_t bytes) {
-  const auto population = std::make_shared<Population>(Population::Pages::Huge);
+bool populate_now(std::byte* memory, std::uint64_t bytes) {
+  const auto population = std::make_shared<Population>();
   population->add(memory, bytes);
-  if (population->empty()) return;
+  if (population->empty()) return true;
   const auto handle = Population::start(population);
   while (population->populate_next()) {
   }
   population->wait_until_idle();
+  return population->small_;
 }
 
 void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t start, std::uint64_t stop) {

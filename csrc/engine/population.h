@@ -17,10 +17,6 @@ namespace nvme_ops {
 // huge pages.
 class Population {
 public:
-  // Huge: for memory that is kept and used again and again, in which transfers are faster by a third.
-  enum class Pages : std::uint8_t { Fastest, Huge };
-  explicit Population(Pages pages = Pages::Fastest) : pages_(pages) {}
-
   // Before start().
   void add(std::byte* memory, std::uint64_t bytes);
   bool empty() const { return starts_.empty(); }
@@ -34,7 +30,7 @@ public:
 
 private:
   friend class Populators;
-  friend void populate_now(std::byte* memory, std::uint64_t bytes);
+  friend bool populate_now(std::byte* memory, std::uint64_t bytes);
 
   bool populate_next();  // false: nothing is left to begin
   void wait_until_idle() const;
@@ -50,18 +46,18 @@ private:
 
   static constexpr std::size_t kChunk = kHugePage;
 
-  const Pages pages_;
   std::vector<Part> parts_;
   std::vector<std::byte*> starts_;  // of all chunks
   std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<std::size_t> next_{0};
   mutable std::atomic<bool> behind_{true};  // hardly ahead of the transfers
   std::atomic<std::size_t> busy_{0};
+  std::atomic<bool> small_{false};  // some of the pages
   unsigned long generation_ = 0;
 };
 
-// Populates all of a new mapping with huge pages, by several threads, and returns when it is done.
-void populate_now(std::byte* memory, std::uint64_t bytes);
+// Populates memory by several threads and returns when all of it has pages. False: huge ones only; true: who knows.
+bool populate_now(std::byte* memory, std::uint64_t bytes);
 
 // For memory that is filled from its start on: populates those of its huge pages that begin in [start, stop), without a
 // thread.
