@@ -69,6 +69,7 @@ def in_new_process(setup: str, work: str, path: str, size: int) -> Sample:
     done = subprocess.run(
         stop.tied([sys.executable, "-c", _PROGRAM.format(setup=setup, work=work), path, str(size)]),
         env=environment,
+        cwd=os.path.dirname(path),  # no checkout either
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -103,12 +103,22 @@ def round_trip(handle: aio_handle, path: Path, size: int = 3 * MIB + 5) -> None:
 
 
 def in_threads(work: Callable[[int], object], count: int) -> None:
-    """``work(number)`` for each number at once."""
-    threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
+    """``work(number)`` for each number at once; raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[number]) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
 
 
 HandleFactory = Callable[..., aio_handle]
@@ -253,6 +263,15 @@ def make_file_system(make_device: Callable[..., LoopDevice], folder: Path) -> It
             return mounted
 
         yield make
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Lets threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, HandleFactory, pattern, store
+from conftest import MIB, HandleFactory, in_threads, pattern, store
 
 from nvme_ops import aio_handle
 
 THREADS = 8
 
-
-@pytest.fixture(autouse=True)
-def eager_switches() -> Iterator[None]:
-    """Lets threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def in_threads(work: Callable[[int], object], count: int = THREADS) -> None:
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+pytestmark = pytest.mark.usefixtures("eager_switches")
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -62,7 +35,7 @@ def test_one_handle(make_handle: HandleFactory, folder: Path, lanes: int) -> Non
             assert handle.submit_pread(back, path).result() == size
             assert torch.equal(back, data)
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert handle.wait() == 0
 
 
@@ -78,7 +51,7 @@ def test_handles_of_their_own(make_handle: HandleFactory, folder: Path) -> None:
             assert handle.wait() == 2
             assert torch.equal(back, data)
 
-    in_threads(work)
+    in_threads(work, THREADS)
 
 
 def test_asynchronous_calls_are_counted_once(make_handle: HandleFactory, folder: Path) -> None:
@@ -91,7 +64,7 @@ def test_asynchronous_calls_are_counted_once(make_handle: HandleFactory, folder:
             handle.async_pread(torch.zeros(5000, dtype=torch.uint8), path)
             counts[index] += handle.wait()
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert sum(counts) + handle.wait() == rounds * THREADS
 
 
@@ -108,7 +81,7 @@ def test_waiting_beside_blocking_calls(make_handle: HandleFactory, folder: Path)
                 handle.async_pread(back, path)
                 handle.wait()
 
-    in_threads(work)
+    in_threads(work, THREADS)
 
 
 def test_each_thread_gets_its_own_failures(make_handle: HandleFactory, folder: Path, make_device) -> None:
@@ -128,7 +101,7 @@ def test_each_thread_gets_its_own_failures(make_handle: HandleFactory, folder: P
                 assert handle.sync_pread(back, path) == 1
                 assert torch.equal(back, pattern(5000))
 
-    in_threads(work)
+    in_threads(work, THREADS)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,7 @@ from conftest import MIB, HandleFactory, in_threads, pattern, store
 
 from nvme_ops import aio_handle
 
-
-@pytest.fixture(autouse=True)
-def eager_switches() -> Iterator[None]:
-    """Lets threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("eager_switches")
 
 
 @pytest.mark.parametrize("threads", [2, 8])
