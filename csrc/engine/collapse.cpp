@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <exception>
+#include <list>
 #include <thread>
 #include <utility>
 
 #include "base/fork.h"
 #include "base/limits.h"
+#include "base/per_process.h"
 #include "base/thread.h"
 
 namespace nvme_ops {
@@ -26,17 +27,6 @@ constexpr std::chrono::milliseconds kBusyPause(10);  // after such a page
 // The thread for all of them, there while there is something to do.
 class Collapser {
 public:
-  // A forked child's is its own; that of the parent is left as it is.
-  static Collapser& instance() {
-    static std::atomic<Collapser*> current{nullptr};
-    Collapser* known = current.load();
-    while (known == nullptr || known->generation_ != fork_generation()) {
-      auto fresh = std::make_unique<Collapser>();
-      if (current.compare_exchange_strong(known, fresh.get())) return *fresh.release();
-    }
-    return *known;
-  }
-
   void add(const std::shared_ptr<Collapse>& collapse) {
     const std::lock_guard<std::mutex> lock(mutex_);
     waiting_.push_back(collapse);
@@ -54,22 +44,20 @@ private:
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!waiting_.empty()) {
-      const std::shared_ptr<Collapse> collapse = std::move(waiting_.front());
-      waiting_.pop_front();
+      Collapse& collapse = *waiting_.front();
       lock.unlock();
-      std::this_thread::sleep_until(collapse->due_);
-      while (collapse->next()) {
+      std::this_thread::sleep_until(collapse.due_);
+      while (collapse.next()) {
       }
-      const bool again = collapse->again();
+      const bool again = collapse.again();
       lock.lock();
-      if (again) waiting_.push_back(collapse);
+      again ? waiting_.splice(waiting_.end(), waiting_, waiting_.begin()) : waiting_.pop_front();
     }
     running_ = false;
   }
 
-  const unsigned long generation_ = fork_generation();
   std::mutex mutex_;
-  std::deque<std::shared_ptr<Collapse>> waiting_;
+  std::list<std::shared_ptr<Collapse>> waiting_;
   bool running_ = false;
 };
 
@@ -84,7 +72,7 @@ std::shared_ptr<Collapse> Collapse::start(std::byte* memory, std::uint64_t bytes
   try {
     auto collapse =
         std::make_shared<Collapse>(reinterpret_cast<std::byte*>(begin), reinterpret_cast<std::byte*>(end), delay);
-    Collapser::instance().add(collapse);
+    of_this_process<Collapser>().add(collapse);
     return collapse;
   } catch (const std::exception&) {
     return nullptr;
@@ -109,8 +97,8 @@ bool Collapse::next() {
   }
   busy_ |= busy;
   const auto took = Clock::now() - start;
-  std::this_thread::sleep_for(busy ? std::max<Clock::duration>(took, kBusyPause)
-                                   : took);  // half of a processor at most
+  // Half of a processor at most.
+  std::this_thread::sleep_for(busy ? std::max<Clock::duration>(took, kBusyPause) : took);
   return true;
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "base/per_process.h"
 #include "base/thread.h"
 
 namespace nvme_ops {
@@ -80,17 +81,6 @@ void populate(std::byte* memory, std::size_t bytes, bool huge) noexcept {
 // A few threads for all populations, there while there is something to do.
 class Populators {
 public:
-  // A forked child's are its own; those of the parent are left as they are.
-  static Populators& instance() {
-    static std::atomic<Populators*> current{nullptr};
-    Populators* known = current.load();
-    while (known == nullptr || known->generation_ != fork_generation()) {
-      auto fresh = std::make_unique<Populators>();
-      if (current.compare_exchange_strong(known, fresh.get())) return *fresh.release();
-    }
-    return *known;
-  }
-
   // Throws when there is no thread to do it.
   void add(const std::shared_ptr<Population>& population) {
     const std::size_t wanted = std::min<std::size_t>(
@@ -150,7 +140,6 @@ private:
     wake_.notify_all();
   }
 
-  const unsigned long generation_ = fork_generation();
   std::mutex mutex_;
   std::condition_variable idle_, wake_;
   std::deque<std::shared_ptr<Population>> waiting_;
@@ -183,7 +172,7 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
   try {
     if (started.starts_.size() >= kLeastChunks) {
       for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
-      Populators::instance().add(population);
+      of_this_process<Populators>().add(population);
       return handle;
     }
   } catch (const std::exception&) {  // no thread to be had
@@ -204,7 +193,7 @@ bool Population::reached(const std::byte* memory, std::uint64_t bytes) const {
     const std::size_t first = part->first + static_cast<std::size_t>(from - part->begin) / kChunk;
     const std::size_t last = part->first + static_cast<std::size_t>(to - 1 - part->begin) / kChunk;
     const bool behind = last + kLead >= next_.load(std::memory_order_relaxed);
-    if (behind != behind_.load() && !behind_.exchange(behind)) Populators::instance().wake_helpers();
+    if (behind != behind_.load() && !behind_.exchange(behind)) of_this_process<Populators>().wake_helpers();
     for (std::size_t chunk = first; chunk <= last; ++chunk) {
       if (!done_[chunk].load(std::memory_order_acquire)) return false;
     }
@@ -222,12 +211,12 @@ bool Population::populate_next() {
     done_[chunk].store(true, std::memory_order_release);
   }
   const bool more = next_.load() < starts_.size();
-  if (busy_.fetch_sub(1) == 1 && !more) Populators::instance().note_idle();
+  if (busy_.fetch_sub(1) == 1 && !more) of_this_process<Populators>().note_idle();
   return more;
 }
 
 void Population::wait_until_idle() const {
-  if (busy_.load() > 0) Populators::instance().wait_until_idle(*this);
+  if (busy_.load() > 0) of_this_process<Populators>().wait_until_idle(*this);
 }
 
 void Population::stop() {

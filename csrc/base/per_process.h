@@ -1,0 +1,27 @@
+// One object for a process that owns threads: a forked child has none of them, and makes its own.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "base/fork.h"
+
+namespace nvme_ops {
+
+// Never destroyed; a child leaves its parent's as it is, whoever may have held its locks.
+template <class Object>
+Object& of_this_process() {
+  struct Owned {
+    Object object;
+    const unsigned long generation = fork_generation();
+  };
+  static std::atomic<Owned*> current{nullptr};
+  Owned* known = current.load();
+  while (known == nullptr || known->generation != fork_generation()) {
+    auto fresh = std::make_unique<Owned>();
+    if (current.compare_exchange_strong(known, fresh.get())) known = fresh.release();
+  }
+  return known->object;
+}
+
+}  // namespace nvme_ops
