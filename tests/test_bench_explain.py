@@ -154,7 +154,7 @@ def test_too_little_space_is_said_before_anything_is_written(folder: Path) -> No
 
 
 def test_too_little_memory_is_said(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "_memory", lambda: 4 * MIB)
+    monkeypatch.setattr(explain, "free_memory", lambda: 4 * MIB)
     assert "takes 8 MiB of memory and 4 MiB are free" in refused(str(file), "--io_size", "2M")
     assert "takes 8 MiB of memory" in refused(str(folder), "--io_size", "2M")
     assert list(folder.iterdir()) == [file]

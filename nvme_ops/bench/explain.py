@@ -24,8 +24,8 @@ from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Judgement, Measured, judge
 from nvme_ops.bench.measure import Row, Spread, interleave, spread
 from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.free_memory import free_memory
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.report.host import Host
 from nvme_ops.sizes import GIB, MIB, size_words
 
 _DESCRIPTION = """\
@@ -152,7 +152,7 @@ def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
         yield given.path, False
         return
     explain_place.refuse_memory(given.path)
-    size = given.io_size or min(_DEFAULT_SIZE, max(MIB, _memory() // _TENSORS))
+    size = given.io_size or min(_DEFAULT_SIZE, max(MIB, free_memory() // _TENSORS))
     with scratch_folder(given.path, size + 64 * MIB, "--io_size or folder") as folder:
         _check_memory(size)
         path = os.path.join(folder, "data")
@@ -169,24 +169,18 @@ def _size(given: argparse.Namespace, place: explain_place.Place) -> int:
     if given.io_size:
         _check_memory(size)
         return size
-    size = min(size, max(MIB, _memory() // _TENSORS))
+    size = min(size, max(MIB, free_memory() // _TENSORS))
     in_time = int(explain_rows.probe(place.path, size) * _PASS_SECONDS)
     return min(size, max(64 * MIB, in_time // (16 * MIB) * 16 * MIB))
 
 
 def _check_memory(size: int) -> None:
-    needed, free = size * _TENSORS, _memory()
+    needed, free = size * _TENSORS, free_memory()
     if needed > free:
         raise files.NotUsable(
             f"--io_size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
             "choose a smaller one"
         )
-
-
-def _memory() -> int:
-    """Bytes that programs can still have."""
-    lines = Host().read("/proc/meminfo").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _as_found(task: Task, rounds: int) -> Spread | None:

@@ -20,12 +20,13 @@ from nvme_ops.checkpoint.new_tensors import placed
 from nvme_ops.checkpoint.pieces import Borrowed, copy
 from nvme_ops.checkpoint.plan import Plan
 from nvme_ops.file import shared_handle
+from nvme_ops.free_memory import free_memory
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import empty
 
 STRATEGIES = ("copy", "copy_free")
 _ALIGNMENT = 64  # bytes: torch's own allocations have no more
-_SHARE = 0.5  # of the memory that is available now: the default budget
+_SHARE = 0.5  # of the memory that this process can still have: the default budget
 
 
 class SaveFuture(Future[None]):
@@ -88,8 +89,9 @@ def save_async(
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
-        memory: bytes that the copies may take; half of what is available when None. What exceeds it is written before
-            the call returns, straight from the tensors. The memory is kept for the next call: ``release_memory()``.
+        memory: bytes that the copies may take; when None half of what is free, on the machine and within the limits of
+            the cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
+            memory is kept for the next call: ``release_memory()``.
         format: as of ``save``.
         durable: as of ``save``.
         checksum: as of ``save``.
@@ -215,9 +217,7 @@ def _memory(size: int) -> torch.Tensor:
 
 
 def _budget() -> int:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next((int(line.split()[1]) for line in file if line.startswith("MemAvailable")), 0)
-    return int(available * 1024 * _SHARE) + sum(memory.numel() for memory in _kept)
+    return int(free_memory() * _SHARE) + sum(memory.numel() for memory in _kept)
 
 
 def _forget_parents() -> None:

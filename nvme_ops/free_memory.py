@@ -1,0 +1,80 @@
+"""How much memory a process can still have: of the machine, and of the cgroups that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+#: For each version of cgroups: the files with limits, with the bytes in use, and the line of ``memory.stat`` with those
+#: that the kernel gives up when it needs room (Documentation/admin-guide: cgroup-v2.rst and cgroup-v1/memory.rst).
+_FILES = {
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still have before the kernel refuses, or kills.
+
+    The least of what the machine has (``MemAvailable``) and what each limit leaves: of the process's own cgroup and of
+    every one above it, in version 1 and 2. What cannot be read limits nothing.
+
+    Args:
+        root: stands before every path that is looked at.
+    """
+    lines = _lines(root / "proc/meminfo")
+    machine = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
+    return min([machine, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> Iterator[int]:
+    for kind, top, folder in _cgroups(root):
+        limits, usage, spare = _FILES[kind]
+        for group in (folder, *folder.parents):
+            for name in limits:
+                limit = _number(group / name)
+                if limit is not None:
+                    yield max(0, limit - (_number(group / usage) or 0) + _stat(group / "memory.stat", spare))
+            if group == top:
+                break
+
+
+def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
+    """For each hierarchy that can limit memory: its version, where it is mounted, and this process's folder in it."""
+    paths = dict(_own_paths(root))
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        words, (kind, *_) = before.split(), [*after.split(), ""]
+        controllers = set(after.split()[-1].split(",")) if kind == "cgroup" else set()
+        key = "" if kind == "cgroup2" else "memory" if "memory" in controllers else None
+        if kind not in _FILES or key not in paths:
+            continue
+        # A container sees a part of the hierarchy: what its mount shows at the top is words[3] of the machine's.
+        shown, own = PurePosixPath(words[3]), PurePosixPath(paths[key])
+        top = root / words[4].lstrip("/")
+        yield kind, top, top / own.relative_to(shown) if own.is_relative_to(shown) else top
+
+
+def _own_paths(root: Path) -> Iterator[tuple[str, str]]:
+    """By controller; version 2 has none in its line."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for name in controllers.split(","):
+            yield name, path
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """None where there is no number: ``max`` is none."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _stat(path: Path, name: str) -> int:
+    return next((int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} ")), 0)
