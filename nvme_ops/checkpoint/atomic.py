@@ -48,9 +48,10 @@ def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder, name)
             freeing.require_room(folder)
-            fd, temporary = _create(folder, name)
-            with suppress(FileNotFoundError):
-                os.fchmod(fd, stat.S_IMODE(os.stat(path).st_mode))
+            mode = _mode(path)
+            fd, temporary = _create(folder, name, 0o666 if mode is None else mode)
+            if mode is not None:
+                os.fchmod(fd, mode)  # what the umask took away
             yield Replacement(path, temporary, fd)
             if durable:
                 os.fdatasync(fd)
@@ -101,14 +102,25 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _create(folder: str, name: str) -> tuple[int, str]:
-    """The lock says that its writer lives; the kernel lets go of it when the process dies."""
+def _mode(path: str) -> int | None:
+    """None: there is no such file."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+def _create(folder: str, name: str, mode: int) -> tuple[int, str]:
+    """Never open to more users than ``mode`` says.
+
+    The lock says that its writer lives; the kernel lets go of it when the process dies.
+    """
     while True:
         # a number that does not come again: whoever clears litter may still look at the file that had it before
         number = int.from_bytes(os.urandom(4), "little")
         path = os.path.join(folder, f".{_short(name)}.{os.getpid()}-{number}{_MARK}")
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         except FileExistsError:
             continue
         try:
