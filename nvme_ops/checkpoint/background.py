@@ -107,6 +107,7 @@ def save_async(
     if memory is not None and memory < 0:
         raise ValueError(f"memory must not be negative: {memory}")
     name = os.fspath(path)
+    place = os.path.abspath(name)  # the program may change its folder meanwhile
     plan: Plan = format_of(name, format).plan(obj, checksum=checksum, metadata=metadata)
     handle = handle or shared_handle()
     key = os.path.realpath(name)
@@ -118,7 +119,7 @@ def save_async(
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, Borrowed(lent))
-        arguments = (future, plan, key, durable, handle, copies)
+        arguments = (future, place, plan, key, durable, handle, copies)
         threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}").start()
     except BaseException:
         _end(key, copies)
@@ -166,10 +167,12 @@ def _end(key: str, copies: _Copies | None) -> None:
         _changed.notify_all()
 
 
-def _work(future: SaveFuture, plan: Plan, key: str, durable: bool, handle: aio_handle, copies: _Copies | None) -> None:
+def _work(
+    future: SaveFuture, place: str, plan: Plan, key: str, durable: bool, handle: aio_handle, copies: _Copies | None
+) -> None:
     failure = None
     try:
-        plan.write(future.path, durable=durable, handle=handle, borrowed=future._borrowed)
+        plan.write(place, durable=durable, handle=handle, borrowed=future._borrowed)
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
