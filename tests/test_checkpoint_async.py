@@ -111,19 +111,6 @@ def test_what_exceeds_the_memory_is_written_before_the_call_returns(path: Path, 
     assert number_in(path) == 1
 
 
-def test_a_relative_path_means_the_folder_of_the_call(
-    path: Path, gate: Gated, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(path.parent)
-    future = nvme_ops.save_async(numbered(1), path.name, handle=gate)
-    monkeypatch.chdir(folder)
-    gate.open()
-    future.result()
-    assert future.path == path.name
-    assert number_in(path) == 1
-    assert not (folder / path.name).exists()
-
-
 def test_copies_wait_for_nothing(path: Path, gate: Gated) -> None:
     future = nvme_ops.save_async(numbered(1), path, handle=gate)
     future.wait_until_safe(0)
