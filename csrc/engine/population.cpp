@@ -20,10 +20,11 @@ namespace {
 
 constexpr std::size_t kLeastChunks = 4;  // below it is not worth a thread
 constexpr unsigned kMaxPopulators = 4;
-constexpr std::size_t kLead = 32;         // chunks ahead of the transfers, from which on one thread is enough
-constexpr unsigned kTrySoon = 8;          // chunks in one kind of page after which the other gets a chance; twice as
-constexpr unsigned kTryLate = 64;         // many each time it takes longer again, up to this
-constexpr std::int64_t kUsual = 600'000;  // nanoseconds for a chunk in small pages, until some have been measured
+constexpr std::size_t kLead = 32;  // chunks ahead of the transfers, from which on one thread is enough
+constexpr unsigned kTrySoon = 8;   // chunks in small pages after which a huge one gets a chance; twice as many each
+constexpr unsigned kTryLate = 64;  // time it takes longer again, up to this; and huge ones after which a small one does
+constexpr std::size_t kLarge = 64;  // chunks of memory that is large enough for huge pages to get a chance at once
+constexpr std::int64_t kUsual = 600'000;        // nanoseconds for a chunk in small pages, until some have been measured
 constexpr std::int64_t kReserve = 16 * kUsual;  // nanoseconds that huge pages may have saved, and may lose again
 
 // Huge pages are filled fastest, and cleared fastest where the machine has the memory: in a sixth of the time. A
@@ -34,9 +35,14 @@ class PageChoice {
 public:
   bool huge() {
     const bool paying = saved_.load(std::memory_order_relaxed) > 0;
-    if (since_.fetch_add(1, std::memory_order_relaxed) < patience_.load(std::memory_order_relaxed)) return paying;
+    const unsigned patience = paying ? kTryLate : patience_.load(std::memory_order_relaxed);
+    if (since_.fetch_add(1, std::memory_order_relaxed) < patience) return paying;
     since_.store(0, std::memory_order_relaxed);
     return !paying;
+  }
+  // The machine may have other memory at hand than last time.
+  void try_huge() {
+    if (saved_.load(std::memory_order_relaxed) <= 0) since_.store(kTryLate, std::memory_order_relaxed);
   }
   void note(bool huge, std::chrono::nanoseconds took) {
     const std::int64_t small = small_.load(std::memory_order_relaxed);
@@ -172,6 +178,7 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
   try {
     if (started.starts_.size() >= kLeastChunks) {
       for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
+      if (started.starts_.size() >= kLarge) page_choice().try_huge();
       of_this_process<Populators>().add(population);
       return handle;
     }
@@ -242,6 +249,7 @@ void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t star
   constexpr std::uint64_t kChunk = kHugePage;
   const std::uint64_t head = (kChunk - reinterpret_cast<std::uintptr_t>(memory) % kChunk) % kChunk;
   const std::uint64_t first = start <= head ? head : head + (start - head + kChunk - 1) / kChunk * kChunk;
+  if (start == 0 && bytes >= kLarge * kChunk) page_choice().try_huge();
   for (std::uint64_t chunk = first; chunk < stop && chunk + kChunk <= bytes; chunk += kChunk) {
     if (has_page(memory + chunk) || has_page(memory + chunk + kChunk - kPageSize)) continue;
     populate(memory + chunk, kChunk, page_choice().huge());
