@@ -15,9 +15,8 @@ import torch
 
 from benchmarks import checkpoint_rows, command
 from nvme_ops.bench import machine
-from nvme_ops.bench.measure import interleave
 from nvme_ops.bench.scratch import scratch_folder
-from nvme_ops.bench.tables import Table, as_json, as_text
+from nvme_ops.bench.tables import Table
 from nvme_ops.sizes import MIB, size_words
 
 GROUPS = {
@@ -108,11 +107,9 @@ def measure(given: argparse.Namespace, progress: command.Progress) -> command.Re
             with scratch_folder(folder, 10 * given.size + 64 * MIB) as scratch:
                 work = checkpoint_rows.Work(os.path.join(scratch, kind), tensors, not given.no_deepspeed)
                 for _, table in tables_of(work, given, kind):
-                    interleave(table.rows, given.rounds, progress)
-                    progress("")
-                    print(f"\n{as_text(table)}", flush=True)
+                    found = command.measure_table(table, given.rounds, progress)
                     tables[folder].append(table)
-                    result["folders"][folder]["tables"].append(as_json(table))
+                    result["folders"][folder]["tables"].append(found)
     return result, tables
 
 

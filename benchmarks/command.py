@@ -12,7 +12,8 @@ from typing import Any
 
 from nvme_ops.arguments import check_output, positive, size
 from nvme_ops.bench import files, stop
-from nvme_ops.bench.tables import Table, plot
+from nvme_ops.bench.measure import interleave
+from nvme_ops.bench.tables import Table, as_json, as_text, plot
 from nvme_ops.sizes import MIB, size_words
 
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
@@ -75,6 +76,14 @@ def show_progress(words: str) -> None:
     """One line that is written over, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+
+def measure_table(table: Table, rounds: int, progress: Progress) -> dict[str, Any]:
+    """Measures its rows and prints it; returns what the JSON file shall hold of it."""
+    interleave(table.rows, rounds, progress)
+    progress("")
+    print(f"\n{as_text(table)}", flush=True)
+    return as_json(table)
 
 
 def run(name: str, given: argparse.Namespace, measure: Callable[[argparse.Namespace, Progress], Result]) -> int:

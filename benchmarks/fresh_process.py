@@ -18,9 +18,9 @@ from benchmarks import command
 from benchmarks.checkpoint import state_dict
 from nvme_ops.bench import machine, stop
 from nvme_ops.bench.files import make_cold
-from nvme_ops.bench.measure import Row, Sample, Unavailable, interleave
+from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.scratch import scratch_folder
-from nvme_ops.bench.tables import Table, as_json, as_text
+from nvme_ops.bench.tables import Table
 from nvme_ops.sizes import MIB, size_words
 
 GROUPS = {
@@ -143,11 +143,9 @@ def measure(given: argparse.Namespace, progress: command.Progress) -> command.Re
                 else:
                     rows = locked_rows(scratch, given.size, packages)
                     table = Table(group, title, "GB/s", rows, rows[len(packages) - 1].name, _COLUMNS)
-                interleave(table.rows, given.rounds, progress)
-                progress("")
-                print(f"\n{as_text(table)}", flush=True)
+                found = command.measure_table(table, given.rounds, progress)
                 tables[folder].append(table)
-                result["folders"][folder]["tables"].append(as_json(table))
+                result["folders"][folder]["tables"].append(found)
     return result, tables
 
 

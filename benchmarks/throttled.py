@@ -29,6 +29,7 @@ from benchmarks.throttled_group import Group, end_processes, join, make_group
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
+from nvme_ops.free_memory import free_memory
 from nvme_ops.sizes import MIB, size_words
 
 MEMORY = "/dev/shm"
@@ -101,18 +102,12 @@ def _require(memory: int) -> None:
             raise NotUsable(f"{tool} is not installed: apt-get install util-linux mount e2fsprogs")
     if not os.path.isdir(MEMORY):
         raise NotUsable(f"{MEMORY} does not exist: mount -t tmpfs tmpfs {MEMORY}")
-    free = min(shutil.disk_usage(MEMORY).free, _available())
+    free = min(shutil.disk_usage(MEMORY).free, free_memory())
     if free < memory:
         raise NotUsable(
             f"{MEMORY}: {size_words(memory)} of memory are needed and there are {size_words(free)}; "
             "choose fewer or smaller devices"
         )
-
-
-def _available() -> int:
-    """Bytes of memory that can be had without taking it from others."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 1 << 62)
 
 
 def _make_device(stack: contextlib.ExitStack, folder: str, size: int) -> tuple[str, str]:
