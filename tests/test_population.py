@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import MIB, contents, give_up_root, in_child, in_threads, open_to_all, pattern, store
 
-from nvme_ops import aio_handle
+from nvme_ops import aio_handle, empty
 from nvme_ops._native import native
 
 HUGE = 2 * MIB
@@ -19,8 +19,8 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 pytestmark = pytest.mark.skipif(not THP.exists(), reason="the kernel has no transparent huge pages")
 
 
-def wants_huge_pages(address: int) -> bool:
-    """Whether the mapping at an address was advised so."""
+def flags(address: int) -> list[str]:
+    """How the mapping at an address was advised, in smaps' words: ``hg`` and ``nh`` for huge pages and none."""
     here = False
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         first, *rest = line.split()
@@ -28,8 +28,12 @@ def wants_huge_pages(address: int) -> bool:
             start, end = (int(number, 16) for number in first.split("-"))
             here = start <= address < end
         elif here and first == "VmFlags:":
-            return "hg" in rest
+            return rest
     raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def wants_huge_pages(address: int) -> bool:
+    return "hg" in flags(address)
 
 
 def fresh(size: int) -> tuple[mmap.mmap, torch.Tensor, int]:
@@ -55,6 +59,17 @@ def test_a_read_of_many_parts_does_so_too(handle: aio_handle, folder: Path) -> N
     assert torch.equal(tensor[start : start + 8 * MIB], pattern(8 * MIB))
     assert wants_huge_pages(first)
     assert wants_huge_pages(first + 4 * MIB)
+
+
+def test_memory_of_the_pool_is_never_marked_for_small_pages(folder: Path) -> None:
+    """Where it is kept: reads into it would be slower by half ever after. After much that took small pages, too."""
+    path = store(folder / "file", pattern(4 * MIB))
+    kept = []
+    for size in [4 * MIB] * 40:
+        kept.append(empty(size, dtype=torch.uint8))
+        aio_handle().sync_pread(kept[-1][: 4 * MIB], path)
+        native().populate(fresh(64 * MIB)[1], 0, 64 * MIB)
+    assert not any("nh" in flags(tensor.data_ptr()) for tensor in kept)
 
 
 def test_memory_in_use_is_left_alone(handle: aio_handle, folder: Path) -> None:

@@ -175,8 +175,9 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
             [](const Part& one, const Part& other) { return one.begin < other.begin; });
   started.done_ = std::make_unique<std::atomic<bool>[]>(started.starts_.size());
   std::shared_ptr<const Population> handle(&started, [population](const Population*) { population->stop(); });
+  const bool worth_a_thread = started.starts_.size() >= kLeastChunks;
   try {
-    if (started.starts_.size() >= kLeastChunks) {
+    if (worth_a_thread) {
       for (const Part& part : started.parts_) part.advise(MADV_NOHUGEPAGE);
       if (started.starts_.size() >= kLarge) page_choice().try_huge();
       of_this_process<Populators>().add(population);
@@ -184,7 +185,10 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
     }
   } catch (const std::exception&) {  // no thread to be had
   }
-  for (const Part& part : started.parts_) part.advise(page_choice().huge() ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  // Nothing keeps the mark for small pages: the memory may be the pool's, which transfers use again and again.
+  if (worth_a_thread || page_choice().huge()) {
+    for (const Part& part : started.parts_) part.advise(MADV_HUGEPAGE);
+  }
   started.next_ = started.starts_.size();
   started.parts_.clear();
   return handle;
