@@ -13,6 +13,10 @@ from conftest import MIB
 
 from nvme_ops.dcp import NvmeStorageWriter
 
+needs_fork = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="DCP asks CUDA about every tensor, and CUDA does not survive the test's fork"
+)
+
 
 def state(seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import resource
+import zlib
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,16 @@ def test_files_are_made_of_the_size_asked_for(tmp_path: Path) -> None:
     assert file.stat().st_size == 20 * MIB
     content = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
     assert files.checksum(str(file)) == files.tensor_checksum(content)
+
+
+def test_the_checksum_of_a_tensor_elsewhere_is_that_of_its_copy() -> None:
+    """Which must live until it is counted: memory of this size is unmapped with its tensor."""
+
+    class Elsewhere:
+        def cpu(self) -> torch.Tensor:
+            return torch.ones(64 * MIB, dtype=torch.uint8)
+
+    assert files.tensor_checksum(Elsewhere()) == zlib.crc32(b"\1" * (64 * MIB))  # type: ignore[arg-type]
 
 
 def test_a_file_that_cannot_be_made_whole_is_an_error(tmp_path: Path) -> None:

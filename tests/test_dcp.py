@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MIB, REPOSITORY, in_child, run_python
-from dcp_states import equal, load, save, state
+from dcp_states import equal, load, needs_fork, save, state
 from private_device import private_device
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -164,6 +164,7 @@ def test_tensors_on_an_accelerator_are_saved_and_filled(tmp_path: Path) -> None:
     in_child(body)
 
 
+@needs_fork
 def test_little_memory_is_used_beside_the_tensors(tmp_path: Path) -> None:
     def most(work: Callable[[], object]) -> int:
         def status(name: str) -> int:

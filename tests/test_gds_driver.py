@@ -367,7 +367,7 @@ sys.exit(3)
 def test_a_driver_that_hangs(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
     """It holds up neither the handle, the second one least of all, nor the end of the program."""
     program = """
-cufile.fail(Function.DRIVER_OPEN, delay=10_000)
+cufile.fail(Function.DRIVER_OPEN, delay=100_000)
 for _ in range(3):
     try:
         gds_handle()

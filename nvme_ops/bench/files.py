@@ -81,7 +81,8 @@ def checksum(path: str) -> int:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """Of a tensor's bytes, on any device; the same as of a file that holds them."""
-    return zlib.crc32(view(tensor.cpu()))
+    there = tensor.cpu()  # view() does not keep it
+    return zlib.crc32(view(there))
 
 
 def view(tensor: torch.Tensor) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from nvme_ops.dcp.loading import Loading, Wanted
 from nvme_ops.dcp.stored import Stored, find
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
+
+_log = logging.getLogger(__name__)
 
 _SMALL = 256 << 10  # bytes of an item of another writer below which DCP's own way of reading it is as good
 
@@ -51,7 +54,13 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         """What the folder holds. Raises FormatError and ChecksumError for a damaged file."""
         rank = kwargs.get("rank")
         path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
-        metadata = metadata_file.read(path)
+        try:
+            metadata = metadata_file.read(path)
+        except FileNotFoundError:
+            raise
+        except (OSError, FormatError) as error:
+            _log.warning("%s", error)  # torch before 2.13 drops it, and raises that there are no metadata
+            raise
         if not isinstance(metadata, Metadata):
             raise FormatError(f"{path}: something else than the metadata of a checkpoint")
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
