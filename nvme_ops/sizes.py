@@ -18,6 +18,18 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+def size_of(size: int | str) -> int:
+    """Bytes as Hugging Face's libraries count them: ``GB`` is 1000**3, ``GiB`` 1024**3. Raises ValueError."""
+    if isinstance(size, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", size.strip(), re.IGNORECASE)
+        if found is None:
+            raise ValueError(f"{size!r} is not a size; examples: 500MB, 5GB, 2GiB")
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1))
+    if size < 1:
+        raise ValueError(f"a size must be at least 1 byte, not {size}")
+    return size
+
+
 def size_words(size: int) -> str:
     """For a reader: ``512 B``, ``1 GiB``."""
     value = float(size)

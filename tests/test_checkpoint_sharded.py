@@ -65,6 +65,8 @@ def test_shards_of_the_size_asked_for_and_an_index_as_transformers_writes_it(sav
     assert files(saved) == [*shards, INDEX]
     document = json.loads((saved / INDEX).read_text())
     assert len(document["metadata"].pop("nvme_ops.crc32c")) == 8
+    assert len(document["metadata"].pop("nvme_ops.save")) == 16
+    assert document["metadata"].pop("nvme_ops.shards").keys() == set(shards)
     assert document == {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in STATE.values())},
         "weight_map": {

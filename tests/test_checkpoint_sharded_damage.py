@@ -162,8 +162,30 @@ def test_an_index_that_was_changed_is_named(saved: Path) -> None:
 
 def test_an_index_without_a_checksum(folder: Path) -> None:
     nvme_ops.save(STATE, folder / INDEX, checksum=False, metadata={"nvme_ops.crc32c": "another file's"})
-    assert "nvme_ops" not in (folder / INDEX).read_text()
+    assert json.loads((folder / INDEX).read_text())["metadata"].keys() == {"total_size", "nvme_ops.save"}
     assert contents(folder).damaged == []
+
+
+def test_an_index_that_another_program_wrote_is_not_damaged(folder: Path) -> None:
+    """As after transformers' save_pretrained(max_shard_size=...) with safe_save_file = nvme_ops.save."""
+    shard = "model-00001-of-00001.safetensors"
+    nvme_ops.save(STATE, folder / shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(STATE, shard)}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert_same(load(folder, verify=True), STATE)
+    assert contents(folder).damaged == []
+
+
+@pytest.mark.parametrize("gone", [["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]])
+def test_an_index_of_ours_that_lost_its_checksum_is_damaged(folder: Path, gone: list[str]) -> None:
+    nvme_ops.save(STATE, folder / INDEX)
+    document = json.loads((folder / INDEX).read_text())
+    for name in gone:
+        del document["metadata"][name]
+    (folder / INDEX).write_text(json.dumps(document))
+    with pytest.raises(ChecksumError, match="index"):
+        load(folder, verify=True)
+    assert contents(folder).damaged == ["index"]
 
 
 @pytest.mark.parametrize("write", [by_torch, by_us])

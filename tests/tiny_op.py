@@ -91,7 +91,7 @@ class Sandbox:
             env={
                 **os.environ,
                 **self.environment,
-                "PYTHONWARNINGS": "default",
+                "PYTHONWARNINGS": "",
                 "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}",
                 **(environment or {}),
             },

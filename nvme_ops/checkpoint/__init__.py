@@ -11,5 +11,5 @@ from __future__ import annotations
 FORMATS = {
     "sharded": ("nvme_ops.checkpoint.sharded", (".safetensors.index.json", ".bin.index.json")),
     "safetensors": ("nvme_ops.checkpoint.safetensors_file", (".safetensors",)),
-    "torch": ("nvme_ops.checkpoint.torch_file", (".pt", ".pth", ".bin")),
+    "torch": ("nvme_ops.checkpoint.torch_file", (".pt", ".pth", ".bin", ".ckpt")),
 }

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nvme_ops.checkpoint import turns
 from nvme_ops.checkpoint.formats import format_of
-from nvme_ops.checkpoint.plan import Plan
+from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -33,33 +34,48 @@ def save(
     durable: bool = True,
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
     handle: aio_handle | None = None,
 ) -> None:
     """Saves tensors at the speed of the device, atomically: a crash at any point leaves the old file or the new one.
 
     The format is chosen by the name: ``.safetensors`` for a flat dict of tensors by name, ``.pt``, ``.pth`` and
     ``.bin`` for anything that ``torch.save`` takes, ``.safetensors.index.json`` or a folder for a dict in several
-    files.
-    At most 64 MiB of memory are used beside the tensors, on the CPU or on an accelerator.
+    files. A name without an ending is that of a folder, which is made.
+    At most 64 MiB of memory are used beside the tensors, on the CPU or on an accelerator. A ``save_async`` of the same
+    path that is under way comes first.
 
     Args:
         obj: what to save.
         path: the file or folder, replaced at once when all is written.
-        format: ``"safetensors"``, ``"torch"`` or ``"sharded"``, whatever the name.
+        format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``, whatever the name.
         durable: return when data and name are on the device. Without it a power failure may take the new file, not the
             old one's place.
         checksum: keep a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
         metadata: strings to keep in the file, where the format has a place for them.
+        max_shard_size: bytes of tensors in one file of several, unless one tensor is larger; also in words, as in
+            ``"2GB"`` or ``"500MiB"``. 5 GB when None.
         handle: whose settings the transfers use; one for the whole process when None.
 
     Raises:
         TypeError: something that the format cannot hold.
         ValueError: an unknown format, tensors that share memory where the format would store them twice.
         OSError: no space, no permission, a device error. The old file is untouched.
+        RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
     name = os.fspath(path)
-    plan: Plan = format_of(name, format).plan(obj, checksum=checksum, metadata=metadata)
-    plan.write(name, durable=durable, handle=handle or shared_handle())
+    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size)
+    turn = turns.Turn(os.path.realpath(plan.target(name)))
+    try:
+        if turn.interrupts_another():
+            raise RuntimeError(
+                f"{name}: a signal handler called save() while this thread is in a save of the same path, which cannot "
+                "go on before the handler returns: call save_async() there, whose thread saves after that one"
+            )
+        turn.wait()
+        plan.write(name, durable=durable, handle=handle or shared_handle())
+    finally:
+        turn.end()
 
 
 def load(
@@ -69,7 +85,7 @@ def load(
     keys: Iterable[str] | None = None,
     into: Mapping[str, Any] | torch.nn.Module | None = None,
     verify: bool = False,
-    mmap: bool | None = None,
+    mmap: bool = False,
     format: str | None = None,
     handle: aio_handle | None = None,
 ) -> Any:
@@ -85,9 +101,10 @@ def load(
         into: a state dict or module whose tensors are filled in place, on whatever device they are, without a copy in
             between. Without ``keys`` its names must be those of the file.
         verify: compare the checksums that ``save`` kept.
-        mmap: the tensors lie in the page cache, by a private mapping of the file: nothing is copied, but the file must
-            stay as it is while they are in use (replacing it, as ``save`` does, is no change). When None, so where all
-            that is wanted of a safetensors file is in the page cache; with False never.
+        mmap: the tensors lie in the page cache, by a private mapping of the file: nothing is copied, and only what is
+            touched is read. The file must stay as it is while they are in use. Replacing it, as ``save`` does, is no
+            change; a program that writes over it changes the tensors, and one that truncates it kills this one by
+            SIGBUS when they are touched. Without it the tensors are copies, which nobody can change.
         format: as of ``save``.
         handle: as of ``save``.
 

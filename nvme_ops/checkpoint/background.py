@@ -7,18 +7,17 @@ import os
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import collector
-from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checkpoint import collector, turns
 from nvme_ops.checkpoint.new_tensors import placed
 from nvme_ops.checkpoint.pieces import Borrowed, copy
-from nvme_ops.checkpoint.plan import Plan
+from nvme_ops.checkpoint.plan import Plan, plan_for
+from nvme_ops.checkpoint.turns import Turn
 from nvme_ops.file import shared_handle
 from nvme_ops.free_memory import free_memory
 from nvme_ops.handle import aio_handle
@@ -77,12 +76,15 @@ def save_async(
     durable: bool = True,
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
     handle: aio_handle | None = None,
 ) -> SaveFuture:
     """Like ``nvme_ops.save``, but returns while the file is still being written, by a thread.
 
-    One save of a path runs at a time: another one waits, in this call, until it is complete. The program does not end
-    before all saves have, and what went wrong with one whose future was never asked is printed then.
+    One save of a path runs at a time, in the order of the calls, those of ``save`` included: this call waits until the
+    one before is complete. Called by a signal handler that interrupts a save of the same path, it waits for nothing and
+    copies all tensors: the thread saves them when that one is complete. The program does not end before all saves have,
+    and what went wrong with one whose future was never asked is printed then.
 
     Args:
         obj: what to save.
@@ -96,6 +98,7 @@ def save_async(
         durable: as of ``save``.
         checksum: as of ``save``.
         metadata: as of ``save``.
+        max_shard_size: as of ``save``.
         handle: as of ``save``.
 
     Raises:
@@ -108,21 +111,26 @@ def save_async(
         raise ValueError(f"memory must not be negative: {memory}")
     name = os.fspath(path)
     place = os.path.abspath(name)  # the program may change its folder meanwhile
-    plan: Plan = format_of(name, format).plan(obj, checksum=checksum, metadata=metadata)
+    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size)
     handle = handle or shared_handle()
-    key = os.path.realpath(name)
-    _begin(key)
+    turn = turns.Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None
     try:
+        in_handler = turn.interrupts_another()
+        if not in_handler:
+            turn.wait()
         if strategy == "copy":
-            copies = _Copies(plan.tensors, _budget() if memory is None else memory)
+            copies = _Copies(plan.tensors, None if in_handler else _budget() if memory is None else memory)
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, Borrowed(lent))
-        arguments = (future, place, plan, key, durable, handle, copies)
-        threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}").start()
+        arguments = (future, place, plan, turn, durable, handle, copies)
+        thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}")
+        thread.start()
+        turn.thread = thread.ident
     except BaseException:
-        _end(key, copies)
+        _keep(copies)
+        turn.end()
         raise
     if strategy == "copy":
         future.wait_until_safe()
@@ -131,55 +139,39 @@ def save_async(
 
 def release_memory() -> None:
     """Gives back what is kept for the copies of the next ``save_async``."""
-    with _changed:
+    with turns.changed:
         _kept.clear()
 
 
-# One save of a path at a time, and memory that goes from one to the next.
-_changed = threading.Condition()
-_running: dict[str, deque[object]] = {}  # by path, those who save and wait, in the order they came
+# Memory that goes from one save to the next.
 _kept: list[torch.Tensor] = []
 _failed: list[SaveFuture] = []
 
 
-def _begin(key: str) -> None:
-    ticket = object()
-    with _changed:
-        queue = _running.setdefault(key, deque())
-        queue.append(ticket)
-        try:
-            while queue[0] is not ticket:
-                _changed.wait()
-        except BaseException:  # Ctrl-C
-            queue.remove(ticket)
-            _changed.notify_all()  # it may have been this one's turn
-            raise
-
-
-def _end(key: str, copies: _Copies | None) -> None:
-    with _changed:
-        _running[key].popleft()
-        if not _running[key]:
-            del _running[key]
-        if copies is not None and copies.memory is not None:
-            _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
-            copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread has not ended yet
-        _changed.notify_all()
+def _keep(copies: _Copies | None) -> None:
+    """The memory of the copies, for the next ones."""
+    if copies is None or copies.memory is None:
+        return
+    with turns.changed:
+        _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
+        copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread has not ended yet
 
 
 def _work(
-    future: SaveFuture, place: str, plan: Plan, key: str, durable: bool, handle: aio_handle, copies: _Copies | None
+    future: SaveFuture, place: str, plan: Plan, turn: Turn, durable: bool, handle: aio_handle, copies: _Copies | None
 ) -> None:
     failure = None
     try:
+        turn.wait()
         plan.write(place, durable=durable, handle=handle, borrowed=future._borrowed)
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
-        with _changed:
+        with turns.changed:
             _failed[:] = [earlier for earlier in _failed if not earlier._asked] + [future]
     plan.tensors = []
-    _end(key, copies)
+    _keep(copies)
+    turn.end()
     future._borrowed.let_go()
     if failure is None:
         future.set_result(None)
@@ -188,14 +180,14 @@ def _work(
 
 
 class _Copies:
-    """Copies of as many of the tensors as fit into a budget, in one memory."""
+    """Copies of as many of the tensors as fit into a budget, of all without one, in one memory."""
 
     @collector.paused()
-    def __init__(self, tensors: Sequence[torch.Tensor], budget: int) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
         places: list[int | None] = []
         size = 0
         for tensor in tensors:
-            fits = size + tensor.nbytes <= budget
+            fits = budget is None or size + tensor.nbytes <= budget
             places.append(size if fits else None)
             size = -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT if fits else size
         self.memory = _memory(size) if size else None
@@ -212,7 +204,7 @@ class _Copies:
 
 
 def _memory(size: int) -> torch.Tensor:
-    with _changed:
+    with turns.changed:
         kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
         if kept is None:
             _kept.clear()  # before there is another
@@ -225,9 +217,6 @@ def _budget() -> int:
 
 def _forget_parents() -> None:
     """In the child of a fork: the threads are the parent's."""
-    global _changed
-    _changed = threading.Condition()
-    _running.clear()
     _kept.clear()
     _failed.clear()
 

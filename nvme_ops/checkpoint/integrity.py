@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,11 @@ from nvme_ops.checkpoint.safetensors_format import FormatError, Header
 #: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
 #: many for the JSON of the header, in which these are zeros then. In the metadata of an index: those for its JSON.
 KEY = "nvme_ops.crc32c"
+#: In the metadata of an index and of its shards: the save that they are of. In an index also the checksums of the
+#: headers of its shards, by their names.
+SAVE, SHARDS = "nvme_ops.save", "nvme_ops.shards"
+#: All of them: what these mean for one file they do not for another that gets its metadata.
+OURS = (KEY, SAVE, SHARDS)
 #: Stand for the JSON of a file among the names of tensors.
 HEADER, INDEX = "header", "index"
 _DIGITS = 8
@@ -30,6 +36,37 @@ class ChecksumError(OSError):
 
     def __reduce__(self) -> tuple[type[ChecksumError], tuple[str, list[str]]]:
         return type(self), (self.filename, self.tensors)
+
+
+class AnotherSaveError(FormatError):
+    """A shard that is not of the save that its index is of."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an index says of one of its shards; what is None it does not say."""
+
+    index: str  # its path
+    save: str | None
+    header: str | None  # the checksum of the shard's
+    checked: bool  # whether the index has a checksum itself
+
+    def require(self, path: str, metadata: Mapping[str, str], verify: bool) -> None:
+        """Raises AnotherSaveError, and with ``verify`` ChecksumError, for a shard with this ``metadata``."""
+        wrong = self.wrong(path, metadata)
+        if verify and wrong is not None:
+            raise ChecksumError(self.index if wrong == INDEX else path, [wrong])
+
+    def wrong(self, path: str, metadata: Mapping[str, str]) -> str | None:
+        """``INDEX`` or ``HEADER``: what is not as it was saved. Raises AnotherSaveError."""
+        save = metadata.get(SAVE)
+        if None not in (save, self.save) and save != self.save:
+            raise AnotherSaveError(f"{path}: is of another save than its index, {self.index}")
+        if save is not None and (self.save is None or (KEY in metadata and not self.checked)):
+            return INDEX
+        if self.save is not None and (save is None or self.header not in (None, metadata.get(KEY, "")[-_DIGITS:])):
+            return HEADER
+        return None
 
 
 def placeholder(count: int) -> str:
@@ -48,6 +85,12 @@ def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
     text = text.replace(_in_json(placeholder(len(checksums))), _in_json(written), 1)
     own = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
     return text.replace(_in_json(written), _in_json(written[:-_DIGITS] + own), 1)
+
+
+def seal(text: bytes) -> str:
+    """The checksum of JSON that has one, as an index keeps it of its shards."""
+    start = text.index(f'"{KEY}":"'.encode()) + len(f'"{KEY}":"')
+    return text[start : text.index(b'"', start)][-_DIGITS:].decode()
 
 
 def differs(text: bytes, metadata: Mapping[str, str]) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import mmap
+import os
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import pool_buffer
 
 _AHEAD = 128 << 20  # bytes read of a file before they are known to be right
-_PAGE = mmap.PAGESIZE
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMALL = 64 << 10  # bytes below which nothing is gained by reading in place
 
 #: What a tensor is, beside its place.
@@ -75,21 +75,19 @@ def read(
     fd: int,
     wanted: Sequence[Wanted],
     device: torch.device,
-    mapped: bool | None = None,
+    mapped: bool = False,
     ahead: Ahead | None = None,
 ) -> list[torch.Tensor]:
     """New tensors, which share one memory: it is freed when the last of them is.
 
     On the CPU they lie in huge pages where the file's blocks go without a copy. ``mapped``: in the page cache instead,
-    by a private mapping of the file, as safetensors and ``torch.load(mmap=True)`` do it; when None, where all of it is
-    there already. ``ahead``: what has been read of it.
+    by a private mapping of the file, as safetensors and ``torch.load(mmap=True)`` do it. ``ahead``: what has been read
+    of it.
     """
     runs = _runs(wanted)
     places, size = _lay_out(runs)
     if ahead is not None and (memory := ahead.result(runs)) is not None:
         return _cut(memory, wanted, runs, places)
-    if mapped is None:  # what is not aligned in the file would be copied
-        mapped = not any(start % dtype.itemsize for start, _, (dtype, _) in wanted) and _in_page_cache(fd, runs)
     if device.type == "cpu" and runs and mapped:
         return _map(fd, wanted, runs)
     base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
@@ -110,8 +108,9 @@ def _in_page_cache(fd: int, runs: Sequence[tuple[int, int]]) -> bool:
 
 
 def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    memory = mmap.mmap(fd, runs[-1][1], flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    base = torch.frombuffer(memory, dtype=torch.uint8)
+    # not Python's mmap, which keeps a descriptor as long as the mapping lives
+    memory: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, runs[-1][1])
+    base = torch.empty(0, dtype=torch.uint8).set_(memory)
     return _cut(base, wanted, runs, [start for start, _ in runs])
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from nvme_ops.checkpoint import FORMATS
+from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.handle import aio_handle
+from nvme_ops.sizes import size_of
 
 
 class Plan(Protocol):
@@ -19,8 +22,30 @@ class Plan(Protocol):
 
     tensors: list[torch.Tensor]
 
+    def target(self, path: str) -> str:
+        """The file that is replaced when it is written to ``path``."""
+
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """Writes it all, atomically. ``borrowed``: tensors to be read first."""
+
+
+def plan_for(
+    path: str,
+    obj: Any,
+    format: str | None,
+    checksum: bool,
+    metadata: Mapping[str, str] | None,
+    max_shard_size: int | str | None,
+) -> Plan:
+    """What the format of ``path`` makes of ``obj``. Raises as ``nvme_ops.save`` does before it writes."""
+    module = format_of(path, format)
+    more = {}
+    if max_shard_size is not None:
+        if module.__name__ != FORMATS["sharded"][0]:
+            raise ValueError(f"{path}: max_shard_size is of checkpoints in several files: name a folder or an index")
+        more = {"max_shard_size": size_of(max_shard_size)}
+    made: Plan = module.plan(obj, checksum=checksum, metadata=metadata, **more)
+    return made
 
 
 def require_strings(metadata: Mapping[str, str]) -> None:

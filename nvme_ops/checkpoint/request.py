@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nvme_ops.checkpoint.integrity import Part
 from nvme_ops.handle import aio_handle
 
 
@@ -17,7 +18,8 @@ class Request:
     map_location: Any = None
     keys: tuple[str, ...] | None = None
     verify: bool = False
-    mmap: bool | None = None
+    mmap: bool = False
+    part: Part | None = None  # of a checkpoint in several files: what its index says of this one
 
     def chosen(self, known: Iterable[str], path: str) -> list[str]:
         """Those of the ``known`` names that are asked for, in their order. Raises KeyError for others in ``keys``."""

@@ -30,6 +30,11 @@ class SafetensorsPlan:
     header: layout.Header
     tensors: list[torch.Tensor]
     checksum: bool
+    seal: str | None = None  # the checksum of the header, once it is written
+
+    def target(self, path: str) -> str:
+        """See ``Plan``."""
+        return path
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """See ``Plan``."""
@@ -37,17 +42,21 @@ class SafetensorsPlan:
         with replacing(path, durable) as file:
             found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksum else None, borrowed)
             text = integrity.sealed(self.header.text, found) if found else self.header.text
+            self.seal = integrity.seal(text) if found else None
             head = struct.pack("<Q", len(text)) + text
             handle.submit_pwrite(torch.frombuffer(bytearray(head), dtype=torch.uint8), file.fd, 0).result()
 
 
 @collector.paused()
-def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> SafetensorsPlan:
-    """Raises TypeError and ValueError for what the format cannot hold."""
+def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, save: str | None = None) -> SafetensorsPlan:
+    """Raises TypeError and ValueError for what the format cannot hold. ``save``: which one the file is a part of."""
     tensors = require_tensors(obj)
     words = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
     require_strings(words)
-    words.pop(integrity.KEY, None)  # of the file that this metadata came from
+    for key in integrity.OURS:  # of the file that this metadata came from
+        words.pop(key, None)
+    if save is not None:
+        words[integrity.SAVE] = save
     if checksum and tensors:
         words[integrity.KEY] = integrity.placeholder(len(tensors))
     header = build(tensors, words)
@@ -73,6 +82,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             ahead = new_tensors.ahead(request.handle, fd, 8 + len(text), size)
             stack.callback(ahead.wait if ahead else lambda: None)
         header = layout.decode(text, size, path)
+        if request.part is not None:
+            request.part.require(path, header.metadata, request.verify)
         entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
         expected = _expected(header, path) if request.verify else {}
         wanted = _wanted(entries, path)
@@ -93,6 +104,8 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
     """What ``read`` will find, as far as it is known without the data."""
     with opened(path) as fd:
         header = layout.read(fd, path)
+    if request.part is not None:
+        request.part.require(path, header.metadata, request.verify)
     entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
     return {name: kind for name, (_, _, kind) in zip(entries, _wanted(entries, path), strict=True)}
 
@@ -123,8 +136,8 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
     return found or {}
 
 
-def contents(path: str) -> Contents:
-    """What the file holds, with the checksums that ``save`` kept."""
+def contents(path: str, part: integrity.Part | None = None) -> Contents:
+    """What the file holds, with the checksums that ``save`` kept. ``part``: what an index says of it."""
     with opened(path) as fd:
         header = layout.read(fd, path)
     expected = integrity.recorded(header, path) or {}
@@ -135,6 +148,8 @@ def contents(path: str) -> Contents:
         )
         for name, entry in header.entries.items()
     ]  # fmt: skip
-    metadata = {key: text for key, text in header.metadata.items() if key != integrity.KEY}
-    wrong = [integrity.HEADER] if integrity.differs(header.text, header.metadata) else []
-    return Contents("safetensors", items, metadata, wrong)
+    metadata = {key: text for key, text in header.metadata.items() if key not in integrity.OURS}
+    wrong = {integrity.HEADER} if integrity.differs(header.text, header.metadata) else set()
+    if part is not None and (found := part.wrong(path, header.metadata)):
+        wrong.add(found)
+    return Contents("safetensors", items, metadata, sorted(wrong))

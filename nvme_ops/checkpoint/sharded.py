@@ -6,23 +6,28 @@ A save never writes over a shard that the present index names: after ``model-000
 are called ``model-g2-00001-of-00003.safetensors``, then ``-g3`` and so on. Shards come first, the index is replaced
 after the last of them, and what it does not name is removed after that. So a crash at any point leaves the old index
 with the old shards, or the new one with the new; what else it leaves the next save removes. (Not so a power failure
-after a save with ``durable=False``.) A reader at work while shards are removed meets a missing file, and begins anew
-with the new index. Saved to a folder, the shards take the place of its ``model.safetensors``, which is removed at last.
+after a save with ``durable=False``.) Saved to a folder, the shards take the place of its ``model.safetensors``, which
+is removed at last.
+
+A reader at work while shards are removed meets a missing file, or one of another save, and begins anew with the new
+index. Processes that save to one index do so one after the other (``locked``); where the file system has no locks, the
+id of the save, which the index and every shard have, tells what is mixed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nvme_ops.checkpoint import FORMATS, freeing, integrity, safetensors_file, torch_file
 from nvme_ops.checkpoint.atomic import sync_folder
+from nvme_ops.checkpoint.between_processes import locked
 from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.checkpoint.plan import require_strings
@@ -49,7 +54,7 @@ SUFFIXES = FORMATS["sharded"][1]
 MAX_SHARD_SIZE = 5 * 1000**3
 
 _INDEX = ".index.json"
-_ATTEMPTS = 3  # to read an index and its shards while somebody replaces them
+_Read = TypeVar("_Read")
 
 
 @dataclass
@@ -61,15 +66,30 @@ class ShardedPlan:
     metadata: dict[str, Any]
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
-        """See ``Plan``. A folder that is not there is made."""
-        index = path if path.endswith(SUFFIXES) else os.path.join(path, "model" + SUFFIXES[0])
-        if not index.endswith(SUFFIXES[0]):
-            raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
-        folder, name = os.path.split(os.path.abspath(index))
+        """See ``Plan``. A folder that is not there is made; a symbolic link to an index stays one."""
+        index = self.target(path)
+        folder = os.path.dirname(index)
         if not os.path.isdir(folder):
-            os.makedirs(folder)
+            os.makedirs(folder, exist_ok=True)
             if durable:
                 sync_folder(os.path.dirname(folder))
+        with locked(index):
+            self._write(index, durable, handle, borrowed)
+            if not path.endswith(SUFFIXES):  # the folder's model until now, which readers would prefer
+                with suppress(FileNotFoundError):
+                    freeing.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
+        if durable:
+            sync_folder(folder)
+
+    def target(self, path: str) -> str:
+        """See ``Plan``: the index."""
+        index = os.path.realpath(path if path.endswith(SUFFIXES) else os.path.join(path, "model" + SUFFIXES[0]))
+        if not index.endswith(SUFFIXES[0]):
+            raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
+        return index
+
+    def _write(self, index: str, durable: bool, handle: aio_handle, borrowed: Borrowed | None) -> None:
+        folder, name = os.path.split(index)
         stem = name.removesuffix(SUFFIXES[0])
         names = names_for(folder, name, stem, len(self.shards))
         counts = [len(shard.header.entries) for shard in self.shards]
@@ -90,15 +110,12 @@ class ShardedPlan:
             _remove_unnamed(index, begun)
             raise
         remove_old(folder, stem, names)
-        if not path.endswith(SUFFIXES):  # the folder's model until now, which readers would prefer
-            with suppress(FileNotFoundError):
-                freeing.unlink(os.path.join(folder, stem + ".safetensors"))
-        if durable:
-            sync_folder(folder)
 
     def _index(self, names: Sequence[str]) -> bytes:
         places = {name: file for shard, file in zip(self.shards, names, strict=True) for name in shard.header.entries}
-        return text_of({"metadata": self.metadata, "weight_map": places})
+        headers = {file: shard.seal for shard, file in zip(self.shards, names, strict=True) if shard.seal is not None}
+        metadata = {**self.metadata, **({integrity.SHARDS: headers} if headers else {})}
+        return text_of({"metadata": metadata, "weight_map": places})
 
 
 def plan(
@@ -119,9 +136,12 @@ def plan(
             size = 0
         parts[-1][name] = tensor
         size += tensor.nbytes
-    shards = [safetensors_file.plan(part, checksum=checksum, metadata=None) for part in parts]
+    save = os.urandom(8).hex()
+    shards = [safetensors_file.plan(part, checksum=checksum, metadata=None, save=save) for part in parts]
     words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-    words.pop(integrity.KEY, None)  # of the index that this metadata came from
+    for key in integrity.OURS:  # of the index that this metadata came from
+        words.pop(key, None)
+    words[integrity.SAVE] = save
     if checksum:
         words[integrity.KEY] = integrity.placeholder(0)
     return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], words)
@@ -152,15 +172,22 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
     file = resolved(path)
     if not file.endswith(_INDEX):
         return _module(file).load(file, into, request)
-    index = read_index(file)
-    for attempt in range(_ATTEMPTS):
+    return _of_one_save(file, lambda index: _load(index, into, request))
+
+
+def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
+    """What ``read`` makes of the index and its shards, anew as long as somebody replaces them meanwhile."""
+    index = read_index(path)
+    while True:
         try:
-            return _load(index, into, request)
-        except FileNotFoundError as error:
-            before, index = index, read_index(file)
-            if index == before or attempt == _ATTEMPTS - 1:
-                refuse(file, f"weight_map names {os.path.basename(str(error.filename))!r}, which is missing")
-    raise AssertionError("unreachable")
+            return read(index)
+        except (FileNotFoundError, integrity.AnotherSaveError) as error:
+            before, index = index, read_index(path)
+            if index != before:
+                continue
+            if isinstance(error, integrity.AnotherSaveError):
+                raise
+            refuse(path, f"weight_map names {os.path.basename(str(error.filename))!r}, which is missing")
 
 
 def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
@@ -169,7 +196,9 @@ def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, reques
     if targets is not None:
         targets.require(index.path, names, request)
     found: dict[str, torch.Tensor] = {}
-    requests = {path: replace(request, keys=tuple(some)) for path, some in index.shards(names).items()}
+    requests = {
+        path: replace(request, keys=tuple(some), part=index.part(path)) for path, some in index.shards(names).items()
+    }
     try:
         if targets is not None:
             for path, asked in requests.items():
@@ -178,8 +207,7 @@ def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, reques
             found.update(_module(path).read(path, targets, asked))
     except KeyError as error:
         raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
-    # shards that have checksums, as they do here, were saved with an index that has one
-    if request.verify and (index.fits is False or (index.fits is None and any(map(_is_safetensors, requests)))):
+    if request.verify and index.fits is False:
         raise integrity.ChecksumError(index.path, [integrity.INDEX])
     return {name: found[name] for name in names}
 
@@ -190,18 +218,20 @@ def contents(path: str) -> Contents:
     if not file.endswith(_INDEX):
         alone: Contents = _module(file).contents(file)
         return alone
-    index = read_index(file)
+    return _of_one_save(file, _contents)
+
+
+def _contents(index: Index) -> Contents:
     found = Contents("sharded", [], index.metadata)
-    for path, names in index.shards(index.places).items():
-        try:
-            shard: Contents = _module(path).contents(path)
-        except FileNotFoundError:
-            refuse(index.path, f"weight_map names {os.path.basename(path)!r}, which is missing")
-        found.items.extend(_items(index, path, names, shard))
-        found.damaged.extend(_in_shard(name, path) for name in shard.damaged)
-    checked = any(item.checksum for item in found.items if _is_safetensors(item.path))
-    if index.fits is False or (index.fits is None and checked):
+    if index.fits is False:
         found.damaged.append(integrity.INDEX)
+    for path, names in index.shards(index.places).items():
+        shard = (
+            safetensors_file.contents(path, index.part(path)) if _is_safetensors(path) else torch_file.contents(path)
+        )
+        found.items.extend(_items(index, path, names, shard))
+        wrong = [name if name == integrity.INDEX else _in_shard(name, path) for name in shard.damaged]
+        found.damaged.extend(name for name in wrong if name not in found.damaged)
     return found
 
 

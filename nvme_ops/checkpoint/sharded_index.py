@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from nvme_ops.checkpoint import atomic, freeing, integrity
@@ -32,6 +32,8 @@ class Index:
     places: dict[str, str]  # the file of each tensor, in the folder of the index
     metadata: dict[str, str]
     fits: bool | None = None  # its checksum, where it has one
+    save: str | None = None  # which one it is of
+    headers: Mapping[str, str] = field(default_factory=dict)  # checksums of its shards' headers
 
     def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
         """The paths of the shards that hold these tensors, each with their names."""
@@ -39,6 +41,10 @@ class Index:
         for name in names:
             found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
         return found
+
+    def part(self, path: str) -> integrity.Part:
+        """What it says of a shard."""
+        return integrity.Part(self.path, self.save, self.headers.get(os.path.basename(path)), self.fits is not None)
 
 
 def read_index(path: str) -> Index:
@@ -62,10 +68,12 @@ def read_index(path: str) -> Index:
     metadata = document.get("metadata", {})
     if not isinstance(metadata, dict):
         refuse(path, "metadata is not an object")
+    headers = metadata.pop(integrity.SHARDS, {})
     words = {key: str(value) for key, value in metadata.items()}
     fits = None if integrity.KEY not in words else not integrity.differs(content, words)
     words.pop(integrity.KEY, None)
-    return Index(path, places, words, fits)
+    save = words.pop(integrity.SAVE, None)
+    return Index(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
 
 
 def _parse(content: bytes, path: str) -> dict[str, Any]:

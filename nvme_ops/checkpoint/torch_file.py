@@ -31,12 +31,12 @@ __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "rea
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
     """The object that was saved; with ``keys`` or ``into`` tensors by name.
 
-    A tensor's name is its place in the object: keys, indices and attributes joined by dots. ``mmap`` is False when
-    None: ``torch.save`` overwrites a file in its place, and with it the tensors that were mapped from it.
+    A tensor's name is its place in the object: keys, indices and attributes joined by dots. ``torch.save``
+    overwrites a file in its place, and with it the tensors that ``mmap`` has mapped from it.
     """
     if request.keys is None and into is None:
         with opened(path) as fd:
-            file = File(fd, path, request.handle, bool(request.mmap))
+            file = File(fd, path, request.handle, request.mmap)
             return everything(file, request.map_location, request.verify)
     return read(path, None if into is None else Targets(flattened(into)), request)
 
@@ -65,7 +65,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
     file is in an older format, everything is loaded first.
     """
     with opened(path) as fd:
-        file = File(fd, path, request.handle, bool(request.mmap))
+        file = File(fd, path, request.handle, request.mmap)
         archive = file.archive()
         if archive is not None:
             if request.verify:

@@ -103,6 +103,10 @@ class TorchPlan:
     metadata: Mapping[str, str]
     checksum: bool
 
+    def target(self, path: str) -> str:
+        """See ``Plan``."""
+        return path
+
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """See ``Plan``."""
         with replacing(path, durable) as file:

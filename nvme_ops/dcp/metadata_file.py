@@ -25,17 +25,17 @@ def write(path: str, metadata: Any, durable: bool) -> None:
         stream.write(content)
 
 
-def read(path: str) -> Any:
-    """What ``write`` or DCP's own writer wrote.
+def read(path: str, fd: int) -> Any:
+    """What ``write`` or DCP's own writer wrote to ``path``, which is open.
 
     As with DCP's own reader, whoever wrote the file may make this process do anything.
 
     Raises:
         ChecksumError: it has a checksum, and another content.
         FormatError: it cannot be read.
-        OSError: there is none.
+        OSError: it cannot be read.
     """
-    with open(path, "rb") as stream:
+    with open(fd, "rb", closefd=False) as stream:
         content = stream.read()
     if found := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
         content = content[: found.start()]

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from nvme_ops.checkpoint.safetensors_format import FormatError
-from nvme_ops.dcp import folder, metadata_file
+from nvme_ops.dcp import folder
 from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
 from nvme_ops.dcp.loading import Loading, Wanted
+from nvme_ops.dcp.readers import Reading
 from nvme_ops.dcp.stored import Stored, find
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -32,7 +33,8 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
     Data go straight into the tensors where the wanted part lies in the file without gaps, as when it is re-sharded
     along the first dimension; elsewhere through 16 MiB of buffers. At most 64 MiB of memory are used beside the
-    tensors. As with DCP's own reader, load only what somebody you trust has saved: a checkpoint holds pickles.
+    tensors. A save with ``NvmeStorageWriter`` leaves the files that are being read. As with DCP's own reader, load only
+    what somebody you trust has saved: a checkpoint holds pickles.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = False, handle: aio_handle | None = None) -> None:
@@ -48,19 +50,30 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         super().__init__(path)
         self._verify = verify
         self._handle = handle
+        self._reading: Reading | None = None  # keeps the files, from the metadata to the end of the data
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handle": None, "_reading": None}
+
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.end()
+            self._reading = None
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """What the folder holds. Raises FormatError and ChecksumError for a damaged file."""
+        self._end_reading()
         rank = kwargs.get("rank")
         path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
         try:
-            metadata = metadata_file.read(path)
+            self._reading = Reading(path)
         except FileNotFoundError:
             raise
         except (OSError, FormatError) as error:
             _log.warning("%s", error)  # torch before 2.13 drops it, and raises that there are no metadata
             raise
+        metadata = self._reading.metadata
         if not isinstance(metadata, Metadata):
             raise FormatError(f"{path}: something else than the metadata of a checkpoint")
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
@@ -76,8 +89,25 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             if isinstance(entry, TensorStorageMetadata)
         }
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Notes which checkpoint this rank has found."""
+        found = None if self._reading is None else self._reading.identity
+        return dataclasses.replace(super().prepare_local_plan(plan), storage_data=found)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises FormatError where a save has replaced the checkpoint between two ranks."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise FormatError(f"{self.path}: a save has replaced the checkpoint while ranks opened it: load it again")
+        return super().prepare_global_plan(plans)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's part, what is simple first; the rest as DCP's own reader does."""
+        try:
+            return self._read_data(plan, planner)
+        finally:
+            self._end_reading()
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._require_whole_files(plan.items)
         if self._verify:
             self._require_checksums(plan.items)

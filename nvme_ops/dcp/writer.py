@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvme_ops.checkpoint.atomic import replacing
-from nvme_ops.dcp import folder, metadata_file
+from nvme_ops.dcp import folder, metadata_file, readers, saving
 from nvme_ops.dcp.items import DataFile
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -25,8 +25,9 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     Every rank writes one file, from its tensors themselves; at most 64 MiB of memory are used beside them. The files of
     an older checkpoint in the folder stay as they are until the new one is complete and ``.metadata`` was replaced,
-    and are removed then: a crash at any point leaves the old checkpoint or the new one. One save of a folder may run at
-    a time.
+    and are removed then, those that a ``NvmeStorageReader`` is reading by a later save: a crash at any point leaves the
+    old checkpoint or the new one. Of several programs that save to one folder each waits for the one before, and so do
+    threads; where the file system has no locks only one may save at a time.
     """
 
     def __init__(
@@ -54,21 +55,38 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         self.overwrite = overwrite
         self._checksum = checksum
         self._handle = handle
+        self._lock: saving.Saving | None = None  # from the plan to the end, on the rank that coordinates
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None}
+        return {**self.__dict__, "_handle": None, "_lock": None}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder. Raises FileExistsError for a checkpoint that must not be replaced."""
+        folder.make(os.fspath(self.path), self.sync_files)
+        self._require_that_it_may_be_replaced()
+        alone = self._rank_that_saves_alone()
+        if alone is None:
+            return plan
+        return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{alone}_"))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Waits for other saves of the folder; on the rank that coordinates, before any rank writes."""
+        self._lock = saving.Saving(os.path.join(self.path, self._metadata_name()))
+        try:
+            self._require_that_it_may_be_replaced()
+            if self._rank_that_saves_alone() is not None:  # its prefix is in the plan already
+                return plans
+            return super().prepare_global_plan(plans)
+        except BaseException:
+            self._lock.end()
+            raise
+
+    def _require_that_it_may_be_replaced(self) -> None:
         path = os.fspath(self.path)
-        folder.make(path, self.sync_files)
         alone = self._rank_that_saves_alone()
         present = os.path.join(path, folder.METADATA if alone is None else f"__0{folder.METADATA}")
         if not self.overwrite and os.path.exists(present):
             raise FileExistsError(errno.EEXIST, "there is a checkpoint, and overwrite is False", path)
-        if alone is None:
-            return plan
-        return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{alone}_"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file."""
@@ -91,9 +109,19 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         alone = self._rank_that_saves_alone()
         path, prefix = os.fspath(self.path), "" if alone is None else f"__{alone}"
-        metadata_file.write(os.path.join(path, f"{prefix}{folder.METADATA}"), metadata, self.sync_files)
-        kept = {info.relative_path for info in metadata.storage_data.values()}
-        folder.remove_others(path, kept, f"{prefix}_" if prefix else "")
+        try:
+            file = os.path.join(path, self._metadata_name())
+            readers.keep(file)
+            metadata_file.write(file, metadata, self.sync_files)
+            kept = {info.relative_path for info in metadata.storage_data.values()} | readers.being_read(path)
+            folder.remove_others(path, kept, f"{prefix}_" if prefix else "")
+        finally:
+            if self._lock is not None:
+                self._lock.end()
+
+    def _metadata_name(self) -> str:
+        alone = self._rank_that_saves_alone()
+        return folder.METADATA if alone is None else f"__{alone}{folder.METADATA}"
 
     def _rank_that_saves_alone(self) -> int | None:
         """Where ranks save without each other (``use_collectives=False``), which newer torch has; else None."""

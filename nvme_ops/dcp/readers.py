@@ -1,0 +1,76 @@
+"""Who reads a checkpoint keeps its files: a save that replaces it leaves them until nobody reads them any more.
+
+A reader holds a shared lock on the ``.metadata`` that it has read. A save gives the one that it replaces another name,
+and takes that away again, with the files that only it names, when nobody holds a lock on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from typing import Any
+
+from nvme_ops.checkpoint.atomic import opened
+from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.dcp import metadata_file
+
+_REPLACED = ".metadata.replaced-"
+
+
+class Reading:
+    """A checkpoint that is being read, until ``end`` or until the object goes."""
+
+    def __init__(self, path: str) -> None:
+        self._pid = os.getpid()
+        while True:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                with suppress(OSError):  # without locks nothing is kept
+                    fcntl.flock(self._fd, fcntl.LOCK_SH)
+                status = os.fstat(self._fd)
+                if os.path.samestat(status, os.stat(path)):
+                    self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+                    self.metadata: Any = metadata_file.read(path, self._fd)
+                    return
+            except BaseException:
+                self.end()
+                raise
+            self.end()  # it was replaced before it was locked
+
+    def end(self) -> None:
+        """Once or more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                if self._pid == os.getpid():
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # children of a fork have it open too
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.end()
+
+
+def keep(path: str) -> None:
+    """Gives the metadata at ``path``, if any, another name, before they are replaced."""
+    with suppress(OSError):  # there are none, or the file system has no second names
+        os.link(path, f"{path}.replaced-{os.urandom(8).hex()}")
+
+
+def being_read(folder: str) -> set[str]:
+    """The files that readers of replaced metadata may still need. What nobody reads loses its other name."""
+    found: set[str] = set()
+    for name in os.listdir(folder):
+        if _REPLACED not in name:
+            continue
+        path = os.path.join(folder, name)
+        with suppress(OSError, FormatError), opened(path) as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                metadata = metadata_file.read(path, fd)
+                found |= {info.relative_path for info in metadata.storage_data.values()}
+            else:
+                os.unlink(path)
+    return found

@@ -1,0 +1,262 @@
+"""Saves of one path: in the order of the calls within a process, one at a time among processes, none lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_child, in_threads, run_python
+from crashing_save import Gated, interrupted_by, number_in, numbered
+
+import nvme_ops
+from nvme_ops.checkpoint import between_processes
+
+
+@pytest.fixture
+def gate() -> Iterator[Gated]:
+    """Closed, and opened at the end of the test, whatever happens."""
+    gate = Gated()
+    yield gate
+    gate.open()
+
+
+# Within a process
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
+def test_a_save_waits_for_the_one_in_the_background(tmp_path: Path, gate: Gated, name: str) -> None:
+    path = tmp_path / name
+    first = nvme_ops.save_async(numbered(1), path, handle=gate)
+    saver = threading.Thread(target=nvme_ops.save, args=[numbered(2), path])
+    saver.start()
+    time.sleep(0.1)
+    assert saver.is_alive()
+    gate.open()
+    saver.join()
+    first.result()
+    assert number_in(path) == 2
+
+
+def test_a_folder_and_its_index_are_one_path(tmp_path: Path, gate: Gated) -> None:
+    index, link = tmp_path / "model.safetensors.index.json", tmp_path / "link"
+    link.symlink_to(tmp_path)
+    first = nvme_ops.save_async(numbered(1), index, handle=gate)
+    saver = threading.Thread(target=nvme_ops.save, args=[numbered(2), link])
+    saver.start()
+    time.sleep(0.1)
+    assert saver.is_alive()
+    gate.open()
+    saver.join()
+    first.result()
+    assert number_in(tmp_path) == 2
+
+
+def test_a_save_that_fails_lets_the_next_one_begin(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.mkdir()
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            nvme_ops.save(numbered(1), path, format="safetensors")
+
+
+def test_a_save_that_is_interrupted_while_it_waits_gives_its_place_away(tmp_path: Path, gate: Gated) -> None:
+    path = tmp_path / "model.safetensors"
+    first = nvme_ops.save_async(numbered(1), path, handle=gate)
+    with pytest.raises(KeyboardInterrupt), interrupted_by(signal.SIGALRM):
+        nvme_ops.save(numbered(2), path)
+    gate.open()
+    first.result()
+    nvme_ops.save(numbered(3), path)
+    assert number_in(path) == 3
+
+
+PREEMPTED = """
+import signal, sys, threading, time
+import torch, nvme_ops
+from crashing_save import Gated, number_in, numbered
+
+path, gate, futures = sys.argv[1], Gated(), []
+
+def handler(number, frame):
+    threading.Timer(0.3, gate.open).start()
+    {call}
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+nvme_ops.{begin}(numbered(1), path, handle=gate{settings})
+for future in futures:
+    future.result()
+print(number_in(path))
+"""
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
+def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(tmp_path: Path, name: str) -> None:
+    program = PREEMPTED.format(call="futures.append(nvme_ops.save_async(numbered(2), path))", begin="save", settings="")
+    assert run_python(program, tmp_path / name).stdout == "2\n"
+
+
+def test_also_where_the_interrupted_one_waits_in_save_async(tmp_path: Path) -> None:
+    call = "futures.append(nvme_ops.save_async(numbered(2), path, memory=0))"
+    program = PREEMPTED.format(call=call, begin="save_async", settings=", memory=0")
+    assert run_python(program, tmp_path / "model.safetensors").stdout == "2\n"
+
+
+def test_a_signal_handler_that_would_wait_for_ever_is_told(tmp_path: Path) -> None:
+    call = """
+    try:
+        nvme_ops.save(numbered(2), path)
+    except RuntimeError as error:
+        print(error)"""
+    program = PREEMPTED.format(call=call, begin="save", settings="")
+    said, number = run_python(program, tmp_path / "model.safetensors").stdout.splitlines()
+    assert "call save_async() there" in said
+    assert number == "1"
+
+
+# Among processes
+
+
+def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path: Path) -> None:
+    inside, most = [0], [0]
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            with between_processes.locked(str(tmp_path / "model")):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0.0005)
+                inside[0] -= 1
+
+    in_threads(work, 8)
+    assert most == [1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        held = between_processes.Lock(str(tmp_path / "model"))
+        os.kill(os.getpid(), signal.SIGKILL)
+        held.release()
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    between_processes.Lock(str(tmp_path / "model")).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waits_long_is_told_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(between_processes, "_PATIENCE", 0.05)
+    held = between_processes.Lock(str(tmp_path / "model"))
+    timer = threading.Timer(0.3, held.release)
+    timer.start()
+    with pytest.warns(RuntimeWarning, match=r"waiting for another process that saves here and holds .*model"):
+        between_processes.Lock(str(tmp_path / "model")).release()
+    timer.join()
+
+
+@pytest.mark.parametrize("plant", [lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir])
+def test_what_was_planted_in_its_place_is_an_error(tmp_path: Path, plant: object) -> None:
+    plant(tmp_path / ".model.nvme_ops-lock")  # type: ignore[operator]
+    with pytest.raises(OSError, match="nvme_ops-lock"):
+        between_processes.Lock(str(tmp_path / "model"))
+
+
+def test_a_child_of_a_fork_neither_holds_nor_releases_it(tmp_path: Path) -> None:
+    held = between_processes.Lock(str(tmp_path / "model"))
+    in_child(held.release)
+    assert len(list(tmp_path.iterdir())) == 1
+    child = os.fork()
+    if child == 0:
+        time.sleep(1)
+        os._exit(0)
+    held.release()
+    start = time.monotonic()
+    between_processes.Lock(str(tmp_path / "model")).release()
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), time.monotonic() - start
+    os.waitpid(child, 0)
+
+
+SAVER = """
+import sys, torch, nvme_ops
+path, number, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+for each in range(rounds):
+    value = float(number * rounds + each)
+    nvme_ops.save({f"t{i}": torch.full((1000,), value) for i in range(6)}, path, max_shard_size=4000, durable=False)
+"""
+
+
+def savers_and_loader(path: Path, count: int, rounds: int) -> tuple[int, int]:
+    """Loads beside so many processes that save; how many loads there were, and of how many saves they were."""
+    nvme_ops.save({f"t{i}": torch.zeros(1000) for i in range(6)}, path, max_shard_size=4000)
+    savers = [threading.Thread(target=run_python, args=[SAVER, path, number, rounds]) for number in range(count)]
+    for saver in savers:
+        saver.start()
+    loads, seen = 0, set()
+    while any(saver.is_alive() for saver in savers) or not loads:
+        found = nvme_ops.load(path, verify=True)
+        values = {float(value) for tensor in found.values() for value in tensor}
+        assert len(values) == 1, values
+        seen |= values
+        loads += 1
+    for saver in savers:
+        saver.join()
+    nvme_ops.load(path, verify=True)
+    return loads, len(seen)
+
+
+def test_processes_that_save_one_path_do_not_mix(tmp_path: Path) -> None:
+    loads, seen = savers_and_loader(tmp_path / "model", 4, 10)
+    assert loads >= seen > 1
+    assert len(list((tmp_path / "model").iterdir())) == 7  # the shards of one save and its index
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_many_processes_that_save_one_path_do_not_mix(tmp_path: Path, count: int) -> None:
+    savers_and_loader(tmp_path / "model", count, 500 // count + 1)
+    assert len(list((tmp_path / "model").iterdir())) == 7
+
+
+# Which save a shard is of
+
+
+def two_saves(folder: Path) -> tuple[Path, Path]:
+    for number in (1, 2):
+        tensors = {"a": torch.full((3,), number), "b": torch.full((3,), number)}
+        nvme_ops.save(tensors, folder / str(number), max_shard_size=1)
+    return folder / "1", folder / "2"
+
+
+def test_a_shard_of_another_save_is_an_error(tmp_path: Path) -> None:
+    one, other = two_saves(tmp_path)
+    shard = "model-00002-of-00002.safetensors"
+    (other / shard).rename(one / shard)
+    with pytest.raises(ValueError, match=rf"{shard}: is of another save than its index"):
+        nvme_ops.load(one)
+    with pytest.raises(ValueError, match="is of another save"):
+        nvme_ops.load(one, into={"a": torch.zeros(3).long(), "b": torch.zeros(3).long()})
+
+
+def test_a_shard_that_another_program_has_replaced_is_loaded_and_not_verified(tmp_path: Path) -> None:
+    one, _ = two_saves(tmp_path)
+    shard = one / "model-00002-of-00002.safetensors"
+    nvme_ops.save({"b": torch.full((3,), 7)}, shard)
+    assert nvme_ops.load(one)["b"][0] == 7
+    with pytest.raises(OSError, match="header"):
+        nvme_ops.load(one, verify=True)
+
+
+def test_metadata_of_a_file_make_no_other_a_part_of_its_save(tmp_path: Path) -> None:
+    one, _ = two_saves(tmp_path)
+    from nvme_ops.checkpoint.contents import contents
+
+    nvme_ops.save({"c": torch.zeros(3)}, tmp_path / "c.safetensors", metadata=contents(one).metadata)
+    assert contents(tmp_path / "c.safetensors").damaged == []
