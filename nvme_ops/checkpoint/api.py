@@ -46,7 +46,7 @@ def save(
     path that is under way comes first.
 
     Args:
-        obj: what to save.
+        obj: what to save; of a module its state dict, of tied weights one, as safetensors' ``save_model`` does.
         path: the file or folder, replaced at once when all is written.
         format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``, whatever the name.
         durable: return when data and name are on the device. Without it a power failure may take the new file, not the
@@ -84,6 +84,7 @@ def load(
     map_location: MapLocation = None,
     keys: Iterable[str] | None = None,
     into: Mapping[str, Any] | torch.nn.Module | None = None,
+    strict: bool = True,
     verify: bool = False,
     mmap: bool = False,
     format: str | None = None,
@@ -99,7 +100,8 @@ def load(
             so for them it is one device.
         keys: only the tensors of these names are read.
         into: a state dict or module whose tensors are filled in place, on whatever device they are, without a copy in
-            between. Without ``keys`` its names must be those of the file.
+            between. Without ``keys`` its names must be those of the file, of tied weights one of them.
+        strict: with False names in ``keys`` or ``into`` that the file lacks are passed over, and the other way round.
         verify: compare the checksums that ``save`` kept.
         mmap: the tensors lie in the page cache, by a private mapping of the file: nothing is copied, and only what is
             touched is read. The file must stay as it is while they are in use. Replacing it, as ``save`` does, is no
@@ -124,5 +126,5 @@ def load(
         map_location = torch.device(map_location)
     if keys is not None:
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
-    request = Request(handle or shared_handle(), map_location, keys, verify, mmap)
+    request = Request(handle or shared_handle(), map_location, keys, verify, mmap, strict)
     return format_of(name, format).load(name, into, request)

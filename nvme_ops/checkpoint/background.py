@@ -87,7 +87,7 @@ def save_async(
     and what went wrong with one whose future was never asked is printed then.
 
     Args:
-        obj: what to save.
+        obj: as of ``save``.
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.

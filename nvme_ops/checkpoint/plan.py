@@ -9,6 +9,7 @@ import torch
 
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checkpoint.modules import state_of
 from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.handle import aio_handle
 from nvme_ops.sizes import size_of
@@ -37,8 +38,14 @@ def plan_for(
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
 ) -> Plan:
-    """What the format of ``path`` makes of ``obj``. Raises as ``nvme_ops.save`` does before it writes."""
+    """What the format of ``path`` makes of ``obj``, of a module of its state dict.
+
+    Raises as ``nvme_ops.save`` does before it writes.
+    """
     module = format_of(path, format)
+    if isinstance(obj, torch.nn.Module):
+        obj, left_out = state_of(obj)
+        metadata = {**left_out, **(metadata or {})}
     more = {}
     if max_shard_size is not None:
         if module.__name__ != FORMATS["sharded"][0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,21 @@ class Request:
     keys: tuple[str, ...] | None = None
     verify: bool = False
     mmap: bool = False
+    strict: bool = True  # whether names that one side lacks are an error
     part: Part | None = None  # of a checkpoint in several files: what its index says of this one
 
-    def chosen(self, known: Iterable[str], path: str) -> list[str]:
-        """Those of the ``known`` names that are asked for, in their order. Raises KeyError for others in ``keys``."""
+    def chosen(self, known: Iterable[str], path: str, targets: Container[str] | None = None) -> list[str]:
+        """Those of the ``known`` names that are asked for, in their order. Raises KeyError for others in ``keys``.
+
+        Where the request is not ``strict``: those of them that are among ``targets``, if any are given.
+        """
         names = list(known)
+        if not self.strict and targets is not None:
+            names = [name for name in names if name in targets]
         if self.keys is None:
             return names
         there, wanted = set(names), set(self.keys)
-        if missing := [key for key in self.keys if key not in there]:
+        if self.strict and (missing := [key for key in self.keys if key not in there]):
             raise lacking(path, missing)
         return [name for name in names if name in wanted]
 

@@ -84,7 +84,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
         header = layout.decode(text, size, path)
         if request.part is not None:
             request.part.require(path, header.metadata, request.verify)
-        entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
+        entries = {name: header.entries[name] for name in request.chosen(header.entries, path, targets)}
         expected = _expected(header, path) if request.verify else {}
         wanted = _wanted(entries, path)
         if targets is not None:

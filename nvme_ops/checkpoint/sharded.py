@@ -191,8 +191,8 @@ def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
 
 
 def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
-    names = request.chosen(index.places, index.path)
     targets = None if into is None else Targets(into)
+    names = request.chosen(index.places, index.path, targets)
     if targets is not None:
         targets.require(index.path, names, request)
     found: dict[str, torch.Tensor] = {}

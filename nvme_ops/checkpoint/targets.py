@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.checkpoint.modules import covered
 from nvme_ops.checkpoint.request import Request, lacking
 
 
@@ -18,12 +19,23 @@ class Targets:
         self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def require(self, path: str, names: Iterable[str], request: Request) -> None:
-        """Raises KeyError unless there is a tensor for each of the names, and without ``keys`` a name for each."""
+        """Raises KeyError unless there is a tensor for each of the names, and without ``keys`` a name for each.
+
+        Tied weights need one name of all. Nothing where the request is not strict.
+        """
+        if not request.strict:
+            return
         there = set(names)
         if strange := sorted(there - self._tensors.keys()):
-            raise KeyError(f"{path}: tensor {strange[0]!r} has no counterpart in into=; name those to load with keys=")
-        if request.keys is None and (missing := sorted(self._tensors.keys() - there)):
+            raise KeyError(
+                f"{path}: tensor {strange[0]!r} has no counterpart in into=; name those to load with keys=, or "
+                "pass over what the other side lacks with strict=False"
+            )
+        if request.keys is None and (missing := sorted(self._tensors.keys() - covered(self._tensors, there))):
             raise lacking(path, missing, ", which into= asks for")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
     def take(
         self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], request: Request

@@ -71,12 +71,12 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             if request.verify:
                 verify_others(file, archive)
             known = _described(file, archive)
-            names = request.chosen(known, path)
+            names = request.chosen(known, path, targets)
             described = {name: each for name in names if isinstance(each := known[name], Described)}
             if len(described) == len(names):
                 return _fill_or_make(file, archive, described, targets, request)
         found = flattened(everything(file, request.map_location if targets is None else "cpu", request.verify))
-    names = request.chosen(found, path)
+    names = request.chosen(found, path, targets)
     if targets is None:
         return {name: found[name] for name in names}
     taken = targets.take(path, {name: (found[name].dtype, tuple(found[name].shape)) for name in names}, request)
