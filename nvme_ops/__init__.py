@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
     from nvme_ops.checkpoint.background import save_async as save_async
+    from nvme_ops.checkpoint.integrity import ChecksumError as ChecksumError
+    from nvme_ops.checkpoint.safetensors_format import FormatError as FormatError
     from nvme_ops.file import File as File
     from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
     from nvme_ops.future import IoFuture as IoFuture
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "ChecksumError": "nvme_ops.checkpoint.integrity",
     "File": "nvme_ops.file",
+    "FormatError": "nvme_ops.checkpoint.safetensors_format",
     "IoFuture": "nvme_ops.future",
     "SaveFuture": "nvme_ops.checkpoint.background",
     "aio_handle": "nvme_ops.handle",
@@ -45,15 +49,35 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        globals()[name] = value
-        return value
-    if name == "dcp":  # a module to be named as it is, which importing sets
-        return importlib.import_module("nvme_ops.dcp")
-    raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
+__all__ = [
+    "ChecksumError",
+    "File",
+    "FormatError",
+    "IoFuture",
+    "SaveFuture",
+    "__version__",
+    "aio_handle",
+    "dcp",
+    "empty",
+    "gds_handle",
+    "load",
+    "open",
+    "save",
+    "save_async",
+    "tuned_handle",
+]
+
+if not TYPE_CHECKING:  # so that a name which is not there is an error to type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+            globals()[name] = value
+            return value
+        if name == "dcp":  # a module to be named as it is, which importing sets
+            return importlib.import_module("nvme_ops.dcp")
+        raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF, "dcp"})
+    return __all__

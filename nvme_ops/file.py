@@ -7,10 +7,11 @@ import io
 import itertools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.paths import URL
 from nvme_ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -28,8 +29,15 @@ _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
     "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+    "w+": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+    "x+": os.O_RDWR | os.O_CREAT | os.O_EXCL,
     "a": os.O_WRONLY | os.O_CREAT,
 }
+
+Mode: TypeAlias = Literal[
+    "r", "rb", "r+", "rb+", "r+b", "w", "wb", "w+", "wb+", "w+b", "x", "xb", "x+", "xb+", "x+b", "a", "ab"
+]
 
 
 @functools.cache
@@ -39,18 +47,19 @@ def shared_handle() -> aio_handle:
 
 
 def open(  # noqa: A001  (used as nvme_ops.open)
-    path: str | bytes | os.PathLike[str] | os.PathLike[bytes], mode: str = "r", *, handle: aio_handle | None = None
+    path: str | bytes | os.PathLike[str] | os.PathLike[bytes], mode: Mode = "r", *, handle: aio_handle | None = None
 ) -> File:
     """Opens ``path`` as a ``File``.
 
     Args:
         path: the file.
-        mode: ``"r"`` to read, ``"w"`` to write a new or emptied file, ``"r+"`` to do both to what is there, ``"a"`` to
-            append. A ``b`` may be added: files are always binary.
+        mode: as of Python's ``open``: ``"r"`` to read, ``"w"`` to write a new or emptied file, ``"x"`` to write a file
+            that must be new, ``"a"`` to append; ``"r+"``, ``"w+"`` and ``"x+"`` to read and write. A ``b`` may be
+            added: files are always binary.
         handle: the handle whose settings the transfers use; one for the whole process when None.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: an unknown mode, or a URL.
         OSError: the file cannot be opened.
     """
     return File(path, mode, handle=handle)
@@ -73,13 +82,15 @@ class File(_RawFile):
     def __init__(
         self,
         path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
-        mode: str = "r",
+        mode: Mode = "r",
         *,
         handle: aio_handle | None = None,
     ) -> None:
         self._fd = -1
         super().__init__()
         plain = mode.replace("b", "", 1)
+        if isinstance(path, str) and (found := URL.match(path)):
+            raise ValueError(f"{path}: {found[0]} is no local file: copy it to one, or mount it")
         if plain not in _FLAGS:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
         self._name = path
@@ -103,7 +114,7 @@ class File(_RawFile):
 
     @property
     def mode(self) -> str:
-        """``r``, ``w``, ``r+`` or ``a``."""
+        """As given to ``open``, without the ``b``."""
         return self._mode
 
     # Tensors
@@ -148,7 +159,7 @@ class File(_RawFile):
 
     def readable(self) -> bool:
         """Whether the mode allows reading."""
-        return self.mode in ("r", "r+")
+        return self.mode == "r" or "+" in self.mode
 
     def writable(self) -> bool:
         """Whether the mode allows writing."""

@@ -4,29 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from nvme_ops.ops.async_io import Operation
 
+    _Future = Future[int]  # to type checkers: so that concurrent.futures takes it
+else:
+    _Future = object
 
-class IoFuture:
+_making = threading.Lock()
+
+
+class _Waited:
+    """What ``concurrent.futures.wait`` and ``as_completed`` keep in a future."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.state = "RUNNING"
+        self.waiters: list[Any] = []
+
+    def end(self, future: IoFuture) -> None:
+        """Tells all who wait."""
+        with self.condition:
+            if self.state == "FINISHED":
+                return
+            self.state = "FINISHED"
+            failed = future.exception() is not None
+            for waiter in self.waiters:
+                (waiter.add_exception if failed else waiter.add_result)(future)
+
+
+class IoFuture(_Future):
     """The result of ``submit_pread``, ``submit_pwrite`` and their relatives.
+
+    It can be awaited in asyncio, and ``concurrent.futures.wait`` and ``as_completed`` take it. A transfer cannot be
+    cancelled: ``cancel()`` returns False, and a task that is cancelled while it awaits one leaves it to go on.
 
     The tensors of the transfer stay alive until it ends, whether or not the future does. Leave them alone
     until then. A failure that nobody asks for is reported through ``sys.unraisablehook``.
     """
 
-    __slots__ = ("__weakref__", "_exception", "_operation")
+    __slots__ = ("__weakref__", "_exception", "_operation", "_waited")
 
     def __init__(self, operation: Operation) -> None:
         self._operation = operation
         self._exception: BaseException | None = None
+        self._waited: _Waited | None = None
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
         return self._operation.done()
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        """False: a transfer cannot be cancelled."""
+        return False
+
+    def cancelled(self) -> bool:
+        """False."""
+        return False
 
     def result(self, timeout: float | None = None) -> int:
         """Waits for the transfer and returns the bytes moved.
@@ -73,6 +117,21 @@ class IoFuture:
             self.add_done_callback(wake)
             yield from arrived
         return self.result()
+
+    if not TYPE_CHECKING:  # what concurrent.futures looks at in a future that it waits for
+        _condition = property(lambda self: self._for_waiters().condition)
+        _state = property(lambda self: self._for_waiters().state)
+        _waiters = property(lambda self: self._for_waiters().waiters)
+
+    def _for_waiters(self) -> _Waited:
+        with _making:
+            if self._waited is not None:
+                return self._waited
+            self._waited = waited = _Waited()
+        self.add_done_callback(waited.end)
+        if self.done():
+            waited.end(self)
+        return waited
 
     def __repr__(self) -> str:
         """For example ``<IoFuture: pending>``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,9 +19,14 @@ from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_f
 if TYPE_CHECKING:
     from typing import TypeAlias
 
+    from _typeshed import ReadableBuffer, WriteableBuffer
+    from typing_extensions import Self
+
     from nvme_ops.ops.async_io import Engine, Pending
 
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
+    Source: TypeAlias = torch.Tensor | ReadableBuffer
+    Target: TypeAlias = torch.Tensor | WriteableBuffer
 
 __all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
@@ -70,7 +75,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         num_threads: int | None = None,
         backend: str | None = None,
-        cache: str | None = None,
+        cache: Literal["auto", "direct", "buffered"] | None = None,
     ) -> None:
         if None not in (intra_op_parallelism, num_threads) and intra_op_parallelism != num_threads:
             raise ValueError(
@@ -93,6 +98,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._overlap_events = flag("overlap_events", overlap_events)
         self._lanes = lanes
         self._cache = cache_mode(cache)
+        self._backend = backend
         self._pending: Pending = native().Pending()
         self._engine = self._make_engine(
             (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", self._cache)
@@ -101,6 +107,51 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
         engine: Engine = native().Engine(*settings)
         return engine
+
+    def close(self) -> None:
+        """Waits for what is pending, raising as ``wait`` does, and gives lanes and memory back. Once or more.
+
+        Every later use raises ValueError. A handle that is dropped is closed as well, without raising.
+        """
+        if isinstance(self._engine, _Closed):
+            return
+        try:
+            self.wait()
+        finally:
+            self._engine = _Closed()  # type: ignore[assignment]
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return isinstance(self._engine, _Closed)
+
+    def __enter__(self) -> Self:
+        """In a ``with`` statement: closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "block_size": self._block_size,
+            "queue_depth": self._queue_depth,
+            "single_submit": self._single_submit,
+            "overlap_events": self._overlap_events,
+            "intra_op_parallelism": self._lanes,
+            "backend": self._backend,
+            "cache": self._cache,
+        }
+
+    def __repr__(self) -> str:
+        """For example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
+        settings = self._settings() if self.closed else {**self._settings(), "backend": self.backend}
+        words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A handle is pickled as its settings: another process makes one of its own."""
+        return _made, (type(self), self._settings())
 
     def get_block_size(self) -> int:
         """The constructor's ``block_size``, in bytes."""
@@ -137,9 +188,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     # Blocking, on the caller's thread
 
-    def read(
-        self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int | None = None
-    ) -> int:
+    def read(self, buffer: Target, filename: FileName, validate: bool = False, file_offset: int | None = None) -> int:
         """Fills ``buffer`` from the file with one lane; returns 0. ``validate`` reads again and compares.
 
         Raises:
@@ -152,9 +201,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._engine.run(False, buffer, filename, file_offset, validate)
         return 0
 
-    def write(
-        self, buffer: torch.Tensor, filename: FileName, validate: bool = False, file_offset: int | None = None
-    ) -> int:
+    def write(self, buffer: Source, filename: FileName, validate: bool = False, file_offset: int | None = None) -> int:
         """Stores ``buffer`` in the file with one lane; returns 0. Raises as ``read`` does."""
         validate = flag("validate", validate)
         self._engine.run(True, buffer, filename, file_offset, validate)
@@ -164,7 +211,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def pread(
         self,
-        buffer: torch.Tensor,
+        buffer: Target,
         filename: FileName,
         validate: bool = False,
         async_op: bool | None = None,
@@ -180,7 +227,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def pwrite(
         self,
-        buffer: torch.Tensor,
+        buffer: Source,
         filename: FileName,
         validate: bool = False,
         async_op: bool | None = None,
@@ -191,15 +238,15 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         validate, async_op = flag("validate", validate), asynchronous("pwrite", async_op, others)
         return self._transfer(True, buffer, filename, file_offset, validate, async_op)
 
-    def sync_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+    def sync_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
         """Fills ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
         return self._transfer(False, buffer, filename, file_offset, False, False)
 
-    def sync_pwrite(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+    def sync_pwrite(self, buffer: Source, filename: FileName, file_offset: int | None = None) -> int:
         """Stores ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
         return self._transfer(True, buffer, filename, file_offset, False, False)
 
-    def async_pread(self, buffer: torch.Tensor, filename: FileName, file_offset: int | None = None) -> int:
+    def async_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
         """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``.
 
         The file is opened when its turn comes: what is wrong with it, its absence too, is raised by ``wait``.
@@ -208,7 +255,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def async_pwrite(
         self,
-        buffer: torch.Tensor,
+        buffer: Source,
         filename: FileName | None = None,
         file_offset: int | None = None,
         *,
@@ -233,7 +280,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def _transfer(
         self,
         write: bool,
-        buffer: torch.Tensor,
+        buffer: object,
         filename: FileName,
         file_offset: int | None,
         validate: bool,
@@ -247,7 +294,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     # Futures
 
-    def submit_pread(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
+    def submit_pread(self, tensor: Target, file: FileName, file_offset: int | None = None) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
         Raises at once what is wrong with the arguments. The file is opened when its turn comes: what is wrong with it,
@@ -255,7 +302,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         """
         return IoFuture(self._engine.submit(False, tensor, file, file_offset, False))
 
-    def submit_pwrite(self, tensor: torch.Tensor, file: FileName, file_offset: int | None = None) -> IoFuture:
+    def submit_pwrite(self, tensor: Source, file: FileName, file_offset: int | None = None) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
         return IoFuture(self._engine.submit(True, tensor, file, file_offset, False))
 
@@ -318,6 +365,17 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         It does not matter which handle of the process made the tensor. False once it was freed.
         """
         return pin_memory.is_pinned(buffer)
+
+
+def _made(kind: type[aio_handle], settings: dict[str, Any]) -> aio_handle:
+    return kind(**settings)
+
+
+class _Closed:
+    """In the place of the engine of a handle that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError("the handle is closed")
 
 
 def aio_read(

@@ -139,7 +139,7 @@ def test_lent_tensors_are_safe_before_the_file_is_complete(path: Path, gate: Gat
 
 
 @BOTH
-def test_nothing_to_save(path: Path, strategy: str) -> None:
+def test_nothing_to_save(path: Path, strategy: Any) -> None:
     for tensors in ({}, {"none": torch.zeros(0)}):
         future = nvme_ops.save_async(tensors, path, strategy=strategy, memory=0)
         future.wait_until_safe()
@@ -148,7 +148,7 @@ def test_nothing_to_save(path: Path, strategy: str) -> None:
 
 
 @BOTH
-def test_options_of_save(folder: Path, strategy: str) -> None:
+def test_options_of_save(folder: Path, strategy: Any) -> None:
     path = folder / "model.bak"
     nvme_ops.save_async(
         NEW, path, strategy=strategy, format="safetensors", durable=False, checksum=False, metadata={"step": "3"}
@@ -281,7 +281,7 @@ def test_interrupted_while_tensors_are_written(path: Path, gate: Gated) -> None:
 
 @BOTH
 @pytest.mark.parametrize("memory", [0, None])
-def test_an_error_comes_out_of_the_future(path: Path, strategy: str, memory: int | None) -> None:
+def test_an_error_comes_out_of_the_future(path: Path, strategy: Any, memory: int | None) -> None:
     with small_files():
         future = nvme_ops.save_async(varied(), path, strategy=strategy, memory=memory)
         future.wait_until_safe()
@@ -296,7 +296,7 @@ def test_an_error_comes_out_of_the_future(path: Path, strategy: str, memory: int
 
 
 @BOTH
-def test_a_folder_for_a_file(path: Path, strategy: str) -> None:
+def test_a_folder_for_a_file(path: Path, strategy: Any) -> None:
     future = nvme_ops.save_async(NEW, path.parent, strategy=strategy, format="safetensors")
     assert isinstance(future.exception(), IsADirectoryError)
 
@@ -328,7 +328,7 @@ class Memory(bytearray):
 
 @BOTH
 @pytest.mark.parametrize("limit", [contextlib.nullcontext, small_files])
-def test_tensors_are_let_go(folder: Path, strategy: str, limit: Callable[[], Any]) -> None:
+def test_tensors_are_let_go(folder: Path, strategy: Any, limit: Callable[[], Any]) -> None:
     """When the save has ended, well or not, though its future is kept."""
     memory, freed = Memory(4_000_000), threading.Event()
     weakref.finalize(memory, freed.set)

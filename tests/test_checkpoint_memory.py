@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def save(tensors: Tensors, path: Path) -> Work:
     return lambda: nvme_ops.save(tensors, path, durable=False), 0
 
 
-def save_in_background(tensors: Tensors, path: Path, strategy: str, memory: int | None = None) -> Work:
+def save_in_background(tensors: Tensors, path: Path, strategy: Any, memory: int | None = None) -> Work:
     return lambda: nvme_ops.save_async(tensors, path, strategy=strategy, memory=memory, durable=False).result(), 0
 
 

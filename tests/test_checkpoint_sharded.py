@@ -119,7 +119,7 @@ def test_metadata_is_in_the_index(folder: Path) -> None:
 
 def test_in_the_background(folder: Path) -> None:
     for strategy, memory in (("copy", None), ("copy", 4000), ("copy_free", None)):
-        nvme_ops.save_async(STATE, folder / INDEX, strategy=strategy, memory=memory).result()
+        nvme_ops.save_async(STATE, folder / INDEX, strategy=strategy, memory=memory).result()  # type: ignore[arg-type]
         assert_same(load(folder), STATE)
 
 

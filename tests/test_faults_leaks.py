@@ -76,7 +76,7 @@ def test_operations(make_handle: HandleFactory, folder: Path) -> None:
         written = handle.submit_pwrite(data[::2], path, 5)
         written.add_done_callback(lambda future: future.result())
         written.result()
-        handle.sync_pwrite(bytearray(100_000), path)  # type: ignore[arg-type]
+        handle.sync_pwrite(bytearray(100_000), path)
 
     repeated(work)
     assert torch.equal(back, data)

@@ -40,7 +40,7 @@ def test_lanes_have_a_limit() -> None:
 @pytest.mark.parametrize("name", ["", "AUTO", "Direct", "no", "auto "])
 def test_unknown_cache_mode(name: str) -> None:
     with pytest.raises(ValueError, match="cache must be 'auto', 'direct' or 'buffered'"):
-        aio_handle(cache=name)
+        aio_handle(cache=name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["uring", "IO_URING", " ", "threads "])
@@ -115,7 +115,7 @@ def test_the_environment_names_the_cache_mode(monkeypatch: pytest.MonkeyPatch, f
         ("nonsense", "auto", "auto"),
     ]:
         monkeypatch.setenv("NVME_OPS_CACHE", value)
-        handle = aio_handle(cache=given)
+        handle = aio_handle(cache=given)  # type: ignore[arg-type]
         assert native_settings[-1][-1] == mode
         handle.sync_pwrite(data, path)
         handle.sync_pread(back.zero_(), path)

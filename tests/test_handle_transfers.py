@@ -139,12 +139,12 @@ def test_every_way_to_keep_the_queue_full(
 
 def test_buffers_beside_tensors(handle: aio_handle, folder: Path) -> None:
     path, data = folder / "file", pattern(10_000).numpy().tobytes()
-    assert handle.sync_pwrite(data, path) == 1  # type: ignore[arg-type]
+    assert handle.sync_pwrite(data, path) == 1
     assert path.read_bytes() == data
     array = np.zeros(2500, dtype=np.float32)
     block = bytearray(10_000)
     handle.async_pread(array, path)  # type: ignore[arg-type]
-    handle.async_pread(memoryview(block)[10:], path, 10)  # type: ignore[arg-type]
+    handle.async_pread(memoryview(block)[10:], path, 10)
     assert handle.wait() == 2
     assert array.tobytes() == data
     assert block == b"\0" * 10 + data[10:]

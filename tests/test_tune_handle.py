@@ -182,7 +182,7 @@ def test_every_way_to_move_data_counts(tmp_path: Path, call: str, made_up: list[
 def test_small_transfers_have_nothing_tuned(tmp_path: Path, made_up: list[MadeUpSearch]) -> None:
     handle = tuned_handle(tmp_path)
     use(handle, tmp_path, MIB - 1)
-    handle.submit_pwrite(bytes(1000), tmp_path / "file").result()  # type: ignore[arg-type]
+    handle.submit_pwrite(bytes(1000), tmp_path / "file").result()
     assert not any(thread.name == "nvme_ops-tune" for thread in threading.enumerate())
     assert made_up == []
 

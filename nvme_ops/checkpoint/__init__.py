@@ -6,6 +6,10 @@ the data, ``atomic`` the replacement of files, ``integrity`` where checksums are
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
+Format: TypeAlias = Literal["safetensors", "torch", "pt", "sharded"]
+
 #: By format the module that has ``plan`` and ``load``, imported when it is needed, and the suffixes by which it is
 #: chosen, the more special first.
 FORMATS = {

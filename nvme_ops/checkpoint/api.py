@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint import turns
+from nvme_ops.checkpoint import Format, turns
 from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.request import Request
@@ -30,7 +30,7 @@ def save(
     obj: Any,
     path: Path,
     *,
-    format: str | None = None,
+    format: Format | None = None,
     durable: bool = True,
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,
@@ -87,7 +87,7 @@ def load(
     strict: bool = True,
     verify: bool = False,
     mmap: bool = False,
-    format: str | None = None,
+    format: Format | None = None,
     handle: aio_handle | None = None,
 ) -> Any:
     """Loads what ``save``, safetensors or ``torch.save`` wrote, past the page cache or from it where it lies there.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint import collector, turns
+from nvme_ops.checkpoint import Format, collector, turns
 from nvme_ops.checkpoint.new_tensors import placed
 from nvme_ops.checkpoint.pieces import Borrowed, copy
 from nvme_ops.checkpoint.plan import Plan, plan_for
@@ -23,13 +24,17 @@ from nvme_ops.free_memory import free_memory
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import empty
 
-STRATEGIES = ("copy", "copy_free")
+Strategy: TypeAlias = Literal["copy", "copy_free"]
+STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
 _ALIGNMENT = 64  # bytes: torch's own allocations have no more
 _SHARE = 0.5  # of the memory that this process can still have: the default budget
 
 
 class SaveFuture(Future[None]):
-    """A save under way. ``result()`` returns when it is complete, and durable where that was asked for."""
+    """A save under way. ``result()`` returns when it is complete, and durable where that was asked for.
+
+    It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
+    """
 
     def __init__(self, path: str, borrowed: Borrowed) -> None:
         super().__init__()
@@ -65,14 +70,18 @@ class SaveFuture(Future[None]):
         self._asked = True  # not when the wait was interrupted or too short
         return failure
 
+    def __await__(self) -> Generator[Any, None, None]:
+        """In asyncio: ``await nvme_ops.save_async(state, path)`` returns when the save is complete."""
+        return asyncio.wrap_future(self).__await__()
+
 
 def save_async(
     obj: Any,
     path: str | os.PathLike[str],
     *,
-    strategy: str = "copy",
+    strategy: Strategy = "copy",
     memory: int | None = None,
-    format: str | None = None,
+    format: Format | None = None,
     durable: bool = True,
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,

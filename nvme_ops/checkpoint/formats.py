@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from types import ModuleType
 
 from nvme_ops.checkpoint import FORMATS
+from nvme_ops.paths import URL
 
 _ALSO_CALLED = {"pt": "torch"}
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def format_of(path: str, format: str | None) -> ModuleType:
@@ -21,7 +20,7 @@ def format_of(path: str, format: str | None) -> ModuleType:
     Raises:
         ValueError: an unknown format or suffix, or no local file.
     """
-    if _URL.match(path):
+    if URL.match(path):
         raise ValueError(
             f"{path}: only files that the system knows are saved and loaded: copy it to or from a local file (aws s3 "
             "cp, gsutil cp, hf download), or mount it"

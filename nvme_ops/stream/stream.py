@@ -29,6 +29,7 @@ def _in_turn(method: Method) -> Method:
         if stream._turn._is_owned():  # type: ignore[attr-defined]  # then the program would wait for itself
             raise RuntimeError("a file was used by a signal handler or finalizer while it was at work")
         with stream._turn:
+            stream._follow()
             return method(stream, *arguments)
 
     return cast(Method, call)
@@ -40,12 +41,13 @@ class Stream:
     Args:
         handle: moves the blocks.
         fd: of the file, which stays open as long as the stream.
-        mode: ``r``, ``w``, ``r+`` or ``a``. What it does not allow must not be called.
+        mode: of the file. What it does not allow must not be called.
     """
 
     def __init__(self, handle: aio_handle, fd: int, mode: str) -> None:
         self._handle, self._fd, self._mode = handle, fd, mode
         self._position = self._size() if mode == "a" else 0
+        self._left_at: int | None = None  # where the descriptor's own position was left for others, if ever
         self.start_anew()
         _all.add(self)
 
@@ -129,7 +131,8 @@ class Stream:
         if self._ahead is not None:
             self._ahead.drop()
         with contextlib.suppress(OSError):  # a device that has no position
-            os.lseek(self._fd, self._position, os.SEEK_SET)  # for who goes on by the descriptor, as torch may
+            # for who goes on by the descriptor, as torch may
+            self._left_at = os.lseek(self._fd, self._position, os.SEEK_SET)
 
     @_in_turn
     def close(self) -> None:
@@ -151,6 +154,16 @@ class Stream:
     def open(self) -> bool:
         """Whether something is still in memory, or under way."""
         return self._behind is not None or self._ahead is not None
+
+    def _follow(self) -> None:
+        """Goes on where somebody who used the descriptor after a ``give_way`` has left off."""
+        if self._left_at is None or not (self._behind is None or self._behind.empty):
+            return
+        here = os.lseek(self._fd, 0, os.SEEK_CUR)
+        if here != self._left_at:
+            self._position = self._left_at = here
+            if self._ahead is not None:
+                self._ahead.drop()
 
     def _reader(self) -> ReadAhead:
         self._flush()
