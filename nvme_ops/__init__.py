@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
     from nvme_ops.checkpoint.background import save_async as save_async
     from nvme_ops.checkpoint.integrity import ChecksumError as ChecksumError
+    from nvme_ops.checkpoint.safe_open import safe_open as safe_open
     from nvme_ops.checkpoint.safetensors_format import FormatError as FormatError
     from nvme_ops.file import File as File
     from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "gds_handle": "nvme_ops.gds",
     "load": "nvme_ops.checkpoint.api",
     "open": "nvme_ops.file",
+    "safe_open": "nvme_ops.checkpoint.safe_open",
     "save": "nvme_ops.checkpoint.api",
     "save_async": "nvme_ops.checkpoint.background",
     "tuned_handle": "nvme_ops.tune.handle",
@@ -62,6 +64,7 @@ __all__ = [
     "gds_handle",
     "load",
     "open",
+    "safe_open",
     "save",
     "save_async",
     "tuned_handle",

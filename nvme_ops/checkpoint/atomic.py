@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from nvme_ops.checkpoint import freeing
 
 _MARK = ".nvme_ops-tmp"
+_TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,9 @@ def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[
 
     ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
     the folder). When the block raises, the new file is removed and ``target`` is as it was. What a process that was
-    killed left behind is removed by the next replacement of the same target. A symbolic link stays one: what it points
-    to is replaced. The mode of an existing target is kept. The space of a large one is free soon after the block.
+    killed left behind is removed by the next replacement in that folder. A symbolic link stays one: what it points
+    to is replaced. The mode of an existing target is kept. The space of a large one is free soon after the block. A
+    device or a pipe is not replaced: it gets all the bytes at the end of the block.
 
     Raises:
         IsADirectoryError: ``target`` is a folder.
@@ -41,12 +46,19 @@ def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[
     folder, name = os.path.split(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
+    if _is_special(path):
+        with tempfile.TemporaryFile() as file:
+            yield Replacement(path, path, file.fileno())
+            file.seek(0)
+            with open(path, "wb", buffering=0) as special:
+                shutil.copyfileobj(file, special)
+        return
     fd, folder_fd, temporary = -1, -1, ""
     try:
         try:
             if durable:  # while nothing is replaced yet: this may be refused
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            remove_litter(folder, name)
+            remove_litter(folder)
             freeing.require_room(folder)
             mode = _mode(path)
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode)
@@ -102,6 +114,14 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
+def _is_special(path: str) -> bool:
+    """Neither a file nor a folder, nor nothing."""
+    with suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+    return False
+
+
 def _mode(path: str) -> int | None:
     """None: there is no such file."""
     try:
@@ -149,20 +169,35 @@ def _short(name: str) -> str:
     return os.fsdecode(os.fsencode(name)[: 255 - len(_MARK) - 24])
 
 
-def remove_litter(folder: str, name: str) -> None:
-    """Files of writers of this target that are gone."""
-    start = f".{_short(name)}."
+def remove_litter(folder: str) -> None:
+    """Files of writers that are gone, whatever their target was."""
+    for path in litter(folder):
+        with suppress(OSError), _abandoned(path):
+            os.unlink(path)
+
+
+def litter(folder: str) -> list[str]:
+    """Temporary files in a folder, those of writers that live among them."""
     with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            middle = entry.name[len(start) : -len(_MARK)]
-            if not (entry.name.startswith(start) and entry.name.endswith(_MARK)):
-                continue
-            if not middle.replace("-", "", 1).isdigit():
-                continue
-            with suppress(OSError):
-                fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
-                    os.unlink(entry.path)
-                finally:
-                    os.close(fd)
+        return [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    return []
+
+
+def is_abandoned(path: str) -> bool:
+    """Whether the writer of a temporary file is gone."""
+    try:
+        with _abandoned(path):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def _abandoned(path: str) -> Iterator[None]:
+    """Raises BlockingIOError while its writer lives."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

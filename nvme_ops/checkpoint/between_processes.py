@@ -113,3 +113,8 @@ def _is_at(path: str, fd: int) -> bool:
     except FileNotFoundError:
         return False
     return os.path.samestat(there, os.fstat(fd))
+
+
+def locks(folder: str) -> list[str]:
+    """The files of locks in a folder, held or not."""
+    return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIX)]

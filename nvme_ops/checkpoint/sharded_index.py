@@ -126,14 +126,17 @@ def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
 
 
 def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
-    """Shards of this index but these, and what killed writers of any left behind."""
-    kept, pattern = set(names), _pattern(stem)
-    for name in os.listdir(folder):
-        if pattern.fullmatch(name) and name not in kept:
+    """Shards of this index but these."""
+    kept = set(names)
+    for name in shards_of(folder, stem):
+        if name not in kept:
             with suppress(OSError):
                 freeing.unlink(os.path.join(folder, name))
-        elif (found := re.match(r"\.(.+\.safetensors)\.", name)) and pattern.fullmatch(found[1]):
-            atomic.remove_litter(folder, found[1])
+
+
+def shards_of(folder: str, stem: str) -> list[str]:
+    """The names of files that are, or were, shards of this index."""
+    return [name for name in os.listdir(folder) if _pattern(stem).fullmatch(name)]
 
 
 def _pattern(stem: str) -> re.Pattern[str]:

@@ -51,9 +51,15 @@ class Targets:
         return {name: self._tensors[name].detach() for name in described}
 
     def require_fit(self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Raises ValueError unless the tensors of these names have these dtypes and shapes."""
+        """Raises ValueError unless the tensors of these names can be filled with these dtypes and shapes."""
         for name, (dtype, shape) in described.items():
             tensor = self._tensors[name]
+            if tensor.is_meta or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"{path}: tensor {name!r} has no dense memory to fill: {tensor.layout}, {tensor.device}"
+                )
+            if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise ValueError(f"{path}: tensor {name!r} cannot be filled: it is expanded, its elements share memory")
             if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
                 raise ValueError(
                     f"{path}: tensor {name!r} is {dtype} of shape {tuple(shape)}, and the one to fill is "

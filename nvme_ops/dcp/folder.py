@@ -13,7 +13,6 @@ from nvme_ops.checkpoint import atomic, freeing
 METADATA = ".metadata"
 _DATA = re.compile(r"(__\d+_)(\d+)\.distcp")
 _OF_A_RANK = re.compile(r"__\d+\.metadata")
-_UNFINISHED = re.compile(r"\.(__\d+_\d+\.distcp|(?:__\d+)?\.metadata)\..+")
 
 
 def make(path: str, durable: bool) -> None:
@@ -40,12 +39,11 @@ def remove_others(path: str, kept: Collection[str], prefix: str = "") -> None:
 
     Not where ranks saved without each other, for themselves: this rank cannot know what the others refer to.
     """
+    atomic.remove_litter(path)  # not that of a save which lives
     names = os.listdir(path)
     alone = not prefix and any(_OF_A_RANK.fullmatch(name) for name in names)
     together = prefix and METADATA in names
     for name in names:
-        if unfinished := _UNFINISHED.fullmatch(name):
-            atomic.remove_litter(path, unfinished[1])  # not that of a save which lives
-        elif _DATA.fullmatch(name) and name.startswith(prefix) and name not in kept and not alone and not together:
+        if _DATA.fullmatch(name) and name.startswith(prefix) and name not in kept and not alone and not together:
             with suppress(OSError):
                 freeing.unlink(os.path.join(path, name))

@@ -1,0 +1,154 @@
+"""``nvme_ops.safe_open``: one safetensors file, opened lazily, with the interface of safetensors' own ``safe_open``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nvme_ops.checkpoint import integrity, new_tensors
+from nvme_ops.checkpoint import safetensors_format as layout
+from nvme_ops.checkpoint.request import lacking
+from nvme_ops.file import shared_handle
+from nvme_ops.handle import aio_handle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_FRAMEWORKS = ("pt", "torch", "pytorch")
+
+
+class safe_open:  # noqa: N801  (safetensors' name)
+    """Opens a safetensors file; reads tensors, and parts of them, when they are asked for.
+
+        with nvme_ops.safe_open("model.safetensors", framework="pt", device="cuda") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+            rows = file.get_slice("lm_head.weight")[1000:2000]  # reads these rows only
+
+    Threads may share it. What was read stays what it is after the file is closed or changed.
+
+    Args:
+        filename: the file.
+        framework: ``"pt"``; others are refused.
+        device: where the tensors go.
+        backend: accepted, as safetensors takes it, and without effect: the way to the file is the handle's.
+        handle: whose settings the transfers use; one for the whole process when None.
+
+    Raises:
+        ValueError: another framework.
+        FormatError: (a ValueError) the file is damaged, or no such file.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: str = "pt",
+        device: str | int | torch.device = "cpu",
+        *,
+        backend: str | None = None,
+        handle: aio_handle | None = None,
+    ) -> None:
+        del backend
+        self._fd = -1
+        if framework not in _FRAMEWORKS:
+            raise ValueError(f"framework must be 'pt', not {framework!r}: tensors here are torch's")
+        self._path = os.fspath(filename)
+        self._device = torch.device(device)
+        self._handle = handle or shared_handle()
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._header = layout.read(self._fd, self._path)
+        except BaseException:
+            self.close()
+            raise
+
+    def keys(self) -> list[str]:
+        """The names of the tensors, sorted."""
+        return sorted(self._header.entries)
+
+    def offset_keys(self) -> list[str]:
+        """The names of the tensors, as they lie in the file."""
+        return sorted(self._header.entries, key=lambda name: self._header.entries[name].start)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The strings in the header but for those that only ``verify`` looks at; None where there are none."""
+        found = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
+        return found or None
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A new tensor. Raises KeyError for a name that the file lacks."""
+        return self.get_slice(name)[...]
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name. ``nvme_ops.load`` reads them faster, into one memory."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+    def get_slice(self, name: str) -> Slice:
+        """A tensor of which a part is read when it is indexed. Raises KeyError for a name that the file lacks."""
+        if name not in self._header.entries:
+            raise lacking(self._path, [name])
+        return Slice(self, name)
+
+    def close(self) -> None:
+        """Once or more. Slices of it cannot be read any more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        """Closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read(self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        if self._fd < 0:
+            raise ValueError(f"the file is closed: {self._path!r}")
+        wanted = [(start, end, (dtype, tuple(shape)))]
+        return new_tensors.read(self._handle, self._fd, wanted, self._device)[0]
+
+
+class Slice:
+    """A tensor in a file, to be indexed as a tensor. Of the first dimension only what is asked for is read."""
+
+    def __init__(self, file: safe_open, name: str) -> None:
+        self._file = file
+        self._entry = file._header.entries[name]
+        self._dtype, self._shape = self._entry.in_torch(file._path, name)
+
+    def get_shape(self) -> list[int]:
+        """As the file has it."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """In the format's words: ``F32``, ``BF16``, ..."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A new, contiguous tensor. Raises IndexError as torch does."""
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        rows = self._shape[0] if self._shape else 0
+        if isinstance(first, slice) and first.step in (None, 1) and self._shape:
+            start, stop, _ = first.indices(rows)
+            found = self._rows(start, max(start, stop))
+            return found[(slice(None), *rest)].contiguous() if rest else found
+        if isinstance(first, int) and not isinstance(first, bool) and self._shape:
+            if not -rows <= first < rows:
+                raise IndexError(f"index {first} is out of bounds for dimension 0 with size {rows}")
+            found = self._rows(first % rows, first % rows + 1)[0]
+            return found[tuple(rest)].contiguous() if rest else found
+        found = self._file._read(self._entry.start, self._entry.end, self._dtype, self._shape)
+        return found if index is Ellipsis or index == () else found[index].contiguous()
+
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
+        size = (self._entry.end - self._entry.start) // max(1, self._shape[0])
+        begin = self._entry.start + start * size
+        return self._file._read(begin, begin + (stop - start) * size, self._dtype, (stop - start, *self._shape[1:]))
