@@ -1,10 +1,11 @@
 """Moves PyTorch tensors between NVMe storage and memory at the speed of the device.
 
     import nvme_ops
-    handle = nvme_ops.aio_handle()          # DeepNVMe's interface
-    file = nvme_ops.open("weights", "r")    # a file object that reads tensors
-    tensor = nvme_ops.empty(1024, 1024)     # memory that storage fills fastest
-    nvme_ops.save(model.state_dict(), "model.safetensors")      # checkpoints, atomic and at the speed of the device
+    handle = nvme_ops.aio_handle()                          # DeepNVMe's interface
+    file = nvme_ops.open("weights", "r")                    # a file object that reads tensors
+    tensor = nvme_ops.empty(1024, 1024)                     # memory that storage fills fastest
+    nvme_ops.save(model, "model.safetensors")               # checkpoints, atomic and at the speed of the device
+    nvme_ops.load("model.safetensors", into=model)
 
 Importing the package loads nothing: names come when they are used, the compiled op when a handle is made.
 """

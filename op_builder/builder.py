@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from . import cache, compiler, jit, prebuilt, probes, sources
-from .console import say, warn
+from .console import say, warn, working
 from .recipe import Recipe, requirements
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class OpBuilder:
         return _loaded.get(self.name) or self._load(verbose, try_prebuilt=True)
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As ``load``, without looking for a prebuilt op. ``verbose=True`` says on stderr that a build begins."""
+        """As ``load``, without looking for a prebuilt op. ``verbose=True`` says on stderr how long a build took."""
         return _loaded.get(self.name) or self._load(verbose, try_prebuilt=False)
 
     def load_prebuilt(self) -> ModuleType | None:
@@ -256,10 +256,12 @@ class OpBuilder:
                 entry.discard()
         if not self.is_buildable(verbose):
             self._refuse()
-        if verbose:
-            say(f"Building the {self.name} op, once for this torch and compiler ...")
         started = time.monotonic()
-        entry = jit.build(self.recipe())
+        with working(
+            f"nvme_ops: compiling the {self.name} op, once for this torch and compiler",
+            "10 to 80 s; built ahead of time it takes none: docs/install.md",
+        ):
+            entry = jit.build(self.recipe())
         if verbose:
             say(f"Time to build the {self.name} op: {time.monotonic() - started:.1f} seconds")
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import TextIO
@@ -15,6 +18,41 @@ def say(text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def working(text: str, hint: str) -> Iterator[None]:
+    """Says on stderr at once what takes long, and on a terminal for how long it has; nothing with NVME_OPS_QUIET=1."""
+    if os.environ.get("NVME_OPS_QUIET", "") not in ("", "0"):
+        yield
+        return
+    say(f"{text} ({hint}; NVME_OPS_QUIET=1: not a word)")
+    with contextlib.ExitStack() as stack:
+        if _on_a_terminal():
+            over = threading.Event()
+            counting = threading.Thread(target=_count, args=(over,), name="nvme_ops.op_builder", daemon=True)
+            counting.start()
+            stack.callback(counting.join)
+            stack.callback(over.set)
+        yield
+
+
+def _on_a_terminal() -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, or a closed one
+        return bool(sys.stderr.isatty())
+    return False
+
+
+def _count(over: threading.Event) -> None:
+    started = time.monotonic()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        while True:
+            sys.stderr.write(f"\r{time.monotonic() - started:.0f} s ")
+            sys.stderr.flush()
+            if over.wait(0.5):
+                break
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
 
 
 def warn(text: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import itertools
 import os
 import re
@@ -98,7 +99,8 @@ def unite(folder: Path, recipe: Recipe) -> list[Path]:
 
 
 def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
-    from torch.utils import cpp_extension
+    with contextlib.redirect_stderr(io.StringIO()):  # torch prints there that CUDA's toolkit has no use without a GPU
+        from torch.utils import cpp_extension
 
     # torch remembers builds by name, and would skip or rename a second one of that name in this process: our own after
     # a failure, or DeepSpeed's op, which is called the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -139,8 +140,29 @@ def test_a_warning_survives_a_closed_stderr(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", " [WARNING]  words\n")
 
 
-def test_a_build_is_silent_unless_verbose(sandbox: Sandbox) -> None:
-    assert sandbox.start(ANSWER).communicate(timeout=300) == ("42\n", "")
+def test_a_build_says_at_once_in_one_line_what_takes_long(sandbox: Sandbox) -> None:
+    output, errors = sandbox.start(ANSWER).communicate(timeout=300)
+    assert output == "42\n"
+    (said,) = errors.splitlines()
+    assert said.startswith("nvme_ops: compiling the tiny op, once for this torch and compiler")
+    assert sandbox.start(ANSWER).communicate(timeout=300) == ("42\n", "")  # it is compiled now
+
+
+def test_a_build_is_silent_when_that_is_asked_for(sandbox: Sandbox) -> None:
+    assert sandbox.start(ANSWER, {"NVME_OPS_QUIET": "1"}).communicate(timeout=300) == ("42\n", "")
+
+
+def test_on_a_terminal_the_seconds_are_counted(sandbox: Sandbox) -> None:
+    terminal, line = os.openpty()
+    program = f"import os; os.dup2({line}, 2)\n{ANSWER}"
+    process = sandbox.start(program, pass_fds=[line])
+    process.communicate(timeout=300)
+    os.close(line)
+    said = b""
+    with contextlib.suppress(OSError), open(terminal, "rb", buffering=0) as file:
+        while part := file.read(1000):
+            said += part
+    assert re.search(rb"compiling the tiny op.*\r\d+ s .*\r\x1b\[K", said, re.DOTALL), said
 
 
 def test_a_verbose_build_says_that_it_begins_and_ends_once(sandbox: Sandbox) -> None:
@@ -148,7 +170,7 @@ def test_a_verbose_build_says_that_it_begins_and_ends_once(sandbox: Sandbox) -> 
     output, errors = sandbox.start(program).communicate(timeout=300)
     assert output == ""
     begins, ends = errors.splitlines()
-    assert begins.startswith("Building the tiny op")
+    assert begins.startswith("nvme_ops: compiling the tiny op")
     assert ends.startswith("Time to build the tiny op: ")
 
 

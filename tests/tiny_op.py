@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,7 +84,9 @@ class Sandbox:
         """Every call of the compiler, whatever for."""
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
-    def start(self, program: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, program: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+    ) -> subprocess.Popen[str]:
         """Start ``program`` in a new Python, with the builder at hand as ``TinyBuilder``."""
         return subprocess.Popen(
             [self.python, "-c", f"from tiny_op import TinyBuilder\n{program}"],
@@ -100,6 +102,7 @@ class Sandbox:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
     def run(self, program: str, environment: Mapping[str, str] | None = None) -> str:
