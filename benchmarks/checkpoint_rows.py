@@ -114,9 +114,9 @@ class _Lent(dict[str, torch.Tensor]):
 
 
 def _fastsafetensors_load(path: str) -> Tensors:
-    from fastsafetensors import SafeTensorsFileLoader, SingleGroup  # type: ignore[import-not-found,unused-ignore]
+    import fastsafetensors  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    loader = SafeTensorsFileLoader(SingleGroup(), torch.device("cpu"), nogds=True)
+    loader = fastsafetensors.SafeTensorsFileLoader(fastsafetensors.SingleGroup(), torch.device("cpu"), nogds=True)
     loader.add_filenames({0: [path]})
     buffer = loader.copy_files_to_device()
     found = _Lent({name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
@@ -125,7 +125,7 @@ def _fastsafetensors_load(path: str) -> Tensors:
 
 
 def _runai_load(path: str) -> Tensors:
-    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found,unused-ignore]
+    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(path)
@@ -187,6 +187,8 @@ def _deepspeed_save(tensors: Tensors, path: str) -> None:
 def contenders(work: Work) -> Iterator[Contender]:
     """All of them; those of packages that are not installed too."""
     yield Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load)
+    mapped = functools.partial(nvme_ops.load, mmap=True)
+    yield Contender("nvme_ops, mmap=True", ".safetensors", None, mapped, saved_by="nvme_ops .safetensors")
     yield Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load)
     yield Contender("torch with nvme_ops.open", ".through.pt", _torch_save_through_us, _torch_load_through_us)
     yield Contender("nvme_ops.dcp", ".nvme_ops.dcp", _dcp_save_through_us, lambda path: _dcp_load(work, path, True))

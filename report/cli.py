@@ -12,6 +12,7 @@ from nvme_ops.op_builder import ALL_OPS
 
 from . import driver, ops, render, storage, torch_info
 from .host import Host
+from .result import Status
 from .sections import collect
 
 _DESCRIPTION = """\
@@ -27,7 +28,7 @@ examples:
   nvme-report --strict              exit status 1 when an op cannot be used, for Dockerfiles and CI
   nvme-report --strict async_io     the same, for this op only
 
-exit status: 0; 1 with --strict when an op cannot be used; 2 for a wrong argument
+exit status: 0; 1 with --strict when an op or a folder of --path cannot be used; 2 for a wrong argument
 """
 
 
@@ -86,11 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
         text = render.as_text(shown, folders, style)
     _write(text)
-    if options.strict is None or not unusable:
+    if options.strict is None:
         return 0
-    for op in unusable:
-        print(f"nvme-report: {op.name} cannot be used: {op.detail}\n  fix: {op.fix}", file=sys.stderr)
-    return 1
+    bad = [(op.name, op) for op in unusable]
+    bad += [(folder, each) for folder, results in folders.items() for each in results if each.status is Status.NO]
+    for name, result in bad:
+        print(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}", file=sys.stderr)
+    return 1 if bad else 0
 
 
 def _colour() -> bool:

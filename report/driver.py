@@ -16,7 +16,7 @@ from nvme_ops.op_builder import GDSBuilder, cufile
 from . import ops, torch_info
 from .result import Json, Result, Status
 
-LIMIT = 50.0  # seconds, for Python, torch, CUDA and cuFile to start; cuFile alone may take 30
+LIMIT = 40.0  # seconds, for Python, torch, CUDA and cuFile to start; cuFile alone may take 20
 _GRACE = 2.0  # seconds a killed process gets to go
 _NAME = "cuFile driver"
 _CHILD = """

@@ -49,6 +49,8 @@ def row(builder: OpBuilder) -> Result:
         data["warnings"] = [words for words, _, _ in parts]
         return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
     data["compatible"] = True
+    found = built(builder)
+    data["compiled"] = None if found is None else found.how
     warnings, fix = _missing(builder)
     if misfit:
         warnings.insert(0, f"the prebuilt {name} op is not used, it is built just in time instead: {misfit}")

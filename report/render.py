@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .result import Json, Result, Status
 
 LINE = "-" * 50
 OPS, BUILD, ENVIRONMENT = "ops", "build", "environment"  # sections with a layout of their own
+BACKENDS, CUFILE = "backends", "cufile"
 OPERATORS = (BUILD, OPS)  # what --hide_operator_status leaves out
 NOTE = """\
 NOTE: Ops not installed will be just-in-time (JIT) compiled at
@@ -41,15 +42,38 @@ def as_text(sections: Mapping[str, Sequence[Result]], storage: Mapping[str, Sequ
     for name, results in sections.items():
         if name not in (BUILD, OPS):
             lines += [LINE, _TITLES.get(name, name), LINE]
-            lines += _lines(results, style, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
+            plain = replace(style, colour=False) if name == CUFILE and not _has_gpu(sections) else style
+            lines += _lines(results, plain, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
     for folder, results in storage.items():
         lines += [LINE, f"Storage at {folder}:", LINE, *_lines(results, style, _NAME_WIDTH)]
-    return "\n".join([*lines, LINE]) + "\n"
+    return "\n".join([*lines, LINE, *([verdict(sections)] if sections.get(OPS) else []), LINE]) + "\n"
+
+
+def verdict(sections: Mapping[str, Sequence[Result]]) -> str:
+    """One line: what can be used here, and how."""
+    chosen = next((each.detail for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
+    words, ready = [], True
+    for op in sections.get(OPS, ()):
+        usable = not op.status.needs_fix or op.status is Status.WARNING
+        if not op.data.get("expected", True):
+            words.append(f"{op.name}: no GPU here")
+        elif not usable:
+            ready = False
+            words.append(f"{op.name}: {op.detail}")
+        elif op.name == "async_io":
+            words.append(f"{op.name} on {chosen}" if chosen else op.name)
+        elif op.data.get("expected") is not None:
+            words.append(op.name)
+    return f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
+
+
+def _has_gpu(sections: Mapping[str, Sequence[Result]]) -> bool:
+    return any(each.name == "GPU" and not each.status.needs_fix for each in sections.get(CUFILE, ()))
 
 
 _TITLES = {
-    "backends": "Backends, in the order in which they are tried:",
-    "cufile": "cuFile (for the gds op):",
+    BACKENDS: "Backends, in the order in which they are tried:",
+    CUFILE: "cuFile (for the gds op):",
     ENVIRONMENT: "General environment info:",
 }
 
@@ -60,8 +84,9 @@ def _ops(results: Sequence[Result], style: Style) -> list[str]:
         if "installed" not in result.data:  # its check failed
             lines += _lines([result], style, _NAME_WIDTH)
             continue
-        installed = "[YES]" if result.data["installed"] else "[NO]"
-        colour = Status.OKAY if result.data["installed"] else Status.INFO
+        just_in_time = result.data.get("compiled") == "cached"
+        installed = "[JIT]" if just_in_time else "[YES]" if result.data["installed"] else "[NO]"
+        colour = Status.OKAY if result.data["installed"] or just_in_time else Status.INFO
         cells = f"{_dotted(result.name, _NAME_WIDTH)} {_paint(installed, colour, style)}"
         lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {_bracket(result.status, style)}")
         if style.fixes:

@@ -163,10 +163,10 @@ def refusal(main: Callable[[list[str]], int], words: list[str]) -> tuple[int, st
     return status, errors.getvalue()
 
 
-def _serve_child(body: Callable[[], object], report: int) -> NoReturn:
+def _serve_child(body: Callable[[], object], report: int, limit: int = 60) -> NoReturn:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)  # a child that hangs ends too
+        signal.alarm(limit)  # a child that hangs ends too
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         body()
     except BaseException:
@@ -187,6 +187,33 @@ def in_child(body: Callable[[], object]) -> None:
         report = pipe.read().decode()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, report or f"the child ended with status {status}"
+
+
+@contextlib.contextmanager
+def forked(count: int, body: Callable[[int], object]) -> Iterator[Callable[[], bool]]:
+    """``body(number)`` in so many forked children at once; tells whether one still runs. All end well, or it fails."""
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            _serve_child(lambda number=number: body(number), 2, 240)  # type: ignore[misc]
+        children.append(child)
+    ended: dict[int, int] = {}
+
+    def running() -> bool:
+        for child in children:
+            if child not in ended:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                ended.update({pid: status} if pid else {})
+        return len(ended) < count
+
+    try:
+        yield running
+    finally:
+        for child in children:
+            if child not in ended:
+                ended[child] = os.waitpid(child, 0)[1]
+    assert set(ended.values()) <= {0}
 
 
 def give_up_root() -> None:

@@ -27,7 +27,7 @@ from nvme_ops.sizes import GIB, KIB, MIB
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = tempfile.gettempdir()
-DEFAULT = Settings(MIB, 32, single_submit=False, overlap_events=True, intra_op_parallelism=1)
+DEFAULT = Settings(MIB, 128, single_submit=False, overlap_events=True, intra_op_parallelism=1)
 
 
 def parse(*words: str, folder: str = ANYWHERE) -> Options:
@@ -47,7 +47,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-def test_the_defaults_are_ds_io_s() -> None:
+def test_the_defaults_are_ds_io_s_but_for_the_depth() -> None:
     assert parse() == Options(
         [Place(ANYWHERE, 0)], GIB, write=True, engines=["aio_handle"], settings=[DEFAULT], swept=[], loops=3,
         warmup_loops=1, validate=False, gpu=False, use_gds=False, slow_bounce_buffer=False, cached=False,

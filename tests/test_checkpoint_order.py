@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child, in_threads, run_python
+from conftest import forked, in_child, in_threads
 from crashing_save import Gated, interrupted_by, number_in, numbered
 
 import nvme_ops
@@ -76,48 +76,61 @@ def test_a_save_that_is_interrupted_while_it_waits_gives_its_place_away(tmp_path
     assert number_in(path) == 3
 
 
-PREEMPTED = """
-import signal, sys, threading, time
-import torch, nvme_ops
-from crashing_save import Gated, number_in, numbered
+def preempted(begin: Callable[[Gated], object], handler: Callable[[], nvme_ops.SaveFuture | None]) -> None:
+    """``handler`` runs as a signal's while ``begin`` waits at a closed gate, which opens soon after that."""
+    gate = Gated()
+    futures: list[nvme_ops.SaveFuture | None] = []
 
-path, gate, futures = sys.argv[1], Gated(), []
+    def handle(*_: object) -> None:
+        threading.Timer(0.3, gate.open).start()
+        futures.append(handler())
 
-def handler(number, frame):
-    threading.Timer(0.3, gate.open).start()
-    {call}
-
-signal.signal(signal.SIGALRM, handler)
-signal.setitimer(signal.ITIMER_REAL, 0.3)
-nvme_ops.{begin}(numbered(1), path, handle=gate{settings})
-for future in futures:
-    future.result()
-print(number_in(path))
-"""
+    signal.signal(signal.SIGUSR1, handle)
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    begin(gate)
+    for future in futures:
+        if future is not None:
+            future.result()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
 def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(tmp_path: Path, name: str) -> None:
-    program = PREEMPTED.format(call="futures.append(nvme_ops.save_async(numbered(2), path))", begin="save", settings="")
-    assert run_python(program, tmp_path / name).stdout == "2\n"
+    path = tmp_path / name
+
+    def body() -> None:
+        preempted(
+            lambda gate: nvme_ops.save(numbered(1), path, handle=gate), lambda: nvme_ops.save_async(numbered(2), path)
+        )
+        assert number_in(path) == 2
+
+    in_child(body)
 
 
 def test_also_where_the_interrupted_one_waits_in_save_async(tmp_path: Path) -> None:
-    call = "futures.append(nvme_ops.save_async(numbered(2), path, memory=0))"
-    program = PREEMPTED.format(call=call, begin="save_async", settings=", memory=0")
-    assert run_python(program, tmp_path / "model.safetensors").stdout == "2\n"
+    path = tmp_path / "model.safetensors"
+
+    def body() -> None:
+        preempted(
+            lambda gate: nvme_ops.save_async(numbered(1), path, memory=0, handle=gate).result(),
+            lambda: nvme_ops.save_async(numbered(2), path, memory=0),
+        )
+        assert number_in(path) == 2
+
+    in_child(body)
 
 
 def test_a_signal_handler_that_would_wait_for_ever_is_told(tmp_path: Path) -> None:
-    call = """
-    try:
-        nvme_ops.save(numbered(2), path)
-    except RuntimeError as error:
-        print(error)"""
-    program = PREEMPTED.format(call=call, begin="save", settings="")
-    said, number = run_python(program, tmp_path / "model.safetensors").stdout.splitlines()
-    assert "call save_async() there" in said
-    assert number == "1"
+    path = tmp_path / "model.safetensors"
+
+    def handler() -> None:
+        with pytest.raises(RuntimeError, match=r"call save_async\(\) there"):
+            nvme_ops.save(numbered(2), path)
+
+    def body() -> None:
+        preempted(lambda gate: nvme_ops.save(numbered(1), path, handle=gate), handler)
+        assert number_in(path) == 1
+
+    in_child(body)
 
 
 # Among processes
@@ -183,31 +196,27 @@ def test_a_child_of_a_fork_neither_holds_nor_releases_it(tmp_path: Path) -> None
     os.waitpid(child, 0)
 
 
-SAVER = """
-import sys, torch, nvme_ops
-path, number, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-for each in range(rounds):
-    value = float(number * rounds + each)
-    nvme_ops.save({f"t{i}": torch.full((1000,), value) for i in range(6)}, path, max_shard_size=4000, durable=False)
-"""
-
-
 def savers_and_loader(path: Path, count: int, rounds: int) -> tuple[int, int]:
     """Loads beside so many processes that save; how many loads there were, and of how many saves they were."""
-    nvme_ops.save({f"t{i}": torch.zeros(1000) for i in range(6)}, path, max_shard_size=4000)
-    savers = [threading.Thread(target=run_python, args=[SAVER, path, number, rounds]) for number in range(count)]
-    for saver in savers:
-        saver.start()
+
+    def save(value: float, durable: bool = False) -> None:
+        nvme_ops.save(
+            {f"t{i}": torch.full((1000,), value) for i in range(6)}, path, max_shard_size=4000, durable=durable
+        )
+
+    def body(number: int) -> None:
+        for each in range(rounds):
+            save(float(number * rounds + each))
+
+    save(0)
     loads, seen = 0, set()
-    while any(saver.is_alive() for saver in savers) or not loads:
-        found = nvme_ops.load(path, verify=True)
-        values = {float(value) for tensor in found.values() for value in tensor}
-        assert len(values) == 1, values
-        seen |= values
-        loads += 1
-    for saver in savers:
-        saver.join()
+    with forked(count, body) as running:
+        while running() or not loads:
+            found = nvme_ops.load(path, verify=True)
+            values = {float(value) for tensor in found.values() for value in tensor}
+            assert len(values) == 1, values
+            seen |= values
+            loads += 1
     nvme_ops.load(path, verify=True)
     return loads, len(seen)
 

@@ -10,25 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import run_python
-from dcp_states import files
+from conftest import forked
+from dcp_states import files, needs_fork
 
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, readers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
-
-SAVER = """
-import sys, warnings, torch
-import torch.distributed.checkpoint as dcp
-from nvme_ops.dcp import NvmeStorageWriter
-warnings.filterwarnings("ignore", ".*(torch.distributed is disabled|Detected an existing)")
-path, number, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-for each in range(rounds):
-    value = float(number * rounds + each)
-    state = {f"t{i}": torch.full((1000,), value) for i in range(6)}
-    dcp.save(state, storage_writer=NvmeStorageWriter(path, durable=False))
-"""
 
 
 def numbered(number: float) -> dict[str, torch.Tensor]:
@@ -48,25 +35,28 @@ def number_in(path: Path) -> float:
 
 def savers_and_loader(path: Path, count: int, rounds: int) -> int:
     """Loads beside so many processes that save; how many saves were seen."""
+
+    def body(number: int) -> None:
+        for each in range(rounds):
+            save(path, float(number * rounds + each))
+
     save(path, 0)
-    savers = [threading.Thread(target=run_python, args=[SAVER, path, number, rounds]) for number in range(count)]
-    for saver in savers:
-        saver.start()
-    seen = set()
-    while any(saver.is_alive() for saver in savers):
-        seen.add(number_in(path))
-    for saver in savers:
-        saver.join()
+    seen: set[float] = set()
+    with forked(count, body) as running:
+        while running() or not seen:
+            seen.add(number_in(path))
     save(path, 1)
     assert number_in(path) == 1
     assert len(files(path)) == 2
     return len(seen)
 
 
+@needs_fork
 def test_processes_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     assert savers_and_loader(tmp_path, 4, 5) > 1
 
 
+@needs_fork
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_many_processes_that_save_to_one_folder_do_not_mix(tmp_path: Path, count: int) -> None:

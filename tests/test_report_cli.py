@@ -65,12 +65,25 @@ def test_the_text_has_the_lines_that_users_of_ds_report_know(text: str) -> None:
     assert "op name ................ installed .. compatible" in lines
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(("async_io ....", "gds ....."))}
     for row in rows.values():
-        assert row[2] in ("[YES]", "[NO]")
+        assert row[2] in ("[YES]", "[JIT]", "[NO]")
         assert row[4] in ("[OKAY]", "[WARNING]", "[NO]")
     assert set(rows) == {"async_io", "gds"}
     for name in ("torch install path ...", "torch version ...", "torch cuda version ...", "nvcc version ..."):
         assert any(line.startswith(name) for line in lines), name
     assert any(line.startswith("shared memory (/dev/shm) size ....") for line in lines)
+
+
+def test_the_last_line_is_the_verdict(text: str) -> None:
+    verdict = text.splitlines()[-2]
+    assert verdict.startswith("ready: async_io on ")
+    assert "gds" in verdict
+
+
+def test_strict_fails_for_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    assert report("--strict", "async_io", "--path", str(tmp_path)).returncode == 0
+    done = report("--strict", "async_io", "--path", str(tmp_path / "nosuch"))
+    assert done.returncode == 1
+    assert "nosuch cannot be used: " in done.stderr
 
 
 def test_each_folder_given_with_path_has_a_section(text: str) -> None:

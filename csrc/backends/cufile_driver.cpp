@@ -24,9 +24,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Opening takes a second, nine where sixteen processes open it at once (docs/gpu-results.md), or for ever.
-constexpr std::chrono::seconds kOpeningPatience(30);
-constexpr int kAllowCompatible = 1;                  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
-constexpr int kNoNvidiaFs = 5001;                    // CU_FILE_DRIVER_NOT_INITIALIZED
+constexpr std::chrono::seconds kOpeningPatience(20);
+constexpr std::chrono::seconds kClosingPatience(4);
+constexpr int kAllowCompatible = 1;  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
+constexpr int kNoNvidiaFs = 5001;    // CU_FILE_DRIVER_NOT_INITIALIZED
 constexpr const char* kNvidiaFsFix = " (fix: apt-get install nvidia-gds && modprobe nvidia-fs)";
 constexpr unsigned kPeerToPeer = 4;  // CU_FILE_P2P_SUPPORTED
 
@@ -172,7 +173,7 @@ CuFileDriver* CuFileDriver::current() {
 void CuFileDriver::close() {
   CuFileDriver* const driver = current();
   if (driver == nullptr) return;
-  static_cast<void>(returns_in_time([close = driver->api_.driver_close] { close(); }, Clock::now() + kOpeningPatience));
+  static_cast<void>(returns_in_time([close = driver->api_.driver_close] { close(); }, Clock::now() + kClosingPatience));
   State& now = state();
   const std::lock_guard<std::mutex> lock(now.mutex);
   static_cast<void>(now.driver.release());  // somebody may still hold a reference

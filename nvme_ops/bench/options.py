@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--cached", action="store_true", help="read a file that lies in the page cache")
     how = made.add_argument_group("how")
     how.add_argument("--block_size", default="1M", metavar="SIZE", help="bytes of one request (default 1M)")
-    how.add_argument("--queue_depth", type=positive, default=32, metavar="N", help="requests in flight (default 32)")
+    how.add_argument("--queue_depth", type=positive, default=128, metavar="N", help="requests in flight (default 128)")
     how.add_argument("--single_submit", action="store_true", help="every request in a system call of its own")
     how.add_argument(
         "--sequential_requests", action="store_true", help="handles with overlap_events=False (default: True)"
