@@ -8,6 +8,7 @@
 #   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
 #   make gpu-bench  between files and GPU memory, beside others  make gpu-bench BENCH_ARGS='--help'
 #   make benchmarks-page  docs/benchmarks.md from a run      make benchmarks-page PAGE_ARGS='--help'
+#   make docs       the pages and the reference as a site, in build/site; a warning is an error
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
@@ -35,7 +36,7 @@ NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufil
 # the tests of one file share what they build, so one process has them all
 PYTEST = $(WITH_ENV) python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all build lint format bench benchmarks-page gpu-test gpu-bench sanitize clean
+.PHONY: demo test test-all build lint format docs bench benchmarks-page gpu-test gpu-bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -64,6 +65,9 @@ format: $(VENV)/linters
 	$(WITH_ENV) ruff check --fix .
 	$(WITH_ENV) ruff format .
 	@$(WITH_ENV) clang-format -i $(NATIVE_FILES)
+
+docs: $(VENV)/docs
+	$(WITH_ENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
 
 bench: $(VENV)/bench
 	$(WITH_ENV) python benchmarks/raw_io.py $(BENCH_ARGS)
@@ -106,6 +110,10 @@ $(VENV)/installed: $(VENV)/torch-$(subst /,-,$(TORCH)) pyproject.toml setup.py
 
 $(VENV)/linters: $(VENV)/installed
 	$(call quietly,-e '.[dev]')
+	@touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(call quietly,-e '.[docs]')
 	@touch $@
 
 $(VENV)/bench: $(VENV)/installed

@@ -1,19 +1,25 @@
-"""A progress bar on standard error: tqdm's where it is installed, else one line that is written over."""
+"""A progress bar on standard error: tqdm's where it is installed, else one line that is written over.
+
+Where standard error is no terminal, a line now and then.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_NOW_AND_THEN = 30.0  # seconds between lines
 
 Step = Callable[[str], None]  # told in words what begins; what was told before has ended
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Step]:
-    """Of ``total`` steps. Nothing is shown where standard error is no terminal."""
+    """Of ``total`` steps."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield from _lines_now_and_then(total)
         return
     try:
         from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -33,6 +39,34 @@ def progress_bar(total: int) -> Iterator[Step]:
         yield step
 
 
+def _lines_now_and_then(total: int) -> Iterator[Step]:
+    number, shown = 0, time.monotonic()
+
+    def step(words: str) -> None:
+        nonlocal number, shown
+        number += 1
+        if time.monotonic() - shown >= _NOW_AND_THEN:
+            shown = time.monotonic()
+            sys.stderr.write(f"{number} of {total}: {words}\n")
+            sys.stderr.flush()
+
+    yield step
+
+
+def _percentages_now_and_then(total: int, words: str) -> Iterator[Callable[[int], None]]:
+    done, shown = 0, time.monotonic()
+
+    def told(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if time.monotonic() - shown >= _NOW_AND_THEN:
+            shown = time.monotonic()
+            sys.stderr.write(f"{words}: {100 * done // max(1, total)} %\n")
+            sys.stderr.flush()
+
+    yield told
+
+
 def _plain_line(total: int) -> Iterator[Step]:
     number = 0
 
@@ -50,9 +84,9 @@ def _plain_line(total: int) -> Iterator[Step]:
 
 @contextmanager
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
-    """Of ``total`` bytes; it is told how many more were dealt with. Shown on a terminal only."""
+    """Of ``total`` bytes; it is told how many more were dealt with."""
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield from _percentages_now_and_then(total, words)
         return
     try:
         from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]

@@ -25,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 
 // Opening takes a second, nine where sixteen processes open it at once (docs/gpu-results.md), or for ever.
 constexpr std::chrono::seconds kOpeningPatience(20);
+constexpr std::chrono::seconds kTestPatience(3);  // with a libcufile of the tests
 constexpr std::chrono::seconds kClosingPatience(4);
 constexpr int kAllowCompatible = 1;  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
 constexpr int kNoNvidiaFs = 5001;    // CU_FILE_DRIVER_NOT_INITIALIZED
@@ -51,6 +52,10 @@ struct State {
 State& state() {
   static auto* const only = new State;  // outlives every user
   return *only;
+}
+
+std::chrono::seconds opening_patience(const CuFileApi& api) {
+  return api.fake ? kTestPatience : kOpeningPatience;
 }
 
 Failure cannot_work(const std::string& reason) {
@@ -112,7 +117,7 @@ CuFileDriver::CuFileDriver(CuFileApi api) : api_(std::move(api)) {
   // In compatibility mode cuFile takes any file and does not tell that it goes through host memory. Without it a file
   // that cannot go directly is refused, and then our own way serves it.
   const bool strict = api_.set_flag_parameter != nullptr && api_.set_flag_parameter(kAllowCompatible, false).code == 0;
-  const Clock::time_point deadline = Clock::now() + kOpeningPatience;
+  const Clock::time_point deadline = Clock::now() + opening_patience(api_);
   int code = open_driver(deadline);
   if (code != 0 && strict) {
     why_not_direct_ = "cuFile opens in compatibility mode only: " + error_text(code);
@@ -129,7 +134,7 @@ int CuFileDriver::open_driver(Clock::time_point deadline) const {
   const auto status = std::make_shared<CuFileApi::Status>();
   if (!returns_in_time([status, driver_open = api_.driver_open] { *status = driver_open(); }, deadline)) {
     raise(cannot_work("cuFileDriverOpen of " + api_.path + " has not returned after " +
-                      std::to_string(kOpeningPatience.count()) + " s"));
+                      std::to_string(opening_patience(api_).count()) + " s"));
   }
   return status->code;
 }

@@ -22,10 +22,13 @@ SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
 def leave_on_signals() -> None:
     """Makes SIGNALS an ordinary exit, status 128 + number, which removes files on its way out.
 
-    What is ignored when the program starts stays ignored: so ``nohup`` asks for it.
+    What is ignored when the program starts stays ignored: so ``nohup`` asks for it. Those after the first are ignored:
+    a lost terminal is told several times, and another one must not end what the first has begun.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)
 
     for number in SIGNALS:

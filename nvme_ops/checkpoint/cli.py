@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of ``nvme-checkpoint``."""
     made = argparse.ArgumentParser(
         prog="nvme-checkpoint",
-        description="Looks into checkpoints: safetensors files, files of torch.save, and folders or indexes of shards.",
+        description="Looks into checkpoints: safetensors files, files of torch.save, shards, and folders of DCP.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -77,8 +77,8 @@ def _info(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(asdict(found), indent=2))
         return 0
-    kept = sum(item.checksum is not None for item in found.items)
-    print(f"{found.format}: {len(found.items)} tensors, {size_words(found.bytes)}, {kept} with checksums")
+    kept = sum(item.checksum is not None for item in found.tensors)
+    print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
     for key, text in found.metadata.items():
         print(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}")
     lines = [["", "dtype", "shape", ""]]
@@ -158,7 +158,7 @@ def _diff(given: argparse.Namespace) -> int:
             for name in names:
                 print(f"{label}: {name}")
         if not found:
-            print(f"the same {len(first.items)} tensors")
+            print(f"the same {len(first.tensors)} tensors")
     return 1 if found else 0
 
 

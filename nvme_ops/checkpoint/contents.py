@@ -11,9 +11,11 @@ import torch
 from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.checksums import checksum_of
 from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checkpoint.safetensors_format import DTYPES
 from nvme_ops.file import shared_handle
 from nvme_ops.tensors import empty
 
+_PICKLE = "pickle"  # in the place of a dtype
 _PIECE = 8 << 20  # bytes read at once; two are in memory
 
 Told = Callable[[int], None]  # how many bytes more were read
@@ -47,6 +49,11 @@ class Contents:
     damaged: list[str] = field(default_factory=list)  # what is known to be, without a look at the data
 
     @property
+    def tensors(self) -> list[Item]:
+        """Without the pickles that some formats keep beside them."""
+        return [item for item in self.items if item.dtype != _PICKLE]
+
+    @property
     def bytes(self) -> int:
         """Of all data."""
         return sum(item.bytes for item in self.items)
@@ -67,8 +74,12 @@ class Difference:
 
 
 def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
-    """Of a file, an index or a folder. Raises as ``load`` does."""
+    """Of a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
     name = os.fspath(path)
+    if format is None and os.path.exists(os.path.join(name, ".metadata")):
+        from nvme_ops.dcp import contents as of_dcp  # which imports this module, and takes a while
+
+        return of_dcp.contents(name)
     found: Contents = format_of(name, format).contents(name)
     return found
 
@@ -92,20 +103,32 @@ def damaged(found: Contents, told: Told = lambda _: None) -> list[str]:
 
 
 def compare(first: Contents, second: Contents, told: Told = lambda _: None) -> Difference:
-    """Names, dtypes, shapes and bytes. ``told`` counts the bytes of one side."""
+    """Names, dtypes, shapes and bytes, of checkpoints in different formats too. ``told`` counts the bytes of one side.
+
+    Raises ValueError for one that is DCP's and one that is not: there a tensor's bytes lie in archives of their own.
+    """
+    if (first.format == "dcp") != (second.format == "dcp"):
+        raise ValueError("a DCP checkpoint can be compared with another one only: convert it by dcp_to_torch_save")
     result = Difference()
-    others = {item.name: item for item in second.items}
-    names = {item.name for item in first.items}
+    alike = first.format == second.format
+    ours, theirs = (first.items, second.items) if alike else (first.tensors, second.tensors)
+    others = {item.name: item for item in theirs}
+    names = {item.name for item in ours}
     result.only_second = [name for name in others if name not in names]
-    for item in first.items:
+    for item in ours:
         other = others.get(item.name)
         if other is None:
             result.only_first.append(item.name)
-        elif (item.dtype, item.shape) != (other.dtype, other.shape):
+        elif (_in_torch(item.dtype), item.shape) != (_in_torch(other.dtype), other.shape):
             result.described.append(f"{item.name}: {item.dtype} {list(item.shape)}, {other.dtype} {list(other.shape)}")
         elif item.bytes != other.bytes or not _same(item, other, told):
             result.values.append(item.name)
     return result
+
+
+def _in_torch(dtype: str) -> str:
+    """What torch calls it, whatever the format does."""
+    return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
 
 
 def _same(item: Item, other: Item, told: Told) -> bool:

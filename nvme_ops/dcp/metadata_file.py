@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 from nvme_ops.checkpoint.atomic import replacing
@@ -25,7 +26,7 @@ def write(path: str, metadata: Any, durable: bool) -> None:
         stream.write(content)
 
 
-def read(path: str, fd: int) -> Any:
+def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
     """What ``write`` or DCP's own writer wrote to ``path``, which is open.
 
     As with DCP's own reader, whoever wrote the file may make this process do anything.
@@ -42,6 +43,6 @@ def read(path: str, fd: int) -> Any:
         if checksums_of([content], CHECKSUM)[0] != int(found[1], 16):
             raise ChecksumError(path, [os.path.basename(path)])
     try:
-        return pickle.loads(content)
+        return loads(content)
     except Exception as error:  # whatever damage makes of a pickle
         raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error

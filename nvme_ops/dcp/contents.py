@@ -1,0 +1,77 @@
+"""What a DCP checkpoint holds, item by item, without loading it; nothing of its ``.metadata`` is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from nvme_ops.checkpoint.atomic import opened
+from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.dcp import metadata_file
+from nvme_ops.dcp.folder import METADATA
+from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
+
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+    "collections": ("OrderedDict",),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what DCP's writers put into ``.metadata``, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _NAMES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+def contents(path: str) -> Contents:
+    """Of a folder. Raises FormatError and ChecksumError for damaged metadata, OSError where there are none."""
+    place = os.path.join(path, METADATA)
+    with opened(place) as fd:
+        found = metadata_file.read(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise FormatError(f"{place}: something else than the metadata of a checkpoint")
+    try:
+        return Contents("dcp", list(_items(path, found)))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise FormatError(f"{place}: its parts contradict each other: {error!r}") from error
+
+
+def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
+    for index, info in metadata.storage_data.items():
+        name, dtype, shape = _described(metadata, index)
+        known = getattr(info, ATTRIBUTE, {})
+        checksum = (CHECKSUM, known[CHECKSUM]) if CHECKSUM in known else None
+        path = os.path.join(folder, info.relative_path)
+        if os.path.dirname(info.relative_path) not in ("", "."):
+            raise FormatError(f"{path}: does not lie in the folder of the checkpoint")
+        yield Item(name, dtype, shape, path, info.offset, info.offset + info.length, checksum)
+
+
+def _described(metadata: Metadata, index: MetadataIndex) -> tuple[str, str, tuple[int, ...]]:
+    entry = metadata.state_dict_metadata[index.fqn]
+    if not isinstance(entry, TensorStorageMetadata):
+        return index.fqn, "pickle", ()
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    chunk = next((each for each in entry.chunks if each.offsets == index.offset), entry.chunks[0])
+    part = "" if len(entry.chunks) == 1 else f" from {list(index.offset or ())}"
+    return index.fqn + part, dtype, tuple(chunk.sizes)
