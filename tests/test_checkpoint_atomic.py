@@ -68,6 +68,11 @@ def trace(folder: Path) -> Callable[..., Outcome]:
     return run
 
 
+ONE_BACKEND = pytest.mark.parametrize(
+    "handle", ["io_uring", pytest.param("threads", marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture(params=["io_uring", "threads"])
 def handle(request: pytest.FixtureRequest) -> aio_handle:
     reason = native().backends()[request.param]
@@ -88,6 +93,7 @@ def test_what_makes_a_save_durable_comes_in_order(
     assert [name for _, name in outcome.calls if name in wanted] == ["rename"]
 
 
+@ONE_BACKEND
 @pytest.mark.parametrize("before", ["old", pytest.param(None, marks=pytest.mark.slow)])
 def test_killed_at_any_system_call(
     path: Path, trace: Callable[..., Outcome], handle: aio_handle, before: str | None
@@ -117,6 +123,7 @@ def test_killed_at_any_system_call(
     prepare()
 
 
+@ONE_BACKEND
 def test_an_error_of_any_system_call(path: Path, trace: Callable[..., Outcome], handle: aio_handle) -> None:
     """The save succeeds in spite of it, or names the target and leaves it; a signal is no error."""
     points = trace(path, handle).points()

@@ -22,7 +22,9 @@ CONFIGURATIONS = {"plain": [], "address": ["-fsanitize=address,undefined"], "thr
 PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"
 
 #: What make test runs of each configuration, for most of the time goes into compiling; make test-all runs all.
-SHORT = {"plain": PROGRAMS, "address": ["test_faults"], "thread": ["test_worker"]}
+SANITIZED = {"address": ["test_faults"], "thread": ["test_worker"]}
+LONG = ["test_random", *SANITIZED["address"], *SANITIZED["thread"]]  # random, or run under a sanitizer
+SHORT = {"plain": [program for program in PROGRAMS if program not in LONG], **SANITIZED}
 
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

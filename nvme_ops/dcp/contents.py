@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.contents import Contents, Item
@@ -36,11 +41,19 @@ class _Unpickler(pickle.Unpickler):
     """Of what DCP's writers put into ``.metadata``, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 and others pickle a member of an Enum
+            return _member
         if name in _NAMES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"{kind!r} does not belong there")
+    return kind[name]
 
 
 def contents(path: str) -> Contents:
