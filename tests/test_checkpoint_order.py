@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import forked, in_child, in_threads
+from conftest import forked, give_up_root, in_child, in_threads, open_to_all
 from crashing_save import Gated, interrupted_by, number_in, numbered
 
 import nvme_ops
@@ -29,32 +29,27 @@ def gate() -> Iterator[Gated]:
 # Within a process
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
-def test_a_save_waits_for_the_one_in_the_background(tmp_path: Path, gate: Gated, name: str) -> None:
-    path = tmp_path / name
-    first = nvme_ops.save_async(numbered(1), path, handle=gate)
-    saver = threading.Thread(target=nvme_ops.save, args=[numbered(2), path])
+def assert_one_after_the_other(first: Path, second: Path, gate: Gated) -> None:
+    """Where a save to ``first`` is under way, one to ``second`` waits for it."""
+    future = nvme_ops.save_async(numbered(1), first, handle=gate)
+    saver = threading.Thread(target=nvme_ops.save, args=[numbered(2), second])
     saver.start()
     time.sleep(0.1)
     assert saver.is_alive()
     gate.open()
     saver.join()
-    first.result()
-    assert number_in(path) == 2
+    future.result()
+    assert number_in(second) == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
+def test_a_save_waits_for_the_one_in_the_background(tmp_path: Path, gate: Gated, name: str) -> None:
+    assert_one_after_the_other(tmp_path / name, tmp_path / name, gate)
 
 
 def test_a_folder_and_its_index_are_one_path(tmp_path: Path, gate: Gated) -> None:
-    index, link = tmp_path / "model.safetensors.index.json", tmp_path / "link"
-    link.symlink_to(tmp_path)
-    first = nvme_ops.save_async(numbered(1), index, handle=gate)
-    saver = threading.Thread(target=nvme_ops.save, args=[numbered(2), link])
-    saver.start()
-    time.sleep(0.1)
-    assert saver.is_alive()
-    gate.open()
-    saver.join()
-    first.result()
-    assert number_in(tmp_path) == 2
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert_one_after_the_other(tmp_path / "model.safetensors.index.json", tmp_path / "link", gate)
 
 
 def test_a_save_that_fails_lets_the_next_one_begin(tmp_path: Path) -> None:
@@ -179,6 +174,35 @@ def test_what_was_planted_in_its_place_is_an_error(tmp_path: Path, plant: object
     plant(tmp_path / ".model.nvme_ops-lock")  # type: ignore[operator]
     with pytest.raises(OSError, match="nvme_ops-lock"):
         between_processes.Lock(str(tmp_path / "model"))
+
+
+def test_users_wait_for_each_other(tmp_path: Path) -> None:
+    """As far as their rights go: one who may not even read the lock is told so."""
+    if os.geteuid() != 0:
+        pytest.skip("not root: there is no other user to become")
+    open_to_all(tmp_path)
+    path = str(tmp_path / "model")
+    held = between_processes.Lock(path)
+
+    def body() -> None:
+        give_up_root()
+        between_processes.Lock(path).release()
+
+    timer = threading.Timer(0.3, held.release)
+    timer.start()
+    in_child(body)
+    timer.join()
+    held = between_processes.Lock(path)
+    os.chmod(held.path, 0o600)
+
+    def refused() -> None:
+        give_up_root()
+        with pytest.raises(PermissionError, match="nvme_ops-lock"):
+            between_processes.Lock(path)
+
+    in_child(refused)
+    held.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_child_of_a_fork_neither_holds_nor_releases_it(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def save_async(
     handle = handle or shared_handle()
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None
+    thread: threading.Thread | None = None
     try:
         in_handler = turn.interrupts_another()
         if not in_handler:
@@ -136,10 +137,10 @@ def save_async(
         arguments = (future, place, plan, turn, durable, handle, copies)
         thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}")
         thread.start()
-        turn.thread = thread.ident
     except BaseException:
-        _keep(copies)
-        turn.end()
+        if thread is None or thread.ident is None:  # else it is the thread's to end, which saves all the same
+            _keep(copies)
+            turn.end()
         raise
     if strategy == "copy":
         future.wait_until_safe()
@@ -170,6 +171,7 @@ def _work(
     future: SaveFuture, place: str, plan: Plan, turn: Turn, durable: bool, handle: aio_handle, copies: _Copies | None
 ) -> None:
     failure = None
+    turn.thread = threading.get_ident()
     try:
         turn.wait()
         plan.write(place, durable=durable, handle=handle, borrowed=future._borrowed)

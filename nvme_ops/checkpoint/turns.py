@@ -15,10 +15,11 @@ class Turn:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.thread: int | None = threading.get_ident()  # that would have to save before this one can
+        self.thread = threading.get_ident()  # that would have to save before this one can
         with changed:
             self._queue = _turns.setdefault(path, deque())
             self._queue.append(self)
+            _turns[path] = self._queue  # a signal handler's save may have come and gone since the line before the last
 
     def interrupts_another(self) -> bool:
         """Whether this thread is in a save of the path that comes before: then it is in a signal handler.
