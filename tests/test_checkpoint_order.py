@@ -15,7 +15,7 @@ from conftest import forked, give_up_root, in_child, in_threads, open_to_all
 from crashing_save import Gated, interrupted_by, number_in, numbered
 
 import nvme_ops
-from nvme_ops.checkpoint import between_processes
+from nvme_ops.checkpoint import background, between_processes
 
 
 @pytest.fixture
@@ -69,6 +69,27 @@ def test_a_save_that_is_interrupted_while_it_waits_gives_its_place_away(tmp_path
     first.result()
     nvme_ops.save(numbered(3), path)
     assert number_in(path) == 3
+
+
+def test_an_interruption_after_the_thread_has_begun_leaves_the_save_to_it(
+    tmp_path: Path, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    path = tmp_path / "model.safetensors"
+    background.release_memory()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            nvme_ops.save_async(numbered(1), path, handle=gate)
+    assert background._kept == []  # its memory is still in use
+    threading.Timer(0.2, gate.open).start()
+    nvme_ops.save_async({"b": torch.zeros(3)}, tmp_path / "other.safetensors").result()
+    nvme_ops.save(numbered(2), tmp_path / "model.safetensors")
+    assert number_in(path) == 2
 
 
 def preempted(begin: Callable[[Gated], object], handler: Callable[[], nvme_ops.SaveFuture | None]) -> None:
