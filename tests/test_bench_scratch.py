@@ -207,3 +207,23 @@ def test_runs_that_begin_at_once_do_not_take_each_other_for_dead(tmp_path: Path)
         thread.join()
     assert failures == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_still_pending_makes_no_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an asynchronous write that a signal has left behind does, which opens its file when its turn comes."""
+    late: list[OSError] = []
+    with scratch_folder(str(tmp_path), 1 << 20) as place:
+        (Path(place) / "data").write_text("data")
+        unlink = os.unlink
+
+        def unlink_beside_a_writer(path: str) -> None:
+            unlink(path)
+            try:
+                (Path(place) / "data").write_text("again")
+            except OSError as error:
+                late.append(error)
+
+        monkeypatch.setattr(os, "unlink", unlink_beside_a_writer)
+    assert all(isinstance(error, FileNotFoundError) for error in late)
+    assert len(late) == 2  # the data and the lock
+    assert list(tmp_path.iterdir()) == []

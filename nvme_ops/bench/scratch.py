@@ -73,9 +73,13 @@ def sweep(folder: str) -> None:
                     _remove_if_dead(os.path.join(folder, name))
 
 
+def _new_name(folder: str) -> str:
+    return os.path.join(folder, _PREFIX + secrets.token_hex(8))
+
+
 def _make(folder: str) -> str:
     while True:
-        place = os.path.join(os.path.abspath(folder), _PREFIX + secrets.token_hex(8))
+        place = _new_name(os.path.abspath(folder))
         os.mkdir(place, 0o700)
         try:
             lock = os.open(os.path.join(place, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -123,7 +127,11 @@ def _remove(place: str, lock: str) -> None:
 def _end(place: str) -> None:
     if place in _alive:
         with contextlib.suppress(OSError):
-            _remove(place, _LOCK + boot_id())
+            # under a name that nobody knows: an operation that an exception has left pending opens its file, or makes
+            # it anew, when its turn comes
+            unknown = _new_name(os.path.dirname(place))
+            os.rename(place, unknown)
+            _remove(unknown, _LOCK + boot_id())
         os.close(_alive.pop(place))
 
 
