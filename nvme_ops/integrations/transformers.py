@@ -43,11 +43,10 @@ def install() -> None:
         ModuleNotFoundError: transformers is not installed.
         RuntimeError: a version of transformers whose way to its files is not known here; nothing is changed.
     """
-    import transformers
-
+    version = importlib.import_module("transformers").__version__
     module = importlib.import_module(_MODULE)
     if missing := [name for name in _OURS if not hasattr(module, name)]:
-        raise RuntimeError(f"transformers {transformers.__version__} has no {_MODULE}.{missing[0]}: not known here")
+        raise RuntimeError(f"transformers {version} has no {_MODULE}.{missing[0]}: not known here")
     for name, ours in _OURS.items():
         if getattr(module, name) is not ours:
             _before[name] = getattr(module, name)
