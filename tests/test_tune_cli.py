@@ -24,7 +24,7 @@ from nvme_ops.tune import run
 from nvme_ops.tune.handle import stored_settings
 
 ROOT = Path(__file__).parent.parent
-QUICK = ("--io_size", "2M", "--seconds", "1")
+QUICK = ("--io_size", "32M", "--seconds", "1")
 KEYS = ["single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size"]
 
 

@@ -80,6 +80,8 @@ def test_the_rest_is_taken_as_given(tmp_path: Path) -> None:
     [
         (["--io_size", "0"], "--io_size: '0' is not a size"),
         (["--io_size", "much"], "--io_size: 'much' is not a size"),
+        (["--io_size", "31M"], "--io_size 31M: a pass of less than 32 MiB mostly measures its begin and end"),
+        (["--no_store", "--replace"], "--replace with --no_store"),
         (["--loops", "0"], "--loops: '0' is not a number of at least 1"),
         (["--loops", "x"], "--loops: 'x' is not"),
         (["--seconds", "0"], "--seconds: '0' is not a number of seconds above 0"),
@@ -213,7 +215,7 @@ def test_help_names_every_flag_and_version_answers(capsys: pytest.CaptureFixture
         options.parse(["--help"])
     text = capsys.readouterr().out
     for flag in ("nvme_dir", "sweep_config", "no_read", "no_write", "io_size", "gpu", "gds", "flush_page_cache",
-                 "log_dir", "loops", "verbose", "seconds", "explain", "json", "no_store"):  # fmt: skip
+                 "replace", "log_dir", "loops", "verbose", "seconds", "explain", "json", "no_store"):  # fmt: skip
         assert f"--{flag}" in text
     with pytest.raises(SystemExit):
         options.parse(["--version"])

@@ -12,6 +12,7 @@ import torch
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.tune import options, report, store
+from nvme_ops.tune.founding import why_worse
 from nvme_ops.tune.run import Result, run
 
 
@@ -48,8 +49,14 @@ def _show(result: Result) -> None:
 
 def _keep(result: Result) -> None:
     for tuned in result.devices:
+        details = report.details(tuned)
+        known = None if result.options.replace else store.document(tuned.identity)
+        if known and (problem := why_worse(details, known)):
+            _say(f"not kept for tuned_handle, which has the result of {known.get('tuned')}: {problem}; "
+                 "--replace keeps this one")  # fmt: skip
+            continue
         try:
-            path = store.save(tuned.identity, tuned.outcome.best, report.details(tuned))
+            path = store.save(tuned.identity, tuned.outcome.best, details)
         except (OSError, RuntimeError) as error:
             _say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
         else:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import check_output, positive
-from nvme_ops.sizes import parse_size
+from nvme_ops.sizes import parse_size, size_words
+from nvme_ops.tune.passes import LEAST as LEAST_PASS
 from nvme_ops.tune.search import MOST_CANDIDATES, Axis, axes
 
 DROP_CACHES = "/proc/sys/vm/drop_caches"
@@ -54,6 +55,7 @@ class Options:
     explain: bool = False
     json: str | None = None
     store: bool = True
+    replace: bool = False
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no_write", action="store_true", help="do not measure writes")
     made.add_argument(
         "--io_size", default="400M", metavar="SIZE",
-        help="bytes of a full pass, at most; the search takes shorter ones (default 400M)",
+        help="bytes of a full pass, at most, 32M at least; the search takes shorter ones (default 400M)",
     )  # fmt: skip
     made.add_argument("--gpu", action="store_true", help="tensors in GPU memory")
     made.add_argument("--gds", action="store_true", help="tensors in GPU memory, with gds_handle; implies --gpu")
@@ -90,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--explain", action="store_true", help="show why the best is the best, and how flat the optimum")
     made.add_argument("--json", metavar="FILE", help="write the result to FILE; - for standard output, then no text")
     made.add_argument("--no_store", action="store_true", help="do not keep the result for tuned_handle")
+    made.add_argument(
+        "--replace", action="store_true", help="keep the result even where a better founded one is kept already"
+    )
     made.add_argument("--version", action="version", version=f"nvme-tune {_version()}")
     return made
 
@@ -115,6 +120,13 @@ def _checked(given: argparse.Namespace) -> Options:
         size = parse_size(given.io_size)
     except ValueError as error:
         raise ValueError(f"--io_size: {error}") from None
+    if size < LEAST_PASS:
+        least = size_words(LEAST_PASS)
+        raise ValueError(
+            f"--io_size {given.io_size}: a pass of less than {least} mostly measures how it begins and ends"
+        )
+    if given.no_store and given.replace:
+        raise ValueError("--replace with --no_store: nothing is kept")
     if given.json and given.json != "-":
         check_output("--json", given.json)
     if given.flush_page_cache and not os.access(DROP_CACHES, os.W_OK):
@@ -128,7 +140,7 @@ def _checked(given: argparse.Namespace) -> Options:
         searched = sweep_axes(given.sweep_config)
     return Options(
         list(dict.fromkeys(given.nvme_dir)), searched, directions, size, way, given.flush_page_cache, given.loops,
-        given.seconds, given.log_dir, given.verbose, given.explain, given.json, not given.no_store,
+        given.seconds, given.log_dir, given.verbose, given.explain, given.json, not given.no_store, given.replace,
     )  # fmt: skip
 
 

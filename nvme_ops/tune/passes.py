@@ -15,7 +15,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.sizes import MIB
 
 DIRECTIONS = ("write", "read")
-_LEAST = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
+LEAST = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
 # How many short ones a budget should hold, and how many full ones: some 22 rounds of the final in a third of it.
 _SHORT_PASSES, _FULL_PASSES = 450, 150
 
@@ -50,7 +50,7 @@ class Passes:
         self.written = 0  # bytes so far
         self.from_page_cache: float | None = None  # of what the last measurement read, the share that lay there
         self._read = self._cached = 0.0  # bytes of all, as far as it is known
-        self.short = self.full = min(tensor.numel(), _LEAST)
+        self.short = self.full = min(tensor.numel(), LEAST)
 
     def calibrate(self, seconds: float) -> None:
         """Fills the file and chooses sizes for a budget of so many seconds, from the rates of the default settings."""
@@ -107,7 +107,7 @@ class Passes:
             self._cached += share * size
 
     def _size(self, wanted: float) -> int:
-        return min(self._tensor.numel(), max(_LEAST, int(wanted) // MIB * MIB))
+        return min(self._tensor.numel(), max(LEAST, int(wanted) // MIB * MIB))
 
 
 def _path_of(file: str | int) -> str:

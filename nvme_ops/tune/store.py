@@ -42,6 +42,15 @@ def path_of(identity: Identity) -> Path:
 def load(identity: Identity) -> Settings | None:
     """The settings that were found for this device, kernel and way, or None.
 
+    Warns: as ``document``.
+    """
+    found = document(identity)
+    return None if found is None else settings_of(found["aio"])
+
+
+def document(identity: Identity) -> dict[str, Any] | None:
+    """All that was kept for this device, kernel and way, its section ``aio`` checked; or None.
+
     Warns:
         RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it. Or
             other users can write to it.
@@ -57,10 +66,11 @@ def load(identity: Identity) -> Settings | None:
     except UnicodeDecodeError:
         text = ""
     try:
-        document = json.loads(text)
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {document['format']} instead of {FORMAT}")
-        return settings_of(document["aio"])
+        found = json.loads(text)
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']} instead of {FORMAT}")
+        settings_of(found["aio"])
+        return dict(found)
     except (ValueError, LookupError, TypeError) as error:
         warnings.warn(f"{path} is ignored: {error or 'damaged'} (nvme-tune replaces it)", RuntimeWarning, stacklevel=2)
         return None
@@ -88,7 +98,7 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     """
     path = path_of(identity)
     _make(path.parent)
-    document = {
+    kept = {
         **found,
         "format": FORMAT,
         "aio": settings.as_json(),
@@ -99,7 +109,7 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     descriptor, temporary = _locked_file(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
+            file.write(json.dumps(kept, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
