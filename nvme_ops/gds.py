@@ -26,8 +26,19 @@ __all__ = ["GDSBuilder", "gds_handle"]
 _PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
 
 
-def _native() -> Any:
-    return GDSBuilder().load()
+def _native(mode: str) -> Any:
+    """The native module. Nothing is compiled where cuFile cannot work: RuntimeError with what is missing."""
+    from nvme_ops.op_builder import cufile
+
+    builder = GDSBuilder()
+    unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # whoever names a library means that one
+    ready = unchecked or builder.is_loaded() or builder.is_installed() or builder.is_cached()
+    if not ready and not builder.is_compatible():
+        raise RuntimeError(
+            f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
+            "(NVME_OPS_GDS=off moves GPU tensors without cuFile)"
+        )
+    return builder.load()
 
 
 class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
@@ -57,7 +68,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         mode = os.environ.get("NVME_OPS_GDS") or "auto"
         if mode not in ("auto", "require", "off"):
             raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
-        self._gds = _native()
+        self._gds = _native(mode)
         if mode != "off":
             driver = _open_driver(self._gds)
             if mode == "require" and driver["why_not_direct"]:

@@ -99,10 +99,10 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._lanes = lanes
         self._cache = cache_mode(cache)
         self._backend = backend
-        self._pending: Pending = native().Pending()
         self._engine = self._make_engine(
             (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", self._cache)
         )
+        self._pending: Pending = native().Pending()
 
     def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
         engine: Engine = native().Engine(*settings)

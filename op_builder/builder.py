@@ -110,6 +110,10 @@ class OpBuilder:
             self.error_log = problem + cache.left_out(self.name)
         return self.error_log is None
 
+    def is_loaded(self) -> bool:
+        """Whether this process has loaded the op."""
+        return self.name in _loaded
+
     def is_installed(self) -> bool:
         """Whether an ahead-of-time built op lies in the package and fits the torch and Python at hand."""
         found = prebuilt.find(self.name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 from made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 from tiny_op import REPOSITORY
 
@@ -160,6 +161,22 @@ def test_it_can_be_built_where_it_cannot_be_used(root: Path) -> None:
     made = builder(root)
     assert made.is_buildable()
     assert made.error_log is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_handle_compiles_nothing_where_cufile_cannot_work(tmp_path: Path) -> None:
+    program = """
+        from nvme_ops.gds import gds_handle
+        try:
+            gds_handle()
+        except RuntimeError as error:
+            print(error)
+    """
+    done = run_python(program, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), NVME_BUILD_GDS="0")
+    assert "so the gds op is not compiled:\nno NVIDIA GPU is visible" in done.stdout
+    assert "NVME_OPS_GDS=off" in done.stdout
+    assert "compiling" not in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
 
 
 def test_verbose_prints_what_is_missing(root: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,9 @@ PROGRAM = """
     from pathlib import Path
     from private_device import private_device
     from nvme_ops.gds import gds_handle
+    from nvme_ops.op_builder import GDSBuilder
 
+    GDSBuilder().load()  # the handle compiles nothing where there is no GPU
     device, path = private_device(), Path(sys.argv[1], "file")
     try:
         handle = gds_handle(intra_op_parallelism=2)
