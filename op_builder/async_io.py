@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .engine import EngineOpBuilder
+
+if TYPE_CHECKING:
+    from .modules import AsyncIOModule
 
 
 class AsyncIOBuilder(EngineOpBuilder):
@@ -12,3 +15,8 @@ class AsyncIOBuilder(EngineOpBuilder):
 
     BUILD_VAR: ClassVar[str] = "NVME_BUILD_AIO"
     NAME: ClassVar[str] = "async_io"
+
+    if TYPE_CHECKING:
+
+        def load(self, verbose: bool = False) -> AsyncIOModule: ...  # noqa: D102
+        def jit_load(self, verbose: bool = True) -> AsyncIOModule: ...  # noqa: D102

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from . import cufile
 from .engine import EngineOpBuilder
+
+if TYPE_CHECKING:
+    from .modules import GDSModule
 
 
 class GDSBuilder(EngineOpBuilder):
@@ -42,3 +45,8 @@ class GDSBuilder(EngineOpBuilder):
             for text in [*problems, *hints]:
                 self.warning(f"{self.NAME}: {text}")
         return not problems
+
+    if TYPE_CHECKING:
+
+        def load(self, verbose: bool = False) -> GDSModule: ...  # noqa: D102
+        def jit_load(self, verbose: bool = True) -> GDSModule: ...  # noqa: D102

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from .async_io import AsyncIOBuilder
 from .builder import OpBuilder
 
 if TYPE_CHECKING:
     from setuptools import Extension
+
+    from .modules import PinMemoryModule
 
 
 class PinMemoryBuilder(OpBuilder):
@@ -45,12 +46,12 @@ class PinMemoryBuilder(OpBuilder):
         """Whether ``async_io`` is in the cache."""
         return self._compiled.is_cached()
 
-    def load(self, verbose: bool = False) -> ModuleType:
+    def load(self, verbose: bool = False) -> PinMemoryModule:
         """The module with ``pin_handle``, once ``async_io`` is loaded; RuntimeError as there."""
         self._compiled.load(verbose)
         return self._module()
 
-    def jit_load(self, verbose: bool = True) -> ModuleType:
+    def jit_load(self, verbose: bool = True) -> PinMemoryModule:
         """As ``load``, without looking for a prebuilt ``async_io``."""
         self._compiled.jit_load(verbose)
         return self._module()
@@ -59,6 +60,6 @@ class PinMemoryBuilder(OpBuilder):
         """``async_io`` as an extension module for setuptools."""
         return self._compiled.builder()
 
-    def _module(self) -> ModuleType:
+    def _module(self) -> PinMemoryModule:
         self.jit_mode = self._compiled.jit_mode
-        return importlib.import_module(self.absolute_name())
+        return cast("PinMemoryModule", importlib.import_module(self.absolute_name()))

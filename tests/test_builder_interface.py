@@ -12,7 +12,18 @@ import pytest
 import torch
 from tiny_op import REPOSITORY
 
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, jit, sources
+from nvme_ops.handle import aio_handle
+from nvme_ops.op_builder import (
+    ALL_OPS,
+    AsyncIOBuilder,
+    GDSBuilder,
+    OpBuilder,
+    PinMemoryBuilder,
+    jit,
+    modules,
+    sources,
+)
+from nvme_ops.pin_memory import pin_handle
 
 METHODS = {
     "absolute_name": [],
@@ -161,3 +172,12 @@ def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, op: str, num
 @pytest.mark.parametrize(("op", "start"), [(op, start) for op, starts in sources.OWN.items() for start in starts])
 def test_every_name_that_makes_a_file_an_ops_own_is_in_use(op: str, start: str) -> None:
     assert any(path.name.startswith(start) for path in sources.compiled(op))
+
+
+def test_type_checkers_know_what_load_returns() -> None:
+    """mypy checks this file; what it sees must be there at run time too."""
+    handle: type[aio_handle] = AsyncIOBuilder().load().aio_handle
+    pinned: type[pin_handle] = PinMemoryBuilder().load().pin_handle
+    assert (handle, pinned) == (aio_handle, pin_handle)
+    for module, builder in ((modules.AsyncIOModule, AsyncIOBuilder()), (modules.PinMemoryModule, PinMemoryBuilder())):
+        assert all(hasattr(builder.load(), name) for name in module.__annotations__)
