@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nvme_ops.progress import byte_bar
 from nvme_ops.sizes import MIB, size_words
 
 _PIECE = 16 * MIB
@@ -36,13 +37,14 @@ def make_file(path: str, size: int) -> None:
     """Fills ``path`` with ``size`` arbitrary bytes that no device can compress, all written to the device."""
     piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
     content = view(piece)
-    with open(path, "wb", buffering=0) as file:
+    with byte_bar(size, f"writing {size_words(size)}") as told, open(path, "wb", buffering=0) as file:
         for start in range(0, size, _PIECE):
             piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
             end = min(_PIECE, size - start)
             written = 0
             while written < end:
                 written += file.write(content[written:end])
+            told(end)
         os.fsync(file.fileno())
 
 
