@@ -19,6 +19,7 @@ from nvme_ops.tensors import pool_buffer
 _AHEAD = 128 << 20  # bytes read of a file before they are known to be right
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SMALL = 64 << 10  # bytes below which nothing is gained by reading in place
+_LEAST_ALIGNMENT = 8  # bytes: what safetensors pads its header to
 
 #: What a tensor is, beside its place.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -131,11 +132,15 @@ def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
 
 
 def _lay_out(runs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where each run goes in one memory, and its size. Pages of large ones fall on pages, unless tensors suffer."""
+    """Where each run goes in one memory, and its size.
+
+    Pages of large ones fall on pages, so that storage fills them without a copy. Their tensors are then aligned as they
+    are in the file: to 8 bytes at least, as where safetensors maps it.
+    """
     places, size = [], 0
     for start, end in runs:
         size = -(-size // 64) * 64
-        if end - start >= _SMALL and start % 64 == 0:
+        if end - start >= _SMALL and start % _LEAST_ALIGNMENT == 0:
             size += (start - size) % _PAGE
         places.append(size)
         size += end - start
