@@ -44,7 +44,7 @@ def load(op: str = "async_io") -> Any:
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             with _silenced(said.fileno()):
-                from deepspeed.ops import op_builder  # type: ignore[import-not-found,unused-ignore]
+                from deepspeed.ops import op_builder  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
                 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of wear at the first write
                 builder = op_builder.GDSBuilder if op == "gds" else op_builder.AsyncIOBuilder
