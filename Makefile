@@ -9,6 +9,7 @@
 #   make gpu-bench  between files and GPU memory, beside others  make gpu-bench BENCH_ARGS='--help'
 #   make benchmarks-page  docs/benchmarks.md from a run      make benchmarks-page PAGE_ARGS='--help'
 #   make docs       the pages and the reference as a site, in build/site; a warning is an error
+#   make wheel      the wheel that needs no compiler         make wheel WHEEL_ARGS='--torch installed'
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
@@ -21,6 +22,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 BENCH_ARGS ?=
 PAGE_ARGS ?=
+WHEEL_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 WITH_ENV := PATH="$(BIN):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))"
@@ -36,7 +38,7 @@ NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufil
 # the tests of one file share what they build, so one process has them all
 PYTEST = $(WITH_ENV) python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all build lint format docs bench benchmarks-page gpu-test gpu-bench sanitize clean
+.PHONY: demo test test-all build lint format docs bench benchmarks-page gpu-test gpu-bench wheel sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -78,6 +80,9 @@ benchmarks-page: $(VENV)/bench
 gpu-bench: $(VENV)/bench
 	$(WITH_ENV) python benchmarks/gpu_io.py $(BENCH_ARGS)
 
+wheel: $(VENV)/wheel
+	$(WITH_ENV) python tools/make_wheel.py $(WHEEL_ARGS)
+
 sanitize:
 	$(MAKE) -C tests/cpp sanitize
 
@@ -110,6 +115,10 @@ $(VENV)/installed: $(VENV)/torch-$(subst /,-,$(TORCH)) pyproject.toml setup.py
 
 $(VENV)/linters: $(VENV)/installed
 	$(call quietly,-e '.[dev]')
+	@touch $@
+
+$(VENV)/wheel: $(VENV)/installed
+	$(call quietly,-e '.[wheel]')
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed

@@ -6,6 +6,7 @@ one op or fail. Without them nothing is compiled and torch is not needed.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -61,4 +62,12 @@ class BuildOps(build_ext):
             self.copy_file(str(prebuilt.record_path(built)), str(source))
 
 
-setup(license="Apache-2.0", ext_modules=[op.builder() for op in requested_ops()], cmdclass={"build_ext": BuildOps})
+def urls() -> dict[str, str]:
+    """Of the repository that this is built from, which ``NVME_OPS_HOME`` names where it has an address."""
+    home = os.environ.get("NVME_OPS_HOME", "").rstrip("/")
+    pages = {"Homepage": "", "Documentation": "/blob/main/docs/index.md", "Changelog": "/blob/main/CHANGELOG.md",
+             "Issues": "/issues"}  # fmt: skip
+    return {name: home + page for name, page in pages.items()} if home else {}
+
+
+setup(project_urls=urls(), ext_modules=[op.builder() for op in requested_ops()], cmdclass={"build_ext": BuildOps})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cache, jit, sources, trust
+from . import cache, jit, portable, sources, trust
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
     """The prebuilt op ``name`` in the package, whatever it was built for; None when there is none."""
     folder = folder or OPS
     fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    for library in [*fitting, *sorted(folder.glob(f"{name}.*.so"))]:
+    others = sorted(folder.glob(f"{name}.*.so"), reverse=True)
+    if len(others) > 1:  # a wheel's, for several versions of torch
+        import torch
+
+        fitting.append(folder / portable.file_name(name, portable.minor(str(torch.__version__))))
+    for library in [*fitting, *others]:
         if library.is_file():
             try:
                 record = json.loads(record_path(library).read_text())
@@ -49,7 +54,8 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
 
 def record_path(library: Path) -> Path:
     """The file beside a prebuilt op that says what it was made from."""
-    return library.with_name(f"{library.name.partition('.')[0]}.{cache.RECORD}")
+    stem = portable.stem(library.name) or library.name.partition(".")[0]
+    return library.with_name(f"{stem}.{cache.RECORD}")
 
 
 def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
@@ -58,6 +64,8 @@ def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
         return problem
     if not found.record:
         return f"{record_path(found.library).name} is missing"
+    if found.record.get(portable.MARK):
+        requirements = portable.requirements(requirements)
     differences = [
         f"{name}: built for {found.record.get(name)}, here {wanted}"
         for name, wanted in requirements.items()

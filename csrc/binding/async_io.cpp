@@ -74,7 +74,8 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
     }
     Ref list = checked(PyList_New(static_cast<Py_ssize_t>(found.size())));
     for (std::size_t i = 0; i < found.size(); ++i) {
-      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromUnsignedLong(found[i])).release());
+      Ref number = checked(PyLong_FromUnsignedLong(found[i]));
+      if (PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number.release()) != 0) throw PythonError();
     }
     return list.release();
   });

@@ -31,13 +31,12 @@ struct Area {
 };
 
 Ref sequence(PyObject* objects, const char* name) {
-  const std::string message = std::string(name) + " must be a sequence";
-  return checked(PySequence_Fast(objects, message.c_str()));
+  return tuple_of(objects, std::string(name) + " must be a sequence");
 }
 
-TensorPointer tensor_of(PyObject* list, Py_ssize_t index) {
-  PyObject* const object = PySequence_Fast_GET_ITEM(list, index);
-  if (!is_tensor(object)) raise_type_error(std::string("a torch.Tensor is needed, not ") + Py_TYPE(object)->tp_name);
+TensorPointer tensor_of(PyObject* tuple, Py_ssize_t index) {
+  PyObject* const object = PyTuple_GetItem(tuple, index);
+  if (!is_tensor(object)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(object));
   return implementation(object);
 }
 
@@ -55,7 +54,7 @@ Area area_of(const c10::TensorImpl& tensor, Py_ssize_t index) {
 PyObject* overlapping(PyObject*, PyObject* objects) {
   return guarded([&]() -> PyObject* {
     const Ref list = sequence(objects, "tensors");
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.get());
+    const Py_ssize_t count = PyTuple_Size(list.get());
     std::vector<Area> areas;
     areas.reserve(static_cast<std::size_t>(count));
     for (Py_ssize_t index = 0; index < count; ++index) {
@@ -82,11 +81,11 @@ PyObject* set_storage_offsets(PyObject*, PyObject* arguments) {
     PyObject *objects, *numbers;
     if (!PyArg_ParseTuple(arguments, "OO", &objects, &numbers)) throw PythonError();
     const Ref list = sequence(objects, "tensors"), offsets = sequence(numbers, "offsets");
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(list.get());
-    if (PySequence_Fast_GET_SIZE(offsets.get()) != count) raise(bad_argument("each tensor needs one offset"));
+    const Py_ssize_t count = PyTuple_Size(list.get());
+    if (PyTuple_Size(offsets.get()) != count) raise(bad_argument("each tensor needs one offset"));
     for (Py_ssize_t index = 0; index < count; ++index) {
       const TensorPointer tensor = tensor_of(list.get(), index);
-      const long long offset = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(offsets.get(), index));
+      const long long offset = PyLong_AsLongLong(PyTuple_GetItem(offsets.get(), index));
       if (offset == -1 && PyErr_Occurred()) throw PythonError();
       const auto room = static_cast<std::int64_t>(tensor->storage().nbytes() / tensor->itemsize()) - tensor->numel();
       if (!tensor->is_contiguous() || offset < 0 || offset > room) {

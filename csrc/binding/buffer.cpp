@@ -40,7 +40,7 @@ PyObject* buffer_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
       const WithoutGil released;
       memory = BufferPool::instance().allocate(static_cast<std::size_t>(bytes));
     }
-    PyObject* const self = type->tp_alloc(type, 0);
+    PyObject* const self = PyType_GenericAlloc(type, 0);
     if (self == nullptr) {
       BufferPool::instance().release(memory);
       throw PythonError();
@@ -62,9 +62,7 @@ void buffer_deallocate(PyObject* self) {
     BufferPool::instance().release(buffer->data);
   }
   buffer->collapse.~shared_ptr();
-  PyTypeObject* const type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {

@@ -170,7 +170,7 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
 // One entry for each of `count` tensors.
 Ref entries(PyObject* object, std::size_t count, const std::string& name, const std::string& kind) {
   Ref tuple = tuple_of(object, name + " must be " + kind);
-  const auto length = static_cast<std::size_t>(PyTuple_GET_SIZE(tuple.get()));
+  const auto length = static_cast<std::size_t>(PyTuple_Size(tuple.get()));
   if (length != count) {
     raise(bad_argument(name + " has " + std::to_string(length) + " entries for " + std::to_string(count) + " tensors"));
   }
@@ -239,8 +239,8 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     ByFile by_file(count);
     for (std::size_t i = 0; i < count; ++i) {
       const auto index = static_cast<Py_ssize_t>(i);
-      by_file.add(single ? files : PyTuple_GET_ITEM(names.get(), index),
-                  whole ? 0 : offset_of(PyTuple_GET_ITEM(places.get(), index)));
+      by_file.add(single ? files : PyTuple_GetItem(names.get(), index),
+                  whole ? 0 : offset_of(PyTuple_GetItem(places.get(), index)));
     }
     TransferBuilder builder(op, false, whole && op == Op::Write);
     Transfer transfer = by_file.transfer(builder, memories, op, engine_of(self).cache());
@@ -298,18 +298,15 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     const Cache mode = cache_named(cache);
     options.backends = choose_backends(backend_name);
     auto engine = std::make_unique<BoundEngine>(std::move(options), mode);
-    PyObject* const self = type->tp_alloc(type, 0);
-    if (self == nullptr) throw PythonError();
-    reinterpret_cast<EngineObject*>(self)->engine = engine.release();
-    return self;
+    Ref self = new_object(type);
+    reinterpret_cast<EngineObject*>(self.get())->engine = engine.release();
+    return self.release();
   });
 }
 
 void engine_deallocate(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   delete reinterpret_cast<EngineObject*>(self)->engine;
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 PyMethodDef engine_methods[] = {

@@ -74,10 +74,10 @@ FileName::FileName(PyObject* object) {
   if (PyBool_Check(object) || PyUnicode_FSConverter(object, &encoded) == 0) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw PythonError();
     PyErr_Clear();
-    raise_type_error(std::string("a file must be a path or a file descriptor, not ") + Py_TYPE(object)->tp_name);
+    raise_type_error(std::string("a file must be a path or a file descriptor, not ") + type_name(object));
   }
   const Ref owned(encoded);
-  path_.assign(PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded)));
+  path_.assign(PyBytes_AsString(encoded), static_cast<std::size_t>(PyBytes_Size(encoded)));
 }
 
 bool FileName::operator<(const FileName& other) const {

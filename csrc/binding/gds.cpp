@@ -22,10 +22,10 @@ PyObject* described(const CuFileDriver& driver) {
 
 PyObject* open_driver(PyObject*, PyObject* objects) {
   return guarded([&]() -> PyObject* {
-    const Ref list = checked(PySequence_Fast(objects, "candidates must be a sequence of paths"));
+    const Ref list = checked(PySequence_Tuple(objects));
     std::vector<std::string> candidates;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.get()); ++i) {
-      const char* const path = PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM(list.get(), i));
+    for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
+      const char* const path = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(list.get(), i), nullptr);
       if (path == nullptr) throw PythonError();
       candidates.emplace_back(path);
     }

@@ -87,7 +87,7 @@ Memory memory_of_buffer(PyObject* object, Op op, const std::string& argument) {
   if (PyObject_GetBuffer(object, view.get(), op == Op::Read ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
     PyErr_Clear();
     raise_type_error(argument + " must be a torch.Tensor or a contiguous" + (op == Op::Read ? ", writable" : "") +
-                     " buffer, not " + Py_TYPE(object)->tp_name);
+                     " buffer, not " + type_name(object));
   }
   Memory memory;
   memory.data = static_cast<std::byte*>(view->buf);
@@ -126,16 +126,16 @@ std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) 
   if (is_tensor(objects)) return rows_of(objects, op, argument);
   // A tuple of its own: what is called on the way may change the list.
   const Ref list = tuple_of(objects, std::string(argument) + " must be a sequence of tensors");
-  const Py_ssize_t count = PyTuple_GET_SIZE(list.get());
+  const Py_ssize_t count = PyTuple_Size(list.get());
   std::vector<Memory> memories;
   memories.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) memories.push_back(memory_of(PyTuple_GET_ITEM(list.get(), i), op, argument));
+  for (Py_ssize_t i = 0; i < count; ++i) memories.push_back(memory_of(PyTuple_GetItem(list.get(), i), op, argument));
   return memories;
 }
 
 Memory device_memory_of(PyObject* object, const char* argument) {
   const std::string name = argument;
-  if (!is_tensor(object)) raise_type_error(name + " must be a torch.Tensor, not " + Py_TYPE(object)->tp_name);
+  if (!is_tensor(object)) raise_type_error(name + " must be a torch.Tensor, not " + type_name(object));
   const TensorPointer tensor = implementation(object);
   require_memory(*tensor, name);
   if (tensor->is_cpu()) raise(bad_argument(name + " must be a tensor on an accelerator, not on the CPU"));
@@ -148,8 +148,7 @@ Memory device_memory_of(PyObject* object, const char* argument) {
 }
 
 bool in_pool(PyObject* object) {
-  if (!is_tensor(object))
-    raise_type_error(std::string("buffer must be a torch.Tensor, not ") + Py_TYPE(object)->tp_name);
+  if (!is_tensor(object)) raise_type_error(std::string("buffer must be a torch.Tensor, not ") + type_name(object));
   const TensorPointer tensor = implementation(object);
   if (!tensor->is_cpu() || tensor->layout() != c10::kStrided || !tensor->has_storage()) return false;
   // A view lies inside its storage, whatever its strides.

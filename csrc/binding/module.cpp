@@ -12,9 +12,9 @@ namespace {
 void add_interface(PyObject* module, const char* name) {
   const Ref interface = checked(PyImport_ImportModule(name));
   const Ref names = checked(PyObject_GetAttrString(interface.get(), "__all__"));
-  const Ref list = checked(PySequence_Fast(names.get(), "__all__ must be a sequence"));
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list.get()); ++i) {
-    PyObject* const entry = PySequence_Fast_GET_ITEM(list.get(), i);
+  const Ref list = checked(PySequence_Tuple(names.get()));
+  for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
+    PyObject* const entry = PyTuple_GetItem(list.get(), i);
     const Ref value = checked(PyObject_GetAttr(interface.get(), entry));
     if (PyObject_SetAttr(module, entry, value.get()) != 0) throw PythonError();
   }

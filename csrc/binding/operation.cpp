@@ -169,12 +169,12 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
       worker.start();  // not on a lane, where nobody could be told that it failed
     } catch (const std::system_error&) {
       if (!operation_of(self).outcome->done()) throw;
-      return PyObject_CallNoArgs(callable);  // no thread to be had, and none is needed
+      return PyObject_CallObject(callable, nullptr);  // no thread to be had, and none is needed
     }
     auto task = std::make_shared<Worker::Tasks>(Worker::task([callable] {
       const WithGil gil;
       const Ref owned(callable);
-      const Ref result(PyObject_CallNoArgs(callable));
+      const Ref result(PyObject_CallObject(callable, nullptr));
       if (!result) PyErr_WriteUnraisable(callable);
     }));
     operation_of(self).outcome->then([&worker, task] { worker.post(std::move(*task)); });
@@ -184,10 +184,8 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
 }
 
 void operation_deallocate(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   reinterpret_cast<OperationObject*>(self)->operation.~shared_ptr();
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 PyMethodDef operation_methods[] = {
@@ -213,7 +211,7 @@ PyTypeObject* operation_type = nullptr;
 }  // namespace
 
 Ref new_operation() {
-  Ref object = checked(operation_type->tp_alloc(operation_type, 0));
+  Ref object = new_object(operation_type);
   new (&reinterpret_cast<OperationObject*>(object.get())->operation) std::shared_ptr<Operation>();
   return object;
 }

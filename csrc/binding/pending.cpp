@@ -25,19 +25,16 @@ PyObject* operations_of(PyObject* self) {
 PyObject* pending_create(PyTypeObject* type, PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     Ref operations = checked(PyDict_New());
-    PyObject* const self = type->tp_alloc(type, 0);
-    if (self == nullptr) throw PythonError();
-    reinterpret_cast<PendingObject*>(self)->operations = operations.release();
-    reinterpret_cast<PendingObject*>(self)->generation = fork_generation();
-    return self;
+    Ref self = new_object(type);
+    reinterpret_cast<PendingObject*>(self.get())->operations = operations.release();
+    reinterpret_cast<PendingObject*>(self.get())->generation = fork_generation();
+    return self.release();
   });
 }
 
 void pending_deallocate(PyObject* self) {
-  PyTypeObject* const type = Py_TYPE(self);
   Py_CLEAR(reinterpret_cast<PendingObject*>(self)->operations);
-  type->tp_free(self);
-  Py_DECREF(type);
+  free_object(self);
 }
 
 Py_ssize_t length(PyObject* self) {
@@ -63,10 +60,10 @@ bool truth(PyObject* operation, const char* method) {
 
 // The first of them, with all in its attribute `failures`, and in its notes where Python has those (3.11).
 void raise_failures(PyObject* failures) {
-  const Ref first = Ref::borrowed(PyList_GET_ITEM(failures, 0));
+  const Ref first = Ref::borrowed(PyList_GetItem(failures, 0));
   if (PyObject_SetAttrString(first.get(), "failures", failures) != 0) throw PythonError();
-  for (Py_ssize_t i = 1; i < PyList_GET_SIZE(failures) && PyObject_HasAttrString(first.get(), "add_note") == 1; ++i) {
-    const Ref note = checked(PyUnicode_FromFormat("also failed: %S", PyList_GET_ITEM(failures, i)));
+  for (Py_ssize_t i = 1; i < PyList_Size(failures) && PyObject_HasAttrString(first.get(), "add_note") == 1; ++i) {
+    const Ref note = checked(PyUnicode_FromFormat("also failed: %S", PyList_GetItem(failures, i)));
     checked(PyObject_CallMethod(first.get(), "add_note", "O", note.get()));
   }
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(first.get())), first.get());
@@ -76,9 +73,9 @@ PyObject* wait(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject* const operations = operations_of(self);
     const Ref seen = checked(PyDict_Keys(operations));
-    const Py_ssize_t count = PyList_GET_SIZE(seen.get());
+    const Py_ssize_t count = PyList_Size(seen.get());
     for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const operation = PyList_GET_ITEM(seen.get(), i);
+      PyObject* const operation = PyList_GetItem(seen.get(), i);
       // Another thread is about to submit it: it has not been submitted before this call.
       if (!truth(operation, "submitted")) continue;
       checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
@@ -87,19 +84,19 @@ PyObject* wait(PyObject* self, PyObject*) {
     // From here on nothing lets other code run: what another thread's wait() has not counted, this one does.
     const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
     for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const operation = PyList_GET_ITEM(seen.get(), i);
+      PyObject* const operation = PyList_GetItem(seen.get(), i);
       if (PyDict_Contains(operations, operation) != 1 || !truth(operation, "done")) continue;
       if (PyList_Append(ended.get(), operation) != 0) throw PythonError();
       const Ref failure = checked(PyObject_CallMethod(operation, "exception", nullptr));
       if (failure.get() != Py_None && PyList_Append(failures.get(), failure.get()) != 0) throw PythonError();
     }
-    const Py_ssize_t number = PyList_GET_SIZE(ended.get());
+    const Py_ssize_t number = PyList_Size(ended.get());
     Ref result = checked(PyLong_FromSsize_t(number));
-    if (PyList_GET_SIZE(failures.get()) > 0) {
+    if (PyList_Size(failures.get()) > 0) {
       raise_failures(failures.get());
       result = Ref();
     }
-    for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GET_ITEM(ended.get(), i));
+    for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GetItem(ended.get(), i));
     return result.release();
   });
 }

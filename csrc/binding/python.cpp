@@ -2,6 +2,14 @@
 
 namespace nvme_ops {
 
+std::string type_name(PyObject* object) {
+  const Ref name = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__name__"));
+  const Ref encoded = checked(PyUnicode_AsUTF8String(name.get()));
+  const char* const text = PyBytes_AsString(encoded.get());
+  if (text == nullptr) throw PythonError();
+  return text;
+}
+
 bool signal_raised() {
   const WithGil gil;
   return PyErr_CheckSignals() != 0;
@@ -32,7 +40,7 @@ Ref exception_of(const Failure& failure) {
     case Failure::Kind::Internal:
       break;
   }
-  return checked(PyObject_CallOneArg(type, message.get()));
+  return checked(PyObject_CallFunctionObjArgs(type, message.get(), nullptr));
 }
 
 void set_error(const Failure& failure) {

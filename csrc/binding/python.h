@@ -1,4 +1,5 @@
 // The little of Python's C interface that the binding needs, made safe for exceptions. pybind11 would double the build.
+// All of it lies in the limited API of 3.11, so that one prebuilt op serves every later Python.
 #pragma once
 
 #include <Python.h>
@@ -53,6 +54,20 @@ inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
     PyErr_SetString(PyExc_TypeError, otherwise.c_str());
   }
   return checked(tuple);
+}
+
+// The name of an object's type, for messages.
+std::string type_name(PyObject* object);
+
+// A new object of one of our types, all its fields zero, and its end.
+inline Ref new_object(PyTypeObject* type) {
+  return checked(PyType_GenericAlloc(type, 0));
+}
+
+inline void free_object(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  PyObject_Free(self);
+  Py_DECREF(type);
 }
 
 [[noreturn]] inline void raise_type_error(const std::string& message) {

@@ -7,16 +7,20 @@ namespace {
 
 PyTypeObject* tensor_class = nullptr;
 PyObject* implementation_address = nullptr;  // the descriptor of torch.Tensor._cdata: looking it up costs a microsecond
+descrgetfunc get_address = nullptr;          // how it is asked
 
 }  // namespace
 
 void find_tensor_class() {
   const Ref torch = checked(PyImport_ImportModule("torch"));
   Ref found = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
-  if (!PyType_Check(found.get())) raise_type_error("torch.Tensor is not a class");
+  if (PyObject_IsInstance(found.get(), reinterpret_cast<PyObject*>(&PyType_Type)) != 1) {
+    raise_type_error("torch.Tensor is not a class");
+  }
   tensor_class = reinterpret_cast<PyTypeObject*>(found.release());
   Ref address = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_class), "_cdata"));
-  if (Py_TYPE(address.get())->tp_descr_get == nullptr) raise_type_error("torch.Tensor._cdata is not a descriptor");
+  get_address = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(address.get()), Py_tp_descr_get));
+  if (get_address == nullptr) raise_type_error("torch.Tensor._cdata is not a descriptor");
   implementation_address = address.release();
 }
 
@@ -27,8 +31,7 @@ bool is_tensor(PyObject* object) {
 // Through torch's `_cdata`, the address of the TensorImpl.
 TensorPointer implementation(PyObject* tensor) {
   PyTypeObject* const type = Py_TYPE(tensor);
-  const Ref address = checked(
-      Py_TYPE(implementation_address)->tp_descr_get(implementation_address, tensor, reinterpret_cast<PyObject*>(type)));
+  const Ref address = checked(get_address(implementation_address, tensor, reinterpret_cast<PyObject*>(type)));
   auto* const pointer = static_cast<c10::TensorImpl*>(PyLong_AsVoidPtr(address.get()));
   if (pointer == nullptr) throw PythonError();
   return TensorPointer::unsafe_reclaim_from_nonowning(pointer);
