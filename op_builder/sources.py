@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 #: The package's folder: ``nvme_ops``, or the checkout when ``op_builder`` is imported from its real place.
 PACKAGE = Path(__file__).parent.parent
@@ -35,3 +39,16 @@ def compiled(op: str, root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list
 def headers(root: Path) -> list[Path]:
     """Every file under ``root`` that sources may include."""
     return sorted(path for pattern in HEADERS for path in root.rglob(pattern))
+
+
+def requirement(extra: str = "") -> str:
+    """What pip is told to install this package again: the folder or file it came from, else its name on an index."""
+    try:
+        noted = importlib.metadata.distribution("nvme-ops").read_text("direct_url.json")
+        url = urlsplit(str(json.loads(noted or "{}").get("url", "")))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        url = urlsplit(
+            PACKAGE.resolve().parent.as_uri() if (PACKAGE.resolve().parent / "pyproject.toml").exists() else ""
+        )
+    place = unquote(url.path) if url.scheme == "file" else "nvme-ops"
+    return shlex.quote(place + (f"[{extra}]" if extra else ""))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
-from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt
+from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt, sources
 from nvme_ops.report import ops, packages
 from nvme_ops.report.result import Check, Result, Status, run_checks
 
@@ -233,3 +233,30 @@ def test_a_cache_that_others_can_write_to_is_a_reason(installed: Path, tmp_path:
     result = ops.row(MadeUp(tmp_path))
     assert (result.status, result.fix.partition("  #")[0]) == (Status.NO, "unset TORCH_EXTENSIONS_DIR")
     assert result.detail.endswith(f"cache can be written by everybody (fix: chmod go-w '{tmp_path / 'cache'}')")
+
+
+def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Result("C++ compiler", Status.NO, "not found (c++): ops cannot be compiled here", "apt-get install g++")
+    monkeypatch.setattr(ops, "built", lambda _: None)
+    assert ops.if_needed(lambda: missing) == missing
+    monkeypatch.setattr(ops, "built", lambda _: ops.Built("prebuilt", Path("op.so"), {}))
+    found = ops.if_needed(lambda: missing)
+    assert (found.status, found.detail, found.fix) == (
+        Status.INFO,
+        "not found (c++), nor needed: the ops are built",
+        "",
+    )
+
+
+def test_a_fix_names_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Made:
+        url = "file:///home/a%20user/nvme_ops"
+
+        def read_text(self, _: str) -> str:
+            return json.dumps({"url": self.url, "dir_info": {}})
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: Made())
+    assert sources.requirement() == "'/home/a user/nvme_ops'"
+    assert sources.requirement("bench") == "'/home/a user/nvme_ops[bench]'"
+    Made.url = ""
+    assert sources.requirement() == "nvme-ops"

@@ -258,7 +258,7 @@ def _check_outputs(given: argparse.Namespace) -> None:
             import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
             from matplotlib.backend_bases import FigureCanvasBase  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            raise ValueError("--plot needs matplotlib: pip install 'nvme-ops[bench]'") from None
+            raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
         kinds = sorted(FigureCanvasBase.get_supported_filetypes())
         if os.path.splitext(given.plot)[1][1:].lower() not in kinds:
             raise ValueError(f"--plot {given.plot}: a picture's name ends with one of {', '.join(kinds)}")
