@@ -308,7 +308,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def submit_preadv(
         self,
-        tensors: Sequence[torch.Tensor] | torch.Tensor,
+        tensors: Sequence[Target] | torch.Tensor,
         files: FileName | Sequence[FileName],
         file_offsets: Sequence[int] | torch.Tensor | None = None,
     ) -> IoFuture:
@@ -324,7 +324,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def submit_pwritev(
         self,
-        tensors: Sequence[torch.Tensor] | torch.Tensor,
+        tensors: Sequence[Source] | torch.Tensor,
         files: FileName | Sequence[FileName],
         file_offsets: Sequence[int] | torch.Tensor | None = None,
     ) -> IoFuture:

@@ -7,6 +7,7 @@
 #include "backends/registry.h"
 #include "base/crc.h"
 #include "base/error.h"
+#include "binding/async_io_pickle.h"
 #include "binding/async_io_tensors.h"
 #include "binding/buffer.h"
 #include "binding/device_path.h"
@@ -134,6 +135,13 @@ PyMethodDef functions[] = {
      "bytes."},
     {"set_storage_offsets", set_storage_offsets, METH_VARARGS,
      "set_storage_offsets(tensors, offsets). Makes each, contiguous, begin at another element of its storage."},
+    {"set_parts", set_parts, METH_VARARGS,
+     "set_parts(tensors, memory, places, lengths). Gives each a storage of its own: these bytes of the memory."},
+    {"set_storages", set_storages, METH_VARARGS,
+     "set_storages(tensors, owners, offsets, sizes, strides). Makes each a view of its owner's storage."},
+    {"scan_pickle", scan_pickle, METH_VARARGS,
+     "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
+     "its own size; empty when they are one."},
     {"pool_statistics", pool_statistics, METH_NOARGS, "pool_statistics() -> dict[str, int]. Bytes in use, bytes kept."},
     {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Gives the pool's unused memory back to the system."},
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all work and ends all threads; runs at exit."},

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -47,6 +49,41 @@ Area area_of(const c10::TensorImpl& tensor, Py_ssize_t index) {
   const auto bytes = static_cast<std::int64_t>(tensor.itemsize());
   const std::byte* const begin = storage + tensor.storage_offset() * bytes;
   return {tensor.device(), storage, begin, begin + (last + 1) * bytes, index};
+}
+
+std::vector<std::int64_t> integers(PyObject* object, const char* name) {
+  const Ref list = sequence(object, name);
+  std::vector<std::int64_t> found(static_cast<std::size_t>(PyTuple_Size(list.get())));
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    found[i] = PyLong_AsLongLong(PyTuple_GetItem(list.get(), static_cast<Py_ssize_t>(i)));
+    if (found[i] == -1 && PyErr_Occurred()) throw PythonError();
+  }
+  return found;
+}
+
+void require_length(const std::vector<std::int64_t>& numbers, Py_ssize_t count) {
+  if (static_cast<Py_ssize_t>(numbers.size()) != count) raise(bad_argument("each tensor needs one of everything"));
+}
+
+// Whether elements at these places lie within `bytes` of a storage; no number may overflow on the way.
+bool fits(std::int64_t offset, const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
+          std::size_t item, std::size_t bytes) {
+  const auto room = static_cast<std::int64_t>(bytes / item);
+  if (sizes.size() != strides.size() || offset < 0) return false;
+  std::int64_t last = offset;
+  bool empty = false;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] < 0 || strides[dim] < 0) return false;
+    if (sizes[dim] == 0) empty = true;
+  }
+  if (empty) return offset <= room;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    std::int64_t reach;
+    if (__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &reach) || __builtin_add_overflow(last, reach, &last)) {
+      return false;
+    }
+  }
+  return last < room;
 }
 
 }  // namespace
@@ -93,6 +130,70 @@ PyObject* set_storage_offsets(PyObject*, PyObject* arguments) {
       }
       tensor->set_allow_tensor_metadata_change(true);  // as of any new tensor, but not of Tensor.data
       tensor->set_storage_offset(offset);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* set_parts(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *objects, *memory, *places, *lengths;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &objects, &memory, &places, &lengths)) throw PythonError();
+    const Ref list = sequence(objects, "tensors"), one = checked(PyTuple_Pack(1, memory));
+    const c10::Storage whole = tensor_of(one.get(), 0)->storage();
+    const std::vector<std::int64_t> begins = integers(places, "places"), sizes = integers(lengths, "lengths");
+    const Py_ssize_t count = PyTuple_Size(list.get());
+    require_length(begins, count);
+    require_length(sizes, count);
+    const auto room = static_cast<std::int64_t>(whole.nbytes());
+    for (Py_ssize_t index = 0; index < count; ++index) {
+      const std::int64_t begin = begins[static_cast<std::size_t>(index)], size = sizes[static_cast<std::size_t>(index)];
+      if (begin < 0 || size < 0 || begin > room || size > room - begin) {
+        raise(bad_argument("part " + std::to_string(index) + " lies beyond the memory"));
+      }
+      auto keep = std::make_unique<c10::Storage>(whole);
+      c10::DataPtr data(
+          static_cast<std::byte*>(whole.mutable_data()) + begin, keep.get(),
+          [](void* context) { delete static_cast<c10::Storage*>(context); }, whole.device());
+      static_cast<void>(keep.release());
+      c10::Storage part(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                              static_cast<std::size_t>(size), std::move(data),
+                                                              whole.allocator(), /*resizable=*/false));
+      const TensorPointer tensor = tensor_of(list.get(), index);
+      tensor->set_allow_tensor_metadata_change(true);
+      tensor->set_storage_keep_dtype(std::move(part));
+      const std::int64_t elements = size / static_cast<std::int64_t>(tensor->itemsize()), step = 1;
+      tensor->set_sizes_and_strides(c10::IntArrayRef(elements), c10::IntArrayRef(step), 0);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* set_storages(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *objects, *owners, *numbers, *shapes, *steps;
+    if (!PyArg_ParseTuple(arguments, "OOOOO", &objects, &owners, &numbers, &shapes, &steps)) throw PythonError();
+    const Ref list = sequence(objects, "tensors"), from = sequence(owners, "owners"), sizes = sequence(shapes, "sizes"),
+              strides = sequence(steps, "strides");
+    const std::vector<std::int64_t> offsets = integers(numbers, "offsets");
+    const Py_ssize_t count = PyTuple_Size(list.get());
+    require_length(offsets, count);
+    for (const Ref* other : {&from, &sizes, &strides}) {
+      if (PyTuple_Size(other->get()) != count) raise(bad_argument("each tensor needs one of everything"));
+    }
+    for (Py_ssize_t index = 0; index < count; ++index) {
+      const TensorPointer tensor = tensor_of(list.get(), index), owner = tensor_of(from.get(), index);
+      const std::vector<std::int64_t> size = integers(PyTuple_GetItem(sizes.get(), index), "a size");
+      const std::vector<std::int64_t> stride = integers(PyTuple_GetItem(strides.get(), index), "a stride");
+      const std::int64_t offset = offsets[static_cast<std::size_t>(index)];
+      const c10::Storage& storage = owner->storage();
+      if (tensor->device() != owner->device()) raise(bad_argument("tensor and storage lie on two devices"));
+      if (!fits(offset, size, stride, tensor->itemsize(), storage.nbytes())) {
+        raise(bad_argument("tensor " + std::to_string(index) + " reaches beyond its storage"));
+      }
+      tensor->set_allow_tensor_metadata_change(true);
+      tensor->set_storage_keep_dtype(storage);
+      tensor->set_sizes_and_strides(size, stride, offset);
     }
     Py_RETURN_NONE;
   });

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def paused() -> Iterator[None]:
     """While thousands of objects are made, none of them garbage: to look through them takes as long as to make them.
 
-    For work without I/O, and as a decorator too.
+    As a decorator too. Other threads' garbage waits as long.
     """
     was_on = gc.isenabled()
     gc.disable()

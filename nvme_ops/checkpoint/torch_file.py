@@ -135,6 +135,9 @@ def _make(
     extents = {record: torch_read.union(tensors) for record, tensors in by_record.items()}
 
     def made(records: Iterable[str], device: torch.device) -> dict[str, torch.UntypedStorage]:
+        return {record: each.untyped_storage() for record, each in read_and_verified(records, device).items()}
+
+    def read_and_verified(records: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         wanted = {record: extents[record] for record in records}
         found = torch_read.storages(archive, file.handle, wanted, device, file.mapped)
         if verify and device.type != "meta":
@@ -157,8 +160,8 @@ def _make(
     }
 
 
-def _verify_made(file: File, archive: Archive, found: Mapping[str, torch.UntypedStorage]) -> None:
-    whole = {record: each for record, each in found.items() if each.nbytes() == archive.records[record].size}
+def _verify_made(file: File, archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
+    whole = {record: each for record, each in found.items() if each.nbytes == archive.records[record].size}
     wrong = torch_read.damaged(archive, whole)
     wrong += torch_read.damaged_in_file(archive, file.handle, [record for record in found if record not in whole])
     require_undamaged(file, archive, wrong)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch._weights_only_unpickler
 
-from nvme_ops.checkpoint import torch_pickle, torch_plain, torch_read
+from nvme_ops.checkpoint import collector, torch_pickle, torch_plain, torch_read
 from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_verify import require_undamaged, verify_by_zipfile, verify_others
@@ -32,6 +31,7 @@ class UnsafeError(FormatError, pickle.UnpicklingError):
     """A pickle that wants more than tensors and plain containers. Nothing of it was executed."""
 
 
+@collector.paused()
 def everything(file: File, map_location: Any, verify: bool) -> Any:
     """The object, its storages where ``map_location``, as of ``torch.load``, says."""
     archive = file.archive()
@@ -47,24 +47,27 @@ def everything(file: File, map_location: Any, verify: bool) -> Any:
         map_location = _noting_failures(map_location, zip_file)
     elif str(map_location).partition(":")[0] != "meta":
         with suppress(_UnusualError):
-            return _plain(zip_file, content, map_location)
+            return _plain(zip_file, content, map_location, file.path)
     with _in_words(f"{file.path}: {PICKLE}", zip_file):
         return torch.serialization._load(
             zip_file, map_location, torch._weights_only_unpickler, PICKLE, encoding="utf-8"
         )
 
 
-def _plain(zip_file: torch_read.Zip, content: bytes, map_location: Any) -> Any:
+def _plain(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: str) -> Any:
     """Most objects, faster than torch. Raises ``_UnusualError`` for all others, and for what is wrong with them."""
     only_cpu = map_location is None and not _mentions_device(content)
+    devices: dict[str, torch.device] = {}
 
-    def fetch(name: str, size: int, location: str) -> torch.UntypedStorage:
+    def device_of(location: str) -> torch.device:
         if only_cpu and location != "cpu":
             raise torch_plain.NotPlainError(location)
-        return zip_file.storage(name, size)
+        if location not in devices:
+            devices[location] = _device_of(map_location, location, path)
+        return devices[location]
 
     try:
-        return torch_plain.make(content, fetch)
+        return torch_plain.make(content, device_of, lambda name, size, _: zip_file.storage(name, size))
     except (FormatError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -77,10 +80,10 @@ class _UnusualError(Exception):
 
 def _fetcher(
     file: File, archive: Archive, map_location: Any, content: bytes, verify: bool
-) -> Callable[[str], torch.UntypedStorage]:
+) -> Callable[[str], torch.Tensor]:
     """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
 
-    def read_now(names: Iterable[str], device: torch.device) -> dict[str, torch.UntypedStorage]:
+    def read_now(names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         found = torch_read.storages(archive, file.handle, torch_read.whole(archive, names), device, file.mapped)
         if verify and device.type != "meta":
             require_undamaged(file, archive, torch_read.damaged(archive, found))
@@ -96,7 +99,7 @@ def _fetcher(
     _, mentioned = torch_pickle.read(content, file.path)
     for each in mentioned:
         require_record(archive, each)
-    found: dict[str, torch.UntypedStorage] = {}
+    found: dict[str, torch.Tensor] = {}
     locations = {each.record: each.location for each in mentioned}
     for device, names in by_device(file, locations, map_location).items():
         found.update(read_now(names, device))
@@ -106,7 +109,7 @@ def _fetcher(
 def _mentions_device(content: bytes) -> bool:
     """Whether the pickle may say that a storage lies elsewhere than on the CPU. torch moves it if one yet does."""
     names = ["cuda", "xpu", "mps", "hpu", "mtia", "meta", torch._C._get_privateuse1_backend_name()]
-    return re.search("|".join(map(re.escape, names)).encode(), content) is not None
+    return any(name.encode() in content for name in names)
 
 
 def by_device(file: File, locations: Mapping[str, str], map_location: Any) -> dict[torch.device, list[str]]:
@@ -141,13 +144,13 @@ class _ReadAhead:
         self,
         archive: Archive,
         names: Sequence[str],
-        read: Callable[[Sequence[str]], dict[str, torch.UntypedStorage]],
+        read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
     ) -> None:
         self._archive, self._read = archive, read
         self._waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
-        self._ready: dict[str, torch.UntypedStorage] = {}
+        self._ready: dict[str, torch.Tensor] = {}
 
-    def fetch(self, name: str) -> torch.UntypedStorage:
+    def fetch(self, name: str) -> torch.Tensor:
         """The storage of a record."""
         if name not in self._ready:
             self._ready.update(self._read(self._next(name)))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from nvme_ops.checkpoint import new_tensors, pieces
+from nvme_ops._native import native
+from nvme_ops.checkpoint import collector, new_tensors, pieces
 from nvme_ops.checkpoint.checksums import checksum_of
 from nvme_ops.checkpoint.torch_pickle import Described
-from nvme_ops.checkpoint.torch_save import CHECKSUM, bytes_of
+from nvme_ops.checkpoint.torch_save import CHECKSUM
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import empty, pool_buffer
@@ -39,37 +40,96 @@ def storages(
     extents: Mapping[str, tuple[int, int]],
     device: torch.device,
     mapped: bool = False,
-) -> dict[str, torch.UntypedStorage]:
-    """The bytes from the first to the second number of each record, each in a storage of its own.
+) -> dict[str, torch.Tensor]:
+    """The bytes from the first to the second number of each record, as tensors with a storage of its own each.
 
-    They are parts of one memory, which is freed with the last of them, and none of them can grow. ``mapped``: of the
-    file's own memory, where its records are aligned.
+    The storages are parts of one memory, which is freed with the last of them, and none of them can grow. ``mapped``:
+    of the file's own memory, where its records are aligned.
     """
     if device.type == "meta":
-        return {name: torch.UntypedStorage(end - start, device=device) for name, (start, end) in extents.items()}
-    archive.locate(handle, extents)
-    found = {
-        name: torch.UntypedStorage(1, device=device)[0:0] for name, (start, end) in extents.items() if start == end
-    }
-    places = sorted((archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items())
-    places = [place for place in places if place[1]]
-    spans = _spans(places)
+        return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
+    if (
+        device.type == "cpu"
+        and not mapped
+        and all(end == archive.records[name].size for name, (_, end) in extents.items())
+    ):
+        memories, spans = _read_with_headers(archive, handle, extents)
+    else:
+        archive.locate(handle, extents)
+        places = sorted((archive.starts[name] + start, end - start) for name, (start, end) in extents.items())
+        places = [place for place in places if place[1]]
+        spans = _spans(places)
+        wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
+        mapped = mapped and all(start % _ALIGNMENT == 0 for start, _ in places)
+        memories = new_tensors.read(handle, archive.fd, wanted, device, mapped) if wanted else []
+    return _parts(archive, extents, memories, spans, device)
+
+
+def _bytes(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _read_with_headers(
+    archive: Archive, handle: aio_handle, extents: Mapping[str, tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Reads the records before it is known where in them their bytes start: what is in front of these says it."""
+    records = sorted((archive.records[name].header, archive.records[name].limit) for name in extents)
+    spans: list[tuple[int, int]] = []
+    for start, end in records:
+        start -= start % _ALIGNMENT
+        if spans and start - spans[-1][1] <= _GAP:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-    mapped = mapped and all(start % _ALIGNMENT == 0 for start, _, _ in places)
-    memories = new_tensors.read(handle, archive.fd, wanted, device, mapped) if wanted else []
+    memories = new_tensors.read(handle, archive.fd, wanted, torch.device("cpu")) if wanted else []
+    archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
+    return memories, spans
+
+
+@collector.paused()
+def _parts(
+    archive: Archive,
+    extents: Mapping[str, tuple[int, int]],
+    memories: Sequence[torch.Tensor],
+    spans: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Cuts the records out of what was read of the file in these spans."""
+    empty = _bytes(0, device)
+    found = dict(zip(extents, [empty.data for _ in extents], strict=True))
+    by_span: list[list[tuple[str, int, int]]] = [[] for _ in spans]
+    places = sorted((archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items())
     number = 0
     for start, length, name in places:
+        if length == 0:
+            _set_parts(found, _bytes(1, device), [(name, 0, 0)])
+            continue
         while start >= spans[number][1]:
             number += 1
-        place = memories[number].storage_offset() + start - spans[number][0]
-        found[name] = memories[number].untyped_storage()[place : place + length]
+        by_span[number].append((name, start - spans[number][0], length))
+    for memory, parts in zip(memories, by_span, strict=True):
+        aligned = [part for part in parts if part[1] % _ALIGNMENT == 0]
+        _set_parts(found, memory, aligned)
+        for name, place, length in set(parts).difference(aligned):
+            _set_parts(found, memory[place : place + length].clone(), [(name, 0, length)])
     return found
 
 
-def _spans(places: Iterable[tuple[int, int, str]]) -> list[tuple[int, int]]:
+def _set_parts(found: Mapping[str, torch.Tensor], memory: torch.Tensor, parts: Sequence[tuple[str, int, int]]) -> None:
+    first = memory.storage_offset()
+    native().set_parts(
+        [found[name] for name, _, _ in parts],
+        memory,
+        [first + place for _, place, _ in parts],
+        [length for _, _, length in parts],
+    )
+
+
+def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Stretches of the file, from start to end, with little that nobody wants in between."""
     spans: list[tuple[int, int]] = []
-    for start, length, _ in places:
+    for start, length in places:
         near = bool(spans) and start - spans[-1][1] <= _GAP
         if near and (start - spans[-1][0]) % _ALIGNMENT == 0:
             spans[-1] = (spans[-1][0], start + length)
@@ -86,7 +146,7 @@ def whole(archive: Archive, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 class Zip:
     """What ``torch.serialization`` asks of its reader of containers. ``fetch`` gives the storage of a record."""
 
-    def __init__(self, archive: Archive, handle: aio_handle, fetch: Callable[[str], torch.UntypedStorage]) -> None:
+    def __init__(self, archive: Archive, handle: aio_handle, fetch: Callable[[str], torch.Tensor]) -> None:
         self._archive, self._handle, self._fetch = archive, handle, fetch
         self.failure: Exception | None = None  # of ours or the caller's, not of what the file says
 
@@ -98,8 +158,8 @@ class Zip:
         """Its bytes."""
         return content(self._archive, self._handle, name)
 
-    def storage(self, name: str, size: int) -> torch.UntypedStorage:
-        """Of a record that must have this size."""
+    def storage(self, name: str, size: int) -> torch.Tensor:
+        """A tensor over the storage of a record that must have this size."""
         record = self._archive.records.get(name)
         if record is None or record.size != size:
             actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
@@ -111,8 +171,8 @@ class Zip:
             raise
 
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
-        """A tensor over the storage."""
-        return bytes_of(self.storage(name, size))
+        """As ``storage``."""
+        return self.storage(name, size)
 
     def get_record_offset(self, name: str) -> int:
         """Where its bytes start in the file."""
@@ -206,10 +266,10 @@ def _stretches(start: int, size: int) -> Iterator[tuple[int, int]]:
         yield place, min(_PIECE, start + size - place)
 
 
-def damaged(archive: Archive, found: Mapping[str, torch.UntypedStorage]) -> list[str]:
-    """The records whose storages do not have the CRC-32 of the directory."""
+def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
+    """The records whose bytes do not have the CRC-32 of the directory."""
     names = list(found)
-    values = pieces.checksums_anywhere([bytes_of(found[name]) for name in names], CHECKSUM)
+    values = pieces.checksums_anywhere([found[name] for name in names], CHECKSUM)
     return [name for name, value in zip(names, values, strict=True) if value != archive.records[name].crc]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import pieces, zip_parts
+from nvme_ops._native import native
+from nvme_ops.checkpoint import collector, pieces, torch_emit, zip_parts
 from nvme_ops.checkpoint.atomic import replacing
 from nvme_ops.checkpoint.checksums import checksums_of
 from nvme_ops.checkpoint.pieces import Borrowed
@@ -37,7 +38,7 @@ _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 _GROUP = 8 << 20
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """One record: its ``data``, contiguous bytes anywhere, at ``start``, behind a header at ``header``."""
 
@@ -76,17 +77,30 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, key, torch.serialization.location_tag(storage), count
 
 
-def pickled(obj: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
-    """The pickle of ``torch.save``, and the storages whose bytes are the records ``data/0``, ``data/1`` and so on.
+@collector.paused()
+def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """The pickle of ``torch.save``, and the bytes of the storages, which are the records ``data/0``, ``data/1``, ...
 
     Raises:
         RuntimeError: views of one storage with different dtypes, as torch does.
         pickle.PicklingError, TypeError, AttributeError: an object that cannot be pickled.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(obj)
-    return stream.getvalue(), [storage for _, storage in pickler.storages.values()]
+    try:
+        content, owners, sizes = torch_emit.emit(obj)
+        return content, _all_bytes(owners, sizes)
+    except (torch_emit.NotPlainError, RecursionError):
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.dump(obj)
+        return stream.getvalue(), [bytes_of(storage) for _, storage in pickler.storages.values()]
+
+
+def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The storages, of these sizes, that these lie in, as tensors of bytes."""
+    empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each in owners}}
+    made = [empty[each.device].data for each in owners]
+    native().set_storages(made, owners, [0] * len(made), [(size,) for size in sizes], [(1,)] * len(made))
+    return made
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -109,7 +123,7 @@ class TorchPlan:
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """See ``Plan``."""
-        with replacing(path, durable) as file:
+        with collector.paused(), replacing(path, durable) as file:
             records, end = self._records()
             lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
             first = [record for record in records if id(record.data) in lent]
@@ -138,8 +152,8 @@ class TorchPlan:
 def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> TorchPlan:
     """Raises what ``pickled`` raises. Without ``checksum`` the places for CRC-32 hold zeros, as torch leaves them."""
     require_strings(metadata or {})
-    content, storages = pickled(obj)
-    return TorchPlan(content, [bytes_of(storage) for storage in storages], metadata or {}, checksum)
+    content, tensors = pickled(obj)
+    return TorchPlan(content, tensors, metadata or {}, checksum)
 
 
 def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
@@ -155,8 +169,7 @@ def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: boo
         for record, value in zip(large, found, strict=checksum):
             record.crc = value
         if large:
-            headers = [torch.frombuffer(_local(record), dtype=torch.uint8) for record in large]
-            under_way.append(handle.submit_pwritev(headers, fd, [record.header for record in large]))
+            under_way.append(handle.submit_pwritev(list(map(_local, large)), fd, [record.header for record in large]))
     finally:
         failures = [future.exception() for future in under_way]  # waits for all
     for failure in failures:
@@ -183,10 +196,10 @@ def _least_header(record: Record) -> int:
     return zip_parts.least_local(record.name, record.size)
 
 
-def _local(record: Record) -> bytearray:
+def _local(record: Record) -> bytes:
     """The header, up to the data."""
     padding = record.start - record.header - _least_header(record)
-    return bytearray(zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding))
+    return zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding)
 
 
 def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
@@ -240,9 +253,8 @@ def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], buffers: 
     if checksum:
         for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
             record.crc = value
-    headers = torch.frombuffer(bytearray().join(map(_local, group)), dtype=torch.uint8)
-    lengths = [record.start - record.header for record in group]
-    parts = list(itertools.chain.from_iterable(zip(headers.split(lengths), data, strict=True)))
+    pairs = zip(map(_local, group), data, strict=True)
+    parts: list[bytes | torch.Tensor] = list(itertools.chain.from_iterable(pairs))
     offsets = list(itertools.chain.from_iterable((record.header, record.start) for record in group))
     future = handle.submit_pwritev(parts, fd, offsets)
     if not on_host:

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 import struct
@@ -71,6 +72,16 @@ class Archive:
                     for name in found:
                         self._learn(name, content, place - begin)
                     place += end - begin
+
+    def learn(self, names: Iterable[str], memories: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """As ``locate``, from what was read of the file: tensors of bytes, and where in the file these begin."""
+        unknown = sorted((self.records[name].header, name) for name in names if name not in self.starts)
+        number = 0
+        for begin, memory in memories:
+            content = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+            while number < len(unknown) and unknown[number][0] < begin + memory.nbytes:
+                self._learn(unknown[number][1], content, -begin)
+                number += 1
 
     def _learn(self, name: str, content: memoryview, shift: int) -> None:
         record = self.records[name]

@@ -23,6 +23,7 @@ FOLLOWS, UTF8 = 0x8, 0x800
 _DESCRIPTOR, _DESCRIPTOR_64, _DESCRIPTOR_MARK = struct.Struct("<4s3I"), struct.Struct("<4sI2Q"), b"PK\7\x08"
 _NEEDS, _NEEDS_64 = 20, 45  # the version of the format that a reader has to know, times ten
 _DATE = 0x21  # 1980-01-01: equal objects make equal files
+_FIELD = struct.Struct("<2sH")
 _PADDING = b"FB"  # the kind of the field by which torch aligns
 
 
@@ -33,10 +34,14 @@ def least_local(name: bytes, size: int) -> int:
 
 def local(name: bytes, size: int, checksum: int, flags: int = 0, padding: int | None = None) -> bytes:
     """The header in front of ``size`` bytes of data. With ``padding`` it has a field of so many bytes more."""
+    if size < MOST_32 and padding is not None and not flags & FOLLOWS:  # most are
+        length = _FIELD.size + padding
+        head = LOCAL.pack(LOCAL_MARK, _NEEDS, flags, 0, 0, _DATE, checksum, size, size, len(name), length)
+        return head + name + _FIELD.pack(_PADDING, padding) + bytes(padding)
     wide = size >= MOST_32
     extra = struct.pack("<2H2Q", ZIP64, 16, size, size) if wide else b""
     if padding is not None:
-        extra += struct.pack("<2sH", _PADDING, padding) + bytes(padding)
+        extra += _FIELD.pack(_PADDING, padding) + bytes(padding)
     shown = MOST_32 if wide else 0 if flags & FOLLOWS else size
     needs = _NEEDS_64 if wide else _NEEDS
     fields = (needs, flags, 0, 0, _DATE, checksum, shown, shown, len(name), len(extra))
@@ -51,8 +56,11 @@ def descriptor(size: int, checksum: int) -> bytes:
 
 def central(name: bytes, size: int, checksum: int, place: int, flags: int = 0) -> bytes:
     """The directory's entry for a record whose header is at ``place``."""
+    if size < MOST_32 and place < MOST_32:  # most are
+        numbers = (_NEEDS, _NEEDS, flags, 0, 0, _DATE, checksum, size, size, len(name), 0, 0, 0, 0, 0, place)
+        return CENTRAL.pack(CENTRAL_MARK, *numbers) + name
     wide = [number for number in (size, size, place) if number >= MOST_32]
-    extra = struct.pack(f"<2H{len(wide)}Q", ZIP64, 8 * len(wide), *wide) if wide else b""
+    extra = struct.pack(f"<2H{len(wide)}Q", ZIP64, 8 * len(wide), *wide)
     needs, shown = _NEEDS_64 if wide else _NEEDS, min(size, MOST_32)
     fields = (needs, needs, flags, 0, 0, _DATE, checksum, shown, shown, len(name), len(extra), 0, 0, 0, 0)
     return CENTRAL.pack(CENTRAL_MARK, *fields, min(place, MOST_32)) + name + extra

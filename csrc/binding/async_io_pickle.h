@@ -1,0 +1,11 @@
+// A look at a pickle before it is read by Python's own reader, which believes every number in it.
+#pragma once
+
+#include <Python.h>
+
+namespace nvme_ops {
+
+// scan_pickle(content, codes) -> str. See the module's functions.
+PyObject* scan_pickle(PyObject*, PyObject* arguments);
+
+}  // namespace nvme_ops
