@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
+@functools.cache
 def native() -> Any:
     """The native module, which ``nvme_ops/ops/async_io.pyi`` describes. RuntimeError when it cannot be built."""
     from nvme_ops.op_builder import AsyncIOBuilder

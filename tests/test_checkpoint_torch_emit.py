@@ -68,7 +68,7 @@ def test_a_state_dict_keeps_its_metadata_and_parameters_stay_parameters(tmp_path
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     for found in both({"state": state, "weight": linear.weight, "frozen": frozen}, tmp_path):
         assert type(found["state"]) is OrderedDict
-        assert found["state"]._metadata == state._metadata
+        assert vars(found["state"]) == vars(state)
         assert list(found["state"]) == list(state)
         assert type(found["weight"]) is torch.nn.Parameter
         assert (found["weight"].requires_grad, found["frozen"].requires_grad) == (True, False)

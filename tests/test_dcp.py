@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -59,6 +60,21 @@ def refused(folder: Path) -> None:
 def test_what_either_writer_wrote_either_reader_reads(writer: Any, reader: Any, tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=writer(tmp_path))
     assert equal(load(reader(tmp_path)), state(1))
+
+
+def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) -> None:
+    saved = nvme_ops.dcp.save(state(1), tmp_path, durable=False)
+    assert isinstance(saved, Metadata)
+    found = state(2)
+    nvme_ops.dcp.load(found, tmp_path, verify=True, handle=aio_handle())
+    assert equal(found, state(1))
+    with pytest.raises(dcp.CheckpointException, match="FileExistsError"):
+        nvme_ops.dcp.save(state(2), tmp_path, overwrite=False)
+    assert gc.isenabled()
+    nvme_ops.dcp.save(state(2), tmp_path, checksum=False)
+    with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
+        nvme_ops.dcp.load(found, tmp_path, verify=True)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -17,6 +17,8 @@ END64_MARK, LOCATOR_MARK = b"PK\6\6", b"PK\6\7"
 #: Beyond these a number is kept in a field of zip64.
 MOST_32, MOST_16 = 0xFFFFFFFF, 0xFFFF
 ZIP64 = 1  # the kind of that field
+#: Where the checksum stands in what ``descriptor`` and ``central`` make.
+DESCRIPTOR_CHECKSUM, CENTRAL_CHECKSUM = 4, 16
 #: Flags: the checksum and sizes stand in a descriptor behind the data, and names are UTF-8.
 FOLLOWS, UTF8 = 0x8, 0x800
 

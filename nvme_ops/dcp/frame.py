@@ -24,6 +24,12 @@ _RECORDS = 4  # this and those of ``_records``
 
 def head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
     """What stands before the data of a contiguous tensor, when the archive begins ``offset`` bytes into the file."""
+    large = math.prod(shape) * dtype.itemsize >= _LARGE
+    return _head(dtype, shape, offset % (_PAGE if large else _ALIGNMENT))
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
     records, _, nbytes = _records(dtype, shape)
     alignment = _PAGE if nbytes >= _LARGE else _ALIGNMENT
     padding = -(offset + len(records) + zip_parts.least_local(_DATA, nbytes)) % alignment
@@ -32,10 +38,24 @@ def head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
 
 def tail(dtype: torch.dtype, shape: tuple[int, ...], start: int, checksum: int) -> bytes:
     """What stands behind the data, which begin ``start`` bytes into the archive and have this CRC-32."""
+    return checksum.to_bytes(4, "little").join(_tail(dtype, shape, start))
+
+
+@functools.lru_cache(maxsize=4096)
+def tail_length(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> int:
+    """Bytes of ``tail``."""
+    return len(tail(dtype, shape, start, 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tail(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> tuple[bytes, ...]:
+    """The tail, cut where the checksum stands."""
     records, directory, nbytes = _records(dtype, shape)
-    descriptor = zip_parts.descriptor(nbytes, checksum)
-    directory += zip_parts.central(_DATA, nbytes, checksum, len(records), zip_parts.FOLLOWS)
-    return descriptor + directory + zip_parts.end(_RECORDS, len(directory), start + nbytes + len(descriptor))
+    descriptor = zip_parts.descriptor(nbytes, 0)
+    own = zip_parts.central(_DATA, nbytes, 0, len(records), zip_parts.FOLLOWS)
+    end = zip_parts.end(_RECORDS, len(directory) + len(own), start + nbytes + len(descriptor))
+    first, second = zip_parts.DESCRIPTOR_CHECKSUM, zip_parts.CENTRAL_CHECKSUM
+    return descriptor[:first], descriptor[first + 4 :] + directory + own[:second], own[second + 4 :] + end
 
 
 @functools.lru_cache(maxsize=4096)  # a model has many tensors of few shapes

@@ -7,7 +7,8 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,7 +32,7 @@ _SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighb
 _SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS = 8 << 20, 256 << 20, 4096
 
 
-@dataclass
+@dataclass(slots=True)
 class _Item:
     """What is written for one item of the plan: ``head``, the payload's bytes and a tail, without gaps."""
 
@@ -40,14 +41,12 @@ class _Item:
     payload: torch.Tensor
     head: bytes = b""
     tail_length: int = 0
+    start: int = field(init=False)
+    length: int = field(init=False)
 
-    @property
-    def start(self) -> int:
-        return self.offset + len(self.head)
-
-    @property
-    def length(self) -> int:
-        return len(self.head) + self.payload.nbytes + self.tail_length
+    def __post_init__(self) -> None:
+        self.start = self.offset + len(self.head)
+        self.length = len(self.head) + self.payload.nbytes + self.tail_length
 
 
 class DataFile:
@@ -60,7 +59,10 @@ class DataFile:
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         """Returns when all is written, to the device or the page cache."""
-        small = [item for item in items if _nominal_size(item) < _SMALL]
+        small: list[WriteItem] = []
+        large: list[WriteItem] = []
+        for item in items:
+            (small if _nominal_size(item) < _SMALL else large).append(item)
         under_way: deque[IoFuture] = deque()
         try:
             for group in self._groups(small, _SMALL_GROUP):
@@ -70,7 +72,7 @@ class DataFile:
         finally:
             for future in under_way:
                 future.result()
-        for group in self._groups([item for item in items if _nominal_size(item) >= _SMALL], _LARGE_GROUP):
+        for group in self._groups(large, _LARGE_GROUP):
             self._write_in_place(group)
         return self._results
 
@@ -92,8 +94,9 @@ class DataFile:
         for one in group:
             one.payload = _on_host(one.payload)
         checksums = checksums_of([one.payload for one in group], CHECKSUM)
-        parts = list(self._around(group, checksums)) + [(one.start, one.payload) for one in group]
-        parts.sort(key=lambda part: part[0])
+        parts: list[tuple[int, bytes | torch.Tensor]] = [(one.start, one.payload) for one in group]
+        parts += self._around(group, checksums)
+        parts.sort(key=itemgetter(0))
         return self._handle.submit_pwritev([part for _, part in parts], self._fd, [offset for offset, _ in parts])
 
     def _write_in_place(self, group: Sequence[_Item]) -> None:
@@ -111,7 +114,7 @@ class DataFile:
             if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
                 shape = tuple(tensor.shape)
                 head = frame.head(tensor.dtype, shape, self._end)
-                tail_length = len(frame.tail(tensor.dtype, shape, len(head), 0))
+                tail_length = frame.tail_length(tensor.dtype, shape, len(head))
                 placed = _Item(item, self._end, tensor, head, tail_length)
                 self._end += placed.length
                 return placed
@@ -123,18 +126,18 @@ class DataFile:
         self._end += placed.length
         return placed
 
-    def _around(self, placed: Sequence[_Item], checksums: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _around(self, placed: Sequence[_Item], checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Heads and tails with their offsets, those that touch in one; notes what becomes of each item."""
         offset, glued = 0, b""
         for one, checksum in zip(placed, checksums, strict=True):
             offset, glued = (offset, glued + one.head) if glued else (one.offset, one.head)
             if glued and one.payload.nbytes:
-                yield offset, _as_tensor(glued)
+                yield offset, glued
                 glued = b""
             tail = self._tail(one, checksum)
             offset, glued = (offset, glued + tail) if glued else (one.offset + one.length - len(tail), tail)
         if glued:
-            yield offset, _as_tensor(glued)
+            yield offset, glued
 
     def _tail(self, one: _Item, checksum: int) -> bytes:
         tensor, known, tail = one.payload, {}, b""
@@ -162,10 +165,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu" and pieces.is_plain(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-def _as_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:

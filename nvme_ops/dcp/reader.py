@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from nvme_ops.checkpoint import collector
 from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.dcp import folder
 from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
@@ -51,6 +52,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         self._verify = verify
         self._handle = handle
         self._reading: Reading | None = None  # keeps the files, from the metadata to the end of the data
+        self._paths: dict[str, str] = {}
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             self._reading.end()
             self._reading = None
 
+    @collector.paused()
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """What the folder holds. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
@@ -80,6 +83,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    @collector.paused()
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps what is needed of the metadata."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -100,6 +104,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             raise FormatError(f"{self.path}: a save has replaced the checkpoint while ranks opened it: load it again")
         return super().prepare_global_plan(plans)
 
+    @collector.paused()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's part, what is simple first; the rest as DCP's own reader does."""
         try:
@@ -123,13 +128,14 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         sizes: dict[str, int] = {}
         for item in items:
             info = self.storage_data[item.storage_index]
-            path = os.path.join(self.path, info.relative_path)
-            if path not in sizes:
-                sizes[path] = os.stat(path).st_size
-            if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[path]:
+            name = info.relative_path
+            if name not in sizes:
+                sizes[name] = os.stat(os.path.join(self.path, name)).st_size
+            if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
                 raise FormatError(
-                    f"{path}: {item.storage_index.fqn!r}: {info.length} bytes from byte {info.offset} on, by the "
-                    f"metadata, and the file has {sizes[path]} bytes: it was truncated or replaced"
+                    f"{os.path.join(self.path, name)}: {item.storage_index.fqn!r}: {info.length} bytes from byte "
+                    f"{info.offset} on, by the metadata, and the file has {sizes[name]} bytes: it was truncated or "
+                    "replaced"
                 )
 
     def _require_checksums(self, items: Sequence[ReadItem]) -> None:
@@ -141,7 +147,9 @@ class NvmeStorageReader(filesystem.FileSystemReader):
     def _wanted(self, item: ReadItem) -> Wanted:
         info = self.storage_data[item.storage_index]
         known = getattr(info, ATTRIBUTE, {})
-        path = os.path.join(self.path, info.relative_path)
+        path = self._paths.get(info.relative_path)
+        if path is None:
+            path = self._paths[info.relative_path] = os.path.join(self.path, info.relative_path)
         stored = None
         if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
             pass

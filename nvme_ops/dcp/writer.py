@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from nvme_ops.checkpoint import collector
 from nvme_ops.checkpoint.atomic import replacing
 from nvme_ops.dcp import folder, metadata_file, readers, saving
 from nvme_ops.dcp.items import DataFile
@@ -88,6 +89,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         if not self.overwrite and os.path.exists(present):
             raise FileExistsError(errno.EEXIST, "there is a checkpoint, and overwrite is False", path)
 
+    @collector.paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file."""
         results: list[WriteResult] = []
@@ -101,6 +103,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         future.set_result(results)
         return future
 
+    @collector.paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Makes what all ranks wrote the checkpoint, then removes the older one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):
