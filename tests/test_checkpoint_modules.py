@@ -97,3 +97,20 @@ def test_a_tensor_that_is_missing_is_still_an_error(tmp_path: Path, name: str) -
     nvme_ops.save(state, tmp_path / name)
     with pytest.raises(KeyError, match=r"embedding\.weight"):
         nvme_ops.load(tmp_path / name, into=Tied(2))
+
+
+def test_errors_have_the_types_that_users_of_torch_and_safetensors_expect(tmp_path: Path) -> None:
+    tensor = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="share memory"):
+        nvme_ops.save({"a": tensor, "b": tensor}, tmp_path / "file.safetensors")
+    nvme_ops.save({"a": tensor}, tmp_path / "file.safetensors")
+    with pytest.raises(RuntimeError, match=r"^[^\"']*has no tensor 'b'"):
+        nvme_ops.load(tmp_path / "file.safetensors", keys=["b"])
+    with pytest.raises(RuntimeError, match="no counterpart"):
+        nvme_ops.load(tmp_path / "file.safetensors", into=torch.nn.Linear(1, 1))
+    (tmp_path / "legacy.pt").write_bytes(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.")
+    for load in (torch.load, nvme_ops.load):
+        with pytest.raises(EOFError):
+            load(tmp_path / "legacy.pt")
+    with pytest.raises(nvme_ops.FormatError, match=r"legacy\.pt"):
+        nvme_ops.load(tmp_path / "legacy.pt")

@@ -44,6 +44,16 @@ def test_it_answers_as_safetensors_does(path: Path) -> None:
         assert ours.get_tensors().keys() == theirs.get_tensors().keys()
 
 
+def test_arrays_of_numpy(path: Path) -> None:
+    with nvme_ops.safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
+        for name in ("matrix", "scalar", "none"):
+            assert (ours.get_tensor(name) == theirs.get_tensor(name)).all()
+            assert ours.get_tensor(name).dtype == theirs.get_tensor(name).dtype
+        assert (ours.get_slice("matrix")[1:3, 2] == theirs.get_slice("matrix")[1:3, 2]).all()
+        with pytest.raises(TypeError, match="BFloat16"):
+            ours.get_tensor("half")
+
+
 INDICES: list[Any] = [
     ..., slice(None), slice(1, 3), slice(-2, None), slice(3, 1), slice(0, 100), slice(None, None, 2), 0, -1, 3,
     (slice(1, 3), slice(2, 4)), (slice(None), slice(2, 4)), (2, slice(1, 3)), (slice(1, 3), ...), (..., 1),
@@ -72,8 +82,8 @@ def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
         part[0]
     with pytest.raises(FileNotFoundError):
         nvme_ops.safe_open(tmp_path / "nosuch")
-    with pytest.raises(ValueError, match="framework must be 'pt'"):
-        nvme_ops.safe_open(path, framework="numpy")
+    with pytest.raises(ValueError, match="framework must be 'pt' or 'np', not 'jax'"):
+        nvme_ops.safe_open(path, framework="jax")
     path.write_bytes(b"nonsense")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(nvme_ops.FormatError):

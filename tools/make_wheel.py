@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import shutil
@@ -26,12 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pypi
+
 from nvme_ops.op_builder import ALL_OPS, compiler, portable
 
 ROOT = Path(__file__).parent.parent
 #: One of each minor version whose C++ standard library is the one of manylinux_2_28 and later.
 TORCHES = ("2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-INDEX = "https://pypi.org/simple/torch/"
 _READ_AHEAD = 4 << 20  # bytes
 
 
@@ -75,15 +75,12 @@ class RemoteFile(io.RawIOBase):
 
 def wheel_url(version: str) -> str:
     """Of torch for this machine, any Python. LookupError where there is none."""
-    wanted = urllib.request.Request(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
-    with urllib.request.urlopen(wanted) as answer:
-        files = json.load(answer)["files"]
     machine = os.uname().machine
     pattern = re.compile(rf"torch-{re.escape(version)}(-\d+)?-cp3\d+-cp3\d+-manylinux.*_{machine}\.whl")
-    for file in files:
-        if pattern.fullmatch(file["filename"]):
-            return str(file["url"])
-    raise LookupError(f"{INDEX} has no wheel of torch {version} for {machine}")
+    for name, url in pypi.files("torch").items():
+        if pattern.fullmatch(name):
+            return url
+    raise LookupError(f"{pypi.INDEX} has no wheel of torch {version} for {machine}")
 
 
 def headers(version: str, folder: Path) -> Path:

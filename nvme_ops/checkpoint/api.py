@@ -59,7 +59,8 @@ def save(
 
     Raises:
         TypeError: something that the format cannot hold.
-        ValueError: an unknown format, tensors that share memory where the format would store them twice.
+        ValueError: an unknown format; tensors that share memory where the format would store them twice, which is a
+            RuntimeError too, as of safetensors.
         OSError: no space, no permission, a device error. The old file is untouched.
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
@@ -116,7 +117,8 @@ def load(
     Raises:
         FormatError: (a ValueError) the file is damaged or no such file; the message names the file and the field.
         ChecksumError: (an OSError) ``verify`` found a difference; it names the tensors.
-        KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round.
+        KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round; a RuntimeError too, as of
+            ``Module.load_state_dict``.
         ValueError: shapes or dtypes of ``into`` differ, or there is nothing to verify.
         OSError: the file cannot be read.
         MemoryError: there is not enough memory for the tensors.

@@ -38,7 +38,14 @@ class Request:
         return [name for name in names if name in wanted]
 
 
-def lacking(path: str, names: Sequence[str], why: str = "") -> KeyError:
+class MissingTensorError(KeyError, RuntimeError):
+    """A name that one side lacks: a KeyError as of a dict, a RuntimeError as of ``Module.load_state_dict``."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def lacking(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
     """To raise where the file has no tensors of these names."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return KeyError(f"{path} has no tensor {shown}{why}")
+    return MissingTensorError(f"{path} has no tensor {shown}{why}")

@@ -17,7 +17,7 @@ from nvme_ops.handle import aio_handle
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_FRAMEWORKS = ("pt", "torch", "pytorch")
+_TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
 class safe_open:  # noqa: N801  (safetensors' name)
@@ -32,7 +32,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
 
     Args:
         filename: the file.
-        framework: ``"pt"``; others are refused.
+        framework: ``"pt"``, or ``"np"`` for NumPy's arrays; others are refused.
         device: where the tensors go.
         backend: accepted, as safetensors takes it, and without effect: the way to the file is the handle's.
         handle: whose settings the transfers use; one for the whole process when None.
@@ -54,8 +54,9 @@ class safe_open:  # noqa: N801  (safetensors' name)
     ) -> None:
         del backend
         self._fd = -1
-        if framework not in _FRAMEWORKS:
-            raise ValueError(f"framework must be 'pt', not {framework!r}: tensors here are torch's")
+        if framework not in (*_TORCH, *_NUMPY):
+            raise ValueError(f"framework must be 'pt' or 'np', not {framework!r}: tensors here are torch's or NumPy's")
+        self._numpy = framework in _NUMPY
         self._path = os.fspath(filename)
         self._device = torch.device(device)
         self._handle = handle or shared_handle()
@@ -79,11 +80,11 @@ class safe_open:  # noqa: N801  (safetensors' name)
         found = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
         return found or None
 
-    def get_tensor(self, name: str) -> torch.Tensor:
-        """A new tensor. Raises KeyError for a name that the file lacks."""
+    def get_tensor(self, name: str) -> Any:
+        """A new tensor, or array. Raises KeyError for a name that the file lacks."""
         return self.get_slice(name)[...]
 
-    def get_tensors(self) -> dict[str, torch.Tensor]:
+    def get_tensors(self) -> dict[str, Any]:
         """All tensors by name. ``nvme_ops.load`` reads them faster, into one memory."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
@@ -132,8 +133,12 @@ class Slice:
         """In the format's words: ``F32``, ``BF16``, ..."""
         return self._entry.dtype
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """A new, contiguous tensor. Raises IndexError as torch does."""
+    def __getitem__(self, index: Any) -> Any:
+        """A new, contiguous tensor, or array. Raises IndexError as torch does; TypeError for what NumPy cannot hold."""
+        found = self._read(index)
+        return found.numpy() if self._file._numpy else found
+
+    def _read(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         rows = self._shape[0] if self._shape else 0
         if isinstance(first, slice) and first.step in (None, 1) and self._shape:

@@ -16,6 +16,10 @@ _PAGE = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class SharedMemoryError(ValueError, RuntimeError):
+    """Tensors that share memory; safetensors raises a RuntimeError there."""
+
+
 def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Header:
     """Where each tensor will lie: the larger dtypes first, so that all are aligned, and the first on a page.
 
@@ -118,7 +122,7 @@ def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     shared = native().overlapping(list(tensors.values()))
     if shared is not None:
         before, name = (list(tensors)[index] for index in shared)
-        raise ValueError(
+        raise SharedMemoryError(
             f"tensors {before!r} and {name!r} share memory, which a safetensors file would hold twice: save one of "
             "them, or a clone, or save as .pt"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nvme_ops.checkpoint.modules import covered
-from nvme_ops.checkpoint.request import Request, lacking
+from nvme_ops.checkpoint.request import MissingTensorError, Request, lacking
 
 
 class Targets:
@@ -27,7 +27,7 @@ class Targets:
             return
         there = set(names)
         if strange := sorted(there - self._tensors.keys()):
-            raise KeyError(
+            raise MissingTensorError(
                 f"{path}: tensor {strange[0]!r} has no counterpart in into=; name those to load with keys=, or "
                 "pass over what the other side lacks with strict=False"
             )

@@ -194,7 +194,22 @@ def _in_words(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[No
         if zip_file is not None and error is zip_file.failure:
             raise
         reason = str(error) or type(error).__name__
-        raise FormatError(f"{where}: {reason}") from error
+        raise _format_error_of(error)(f"{where}: {reason}") from error
+
+
+def _text(error: Exception) -> str:
+    return str(error.args[0])
+
+
+# A FormatError that those who expect torch's type catch too.
+_FORMAT_ERRORS: dict[type[Exception], type[FormatError]] = {
+    known: type("FormatError", (FormatError, known), {"__module__": FormatError.__module__, "__str__": _text})
+    for known in (NotImplementedError, RuntimeError, EOFError, TypeError, KeyError, AttributeError)
+}
+
+
+def _format_error_of(error: Exception) -> type[FormatError]:
+    return next((made for known, made in _FORMAT_ERRORS.items() if isinstance(error, known)), FormatError)
 
 
 def _load_by_torch(file: File, map_location: Any, verify: bool) -> Any:
