@@ -140,11 +140,9 @@ def _dcp_save(tensors: Tensors, path: str) -> None:
 
 
 def _dcp_save_through_us(tensors: Tensors, path: str) -> None:
-    from torch.distributed import checkpoint
+    import nvme_ops.dcp
 
-    from nvme_ops.dcp import NvmeStorageWriter
-
-    checkpoint.save(dict(tensors), storage_writer=NvmeStorageWriter(path), no_dist=True)
+    nvme_ops.dcp.save(dict(tensors), path)
 
 
 def _dcp_load(work: Work, path: str, through_us: bool) -> Tensors:
@@ -152,9 +150,9 @@ def _dcp_load(work: Work, path: str, through_us: bool) -> Tensors:
 
     targets = {name: torch.empty_like(tensor) for name, tensor in work.tensors.items()}
     if through_us:
-        from nvme_ops.dcp import NvmeStorageReader
+        import nvme_ops.dcp
 
-        checkpoint.load(targets, storage_reader=NvmeStorageReader(path), no_dist=True)
+        nvme_ops.dcp.load(targets, path)
     else:
         checkpoint.load(targets, checkpoint_id=path, no_dist=True)
     return targets
@@ -187,6 +185,8 @@ def _deepspeed_save(tensors: Tensors, path: str) -> None:
 def contenders(work: Work) -> Iterator[Contender]:
     """All of them; those of packages that are not installed too."""
     yield Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load)
+    recycled = functools.partial(nvme_ops.save, recycle=True)
+    yield Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors", recycled, None)
     mapped = functools.partial(nvme_ops.load, mmap=True)
     yield Contender("nvme_ops, mmap=True", ".safetensors", None, mapped, saved_by="nvme_ops .safetensors")
     yield Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load)

@@ -35,6 +35,7 @@ def save(
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
+    recycle: bool = False,
     handle: aio_handle | None = None,
 ) -> None:
     """Saves tensors at the speed of the device, atomically: a crash at any point leaves the old file or the new one.
@@ -55,6 +56,10 @@ def save(
         metadata: strings to keep in the file, where the format has a place for them.
         max_shard_size: bytes of tensors in one file of several, unless one tensor is larger; also in words, as in
             ``"2GB"`` or ``"500MiB"``. 5 GB when None.
+        recycle: keep the file that is replaced, under a hidden name, and write the next checkpoint of this path over
+            it: the device needs no new blocks then, which is faster where one path is saved again and again. It takes
+            the room of one more checkpoint, until a save without it or ``nvme-checkpoint clean``. Whoever still has the
+            checkpoint before the last one open, or mapped, sees it change. Only for one file, and with ``durable``.
         handle: whose settings the transfers use; one for the whole process when None.
 
     Raises:
@@ -65,7 +70,7 @@ def save(
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
     name = os.fspath(path)
-    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size)
+    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     try:
         if turn.interrupts_another():

@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from nvme_ops.checkpoint import freeing
 
 _MARK = ".nvme_ops-tmp"
+_SPARE = ".nvme_ops-spare"
 _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 
 
@@ -29,14 +31,17 @@ class Replacement:
 
 
 @contextmanager
-def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[Replacement]:
-    """A new, empty file beside ``target`` to write to, renamed over it at the end of the block.
+def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: bool = False) -> Iterator[Replacement]:
+    """A new file beside ``target`` to write to, renamed over it at the end of the block.
 
     ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
     the folder). When the block raises, the new file is removed and ``target`` is as it was. What a process that was
     killed left behind is removed by the next replacement in that folder. A symbolic link stays one: what it points
     to is replaced. The mode of an existing target is kept. The space of a large one is free soon after the block. A
     device or a pipe is not replaced: it gets all the bytes at the end of the block.
+
+    ``recycle``: the file that was replaced is kept, under a hidden name, and the next such replacement is written over
+    it, which needs no new blocks. The block has to write every byte and to cut the file to its length.
 
     Raises:
         IsADirectoryError: ``target`` is a folder.
@@ -61,15 +66,21 @@ def replacing(target: str | os.PathLike[str], durable: bool = True) -> Iterator[
             remove_litter(folder)
             freeing.require_room(folder)
             mode = _mode(path)
-            fd, temporary = _create(folder, name, 0o666 if mode is None else mode)
+            spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
+            fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
                 os.fchmod(fd, mode)  # what the umask took away
             yield Replacement(path, temporary, fd)
             if durable:
                 os.fdatasync(fd)
+            kept = recycle and _keep(path, spare)
             with freeing.later(path):
                 os.rename(temporary, path)
             temporary = ""
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # for who reads it already
+            if not kept:
+                _remove_spare(spare)
             if durable:
                 os.fsync(folder_fd)
         finally:
@@ -97,12 +108,26 @@ def _is_ours(error: OSError, path: str, folder: str) -> bool:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor to read from."""
+    """A descriptor to read from, of a file that is not written over meanwhile (``recycle``)."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        _lock_shared(fd)
         yield fd
     finally:
         os.close(fd)
+
+
+def _lock_shared(fd: int) -> None:
+    """Not where somebody else has locked it. A save does so for the moment after the file got its name."""
+    for _ in range(100):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        return
 
 
 def sync_folder(folder: str) -> None:
@@ -130,8 +155,8 @@ def _mode(path: str) -> int | None:
         return None
 
 
-def _create(folder: str, name: str, mode: int) -> tuple[int, str]:
-    """Never open to more users than ``mode`` says.
+def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tuple[int, str]:
+    """Never open to more users than ``mode`` says. The ``spare``, where there is one to be used.
 
     The lock says that its writer lives; the kernel lets go of it when the process dies.
     """
@@ -139,6 +164,8 @@ def _create(folder: str, name: str, mode: int) -> tuple[int, str]:
         # a number that does not come again: whoever clears litter may still look at the file that had it before
         number = int.from_bytes(os.urandom(4), "little")
         path = os.path.join(folder, f".{_short(name)}.{os.getpid()}-{number}{_MARK}")
+        if spare is not None and (fd := _take(spare, path, mode)) >= 0:
+            return fd, path
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         except FileExistsError:
@@ -151,6 +178,50 @@ def _create(folder: str, name: str, mode: int) -> tuple[int, str]:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _take(spare: str, path: str, mode: int) -> int:
+    """A descriptor of the spare file, which is called ``path`` from then on; -1 where it is not ours alone to use."""
+    try:
+        fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        if _is_spare(os.fstat(fd)) and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
+            os.fchmod(fd, mode)
+            os.rename(spare, path)
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return -1
+
+
+def _is_spare(status: os.stat_result) -> bool:
+    """A file of this user's that has no other name."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+
+
+def _keep(path: str, spare: str) -> bool:
+    """Gives the file that is about to be replaced a second name."""
+    with suppress(OSError):  # there is none, or the file system has no links
+        if _is_spare(os.lstat(path)):
+            _remove_spare(spare)
+            os.link(path, spare, follow_symlinks=False)
+            return True
+    return False
+
+
+def _remove_spare(spare: str) -> None:
+    with suppress(OSError):
+        freeing.unlink(spare)
+
+
+def spares(folder: str) -> list[str]:
+    """The files in a folder that are kept to be written over."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SPARE)]
+    return []
 
 
 def _lock(fd: int) -> bool:

@@ -86,6 +86,7 @@ def save_async(
     checksum: bool = True,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
+    recycle: bool = False,
     handle: aio_handle | None = None,
 ) -> SaveFuture:
     """Like ``nvme_ops.save``, but returns while the file is still being written, by a thread.
@@ -108,6 +109,7 @@ def save_async(
         checksum: as of ``save``.
         metadata: as of ``save``.
         max_shard_size: as of ``save``.
+        recycle: as of ``save``.
         handle: as of ``save``.
 
     Raises:
@@ -120,7 +122,7 @@ def save_async(
         raise ValueError(f"memory must not be negative: {memory}")
     name = os.fspath(path)
     place = os.path.abspath(name)  # the program may change its folder meanwhile
-    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size)
+    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     handle = handle or shared_handle()
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None

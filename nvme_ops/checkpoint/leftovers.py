@@ -16,10 +16,12 @@ _INDEX = FORMATS["sharded"][1][0]
 def leftovers(folder: str) -> list[str]:
     """The paths of temporary files whose writer is gone, of locks that nobody holds, and of shards of no index.
 
+    With them the files that ``save(recycle=True)`` keeps to write the next checkpoint over.
+
     A shard counts only where its header says that it is of another save than the index. Data of a DCP checkpoint are
     left to the next save, which knows what ``.metadata`` names without unpickling it here.
     """
-    found = [path for path in atomic.litter(folder) if atomic.is_abandoned(path)]
+    found = [path for path in [*atomic.litter(folder), *atomic.spares(folder)] if atomic.is_abandoned(path)]
     for name in os.listdir(folder):
         if name.endswith(_INDEX):
             with suppress(OSError, FormatError), between_processes.locked(os.path.join(folder, name)):

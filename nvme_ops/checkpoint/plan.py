@@ -37,6 +37,8 @@ def plan_for(
     checksum: bool,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
+    durable: bool,
+    recycle: bool,
 ) -> Plan:
     """What the format of ``path`` makes of ``obj``, of a module of its state dict.
 
@@ -46,11 +48,18 @@ def plan_for(
     if isinstance(obj, torch.nn.Module):
         obj, left_out = state_of(obj)
         metadata = {**left_out, **(metadata or {})}
-    more = {}
+    more: dict[str, Any] = {}
+    sharded = module.__name__ == FORMATS["sharded"][0]
+    if recycle and sharded:
+        raise ValueError(f"{path}: recycle=True is of one file, not of checkpoints in several")
+    if recycle and not durable:
+        raise ValueError(f"{path}: recycle=True with durable=False could leave old and new bytes in one file")
+    if recycle:
+        more = {"recycle": True}
     if max_shard_size is not None:
-        if module.__name__ != FORMATS["sharded"][0]:
+        if not sharded:
             raise ValueError(f"{path}: max_shard_size is of checkpoints in several files: name a folder or an index")
-        more = {"max_shard_size": size_of(max_shard_size)}
+        more["max_shard_size"] = size_of(max_shard_size)
     made: Plan = module.plan(obj, checksum=checksum, metadata=metadata, **more)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class SafetensorsPlan:
     header: layout.Header
     tensors: list[torch.Tensor]
     checksum: bool
+    recycle: bool = False
     seal: str | None = None  # the checksum of the header, once it is written
 
     def target(self, path: str) -> str:
@@ -39,16 +41,25 @@ class SafetensorsPlan:
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """See ``Plan``."""
         places = list(zip((entry.start for entry in self.header.entries.values()), self.tensors, strict=True))
-        with replacing(path, durable) as file:
+        with replacing(path, durable, self.recycle) as file:
             found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksum else None, borrowed)
             text = integrity.sealed(self.header.text, found) if found else self.header.text
             self.seal = integrity.seal(text) if found else None
             head = struct.pack("<Q", len(text)) + text
             handle.submit_pwrite(torch.frombuffer(bytearray(head), dtype=torch.uint8), file.fd, 0).result()
+            if self.recycle:
+                os.ftruncate(file.fd, max([len(head), *(entry.end for entry in self.header.entries.values())]))
 
 
 @collector.paused()
-def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, save: str | None = None) -> SafetensorsPlan:
+def plan(
+    obj: Any,
+    *,
+    checksum: bool,
+    metadata: Mapping[str, str] | None,
+    save: str | None = None,
+    recycle: bool = False,
+) -> SafetensorsPlan:
     """Raises TypeError and ValueError for what the format cannot hold. ``save``: which one the file is a part of."""
     tensors = require_tensors(obj)
     words = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
@@ -60,7 +71,7 @@ def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, save: 
     if checksum and tensors:
         words[integrity.KEY] = integrity.placeholder(len(tensors))
     header = build(tensors, words)
-    return SafetensorsPlan(header, [_without_grad(tensors[name]) for name in header.entries], checksum)
+    return SafetensorsPlan(header, [_without_grad(tensors[name]) for name in header.entries], checksum, recycle)
 
 
 def _without_grad(tensor: torch.Tensor) -> torch.Tensor:

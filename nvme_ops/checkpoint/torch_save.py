@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,6 +117,7 @@ class TorchPlan:
     tensors: list[torch.Tensor]
     metadata: Mapping[str, str]
     checksum: bool
+    recycle: bool = False
 
     def target(self, path: str) -> str:
         """See ``Plan``."""
@@ -123,7 +125,7 @@ class TorchPlan:
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """See ``Plan``."""
-        with collector.paused(), replacing(path, durable) as file:
+        with collector.paused(), replacing(path, durable, self.recycle) as file:
             records, end = self._records()
             lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
             first = [record for record in records if id(record.data) in lent]
@@ -131,7 +133,10 @@ class TorchPlan:
                 _write(handle, file.fd, first, self.checksum)
                 borrowed.let_go(record.data for record in first)
             _write(handle, file.fd, [record for record in records if id(record.data) not in lent], self.checksum)
-            handle.submit_pwrite(torch.frombuffer(_tail(records, end), dtype=torch.uint8), file.fd, end).result()
+            tail = torch.frombuffer(_tail(records, end), dtype=torch.uint8)
+            handle.submit_pwrite(tail, file.fd, end).result()
+            if self.recycle:
+                os.ftruncate(file.fd, end + tail.nbytes)
 
     def _records(self) -> tuple[list[Record], int]:
         """All of them with their places, and where the directory goes.
@@ -149,11 +154,11 @@ class TorchPlan:
         return records, _lay_out(records)
 
 
-def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None) -> TorchPlan:
+def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
     """Raises what ``pickled`` raises. Without ``checksum`` the places for CRC-32 hold zeros, as torch leaves them."""
     require_strings(metadata or {})
     content, tensors = pickled(obj)
-    return TorchPlan(content, tensors, metadata or {}, checksum)
+    return TorchPlan(content, tensors, metadata or {}, checksum, recycle)
 
 
 def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
