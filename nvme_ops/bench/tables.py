@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,7 @@ from nvme_ops.sizes import GIB, size_words
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3}
 TIMES = {"us": 1e-6, "s": 1.0}
+_WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
 
@@ -137,7 +141,10 @@ def as_json(table: Table) -> dict[str, Any]:
 
 
 def plot(tables: dict[str, list[Table]], path: str) -> bool:
-    """Bars of the throughput tables, one picture for all folders; False when there is none. Needs matplotlib."""
+    """Bars of the throughput tables, one picture for all folders; False when there is none. Needs matplotlib.
+
+    The tables stand in as many columns as keep the picture about as high as it is wide.
+    """
     import matplotlib  # type: ignore[import-not-found,unused-ignore]
 
     matplotlib.use("Agg")
@@ -146,25 +153,51 @@ def plot(tables: dict[str, list[Table]], path: str) -> bool:
     shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
     if not shown:
         return False
-    figure, axes = pyplot.subplots(
-        len(shown), 1, figsize=(9, 1 + sum(0.3 * len(table.rows) + 0.8 for _, table in shown)), squeeze=False,
-        gridspec_kw={"height_ratios": [len(table.rows) + 1 for _, table in shown]},
-    )  # fmt: skip
-    for axis, (folder, table) in zip(axes[:, 0], shown, strict=True):
-        for place, row in enumerate(table.rows):
-            found = spread(table.values(row))
-            if found:
-                error = [[found.median - found.low], [found.high - found.median]]
-                colour = "tab:orange" if row.name.startswith(_OURS) else "tab:gray"
-                axis.barh(place, found.median, xerr=error, color=colour, ecolor="black", capsize=2)
-        axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
-        axis.invert_yaxis()
-        axis.set_title(f"{table.title} ({folder})", loc="left", fontsize=10)
-        axis.set_xlabel("GB/s: median, least and most")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    columns = _in_columns(shown)
+    heights = [sum(_height(table) for _, table in column) for column in columns]
+    figure = pyplot.figure(figsize=(_WIDTH * len(columns), max(heights)), layout="constrained")
+    grids = figure.add_gridspec(1, len(columns))
+    for number, column in enumerate(columns):
+        free = max(heights) - sum(_height(table) for _, table in column)
+        ratios = [*(_height(table) for _, table in column), *([free] if free > 0 else [])]
+        places = grids[number].subgridspec(len(ratios), 1, height_ratios=ratios)
+        for place, (folder, table) in enumerate(column):
+            _draw(figure.add_subplot(places[place]), table, folder if len(tables) > 1 else "")
+    figure.savefig(path, dpi=80 if len(columns) == 1 else 56, bbox_inches="tight")
     pyplot.close(figure)
     return True
+
+
+def _height(table: Table) -> float:
+    return 0.28 * len(table.rows) + 1.1
+
+
+def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
+    """In order, each about as high as the others."""
+    total = sum(_height(table) for _, table in shown)
+    count = max(1, min(len(shown), round(math.sqrt(total / _WIDTH))))
+    columns: list[list[tuple[str, Table]]] = [[]]
+    height = 0.0
+    for each in shown:
+        if len(columns) < count and height + _height(each[1]) / 2 > total * len(columns) / count:
+            columns.append([])
+        columns[-1].append(each)
+        height += _height(each[1])
+    return columns
+
+
+def _draw(axis: Any, table: Table, folder: str) -> None:
+    for place, row in enumerate(table.rows):
+        found = spread(table.values(row))
+        if found:
+            error = [[found.median - found.low], [found.high - found.median]]
+            colour = "tab:orange" if row.name.startswith(_OURS) else "tab:gray"
+            axis.barh(place, found.median, xerr=error, color=colour, ecolor="black", capsize=2)
+    axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
+    axis.invert_yaxis()
+    title = f"{table.title}; {os.path.basename(folder.rstrip('/')) or folder}" if folder else table.title
+    axis.set_title("\n".join(textwrap.wrap(title, 70)), loc="left", fontsize=10)
+    axis.set_xlabel("GB/s: median, least and most", fontsize=9)
 
 
 def with_range(found: Spread | None, digits: int) -> str:
