@@ -22,10 +22,10 @@ _NOT_YET = "Not measured yet."
 # Of the README: what is moved, raw_io's group and row, and the unit where it is not the column's.
 _ROWS = [
     ("read, page-locked tensor", "read", "nvme_ops, locked", ""),
-    ("read, ordinary tensor", "read", "nvme_ops, pageable", ""),
+    ("read, ordinary tensor that was in use", "read", "nvme_ops, pageable", ""),
     ("write, page-locked tensor", "write", "nvme_ops, locked", ""),
-    ("write, ordinary tensor", "write", "nvme_ops, pageable", ""),
-    ("read from the page cache, ordinary tensor", "cached", "nvme_ops, pageable", ""),
+    ("write, ordinary tensor that was in use", "write", "nvme_ops, pageable", ""),
+    ("read from the page cache, ordinary tensor that was in use", "cached", "nvme_ops, pageable", ""),
     ("16,384 random 4 KiB reads in one call", "random", "nvme_ops submit_preadv, nvme_ops.empty", " kIOPS"),
 ]
 _FIO = ("fio best", "fio randread 4k, depth 128")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+_module: Any = None  # asking the builder takes microseconds, and this is asked for every tensor
 
-@functools.cache
+
 def native() -> Any:
     """The native module, which ``nvme_ops/ops/async_io.pyi`` describes. RuntimeError when it cannot be built."""
-    from nvme_ops.op_builder import AsyncIOBuilder
+    global _module
+    if _module is None:
+        from nvme_ops.op_builder import AsyncIOBuilder
 
-    return AsyncIOBuilder().load()
+        _module = AsyncIOBuilder().load()
+    return _module

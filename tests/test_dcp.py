@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import pickle
 import struct
@@ -23,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import MIB, REPOSITORY, in_child, run_python
 from dcp_states import equal, load, needs_fork, save, state
 from private_device import private_device
+from torch.distributed.checkpoint import logger as dcp_logger
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
@@ -75,6 +77,22 @@ def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) ->
     with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
         nvme_ops.dcp.load(found, tmp_path, verify=True)
     assert gc.isenabled()
+
+
+def test_dcps_log_is_written_where_somebody_reads_it(tmp_path: Path) -> None:
+    logger = dcp_logger._dcp_logger
+    nvme_ops.dcp.save(state(1), tmp_path)
+    assert not logger.disabled
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign,assignment]
+    logger.addHandler(handler)
+    try:
+        nvme_ops.dcp.save(state(1), tmp_path)
+        nvme_ops.dcp.load(state(1), tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    assert {"write_data", "read_data"} <= {record.msg["func_name"] for record in heard if isinstance(record.msg, dict)}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
