@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import json
 import os
@@ -39,9 +40,10 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
     fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     others = sorted(folder.glob(f"{name}.*.so"), reverse=True)
     if len(others) > 1:  # a wheel's, for several versions of torch
-        import torch
+        with contextlib.suppress(ImportError):  # others say that there is no torch
+            import torch
 
-        fitting.append(folder / portable.file_name(name, portable.minor(str(torch.__version__))))
+            fitting.append(folder / portable.file_name(name, portable.minor(str(torch.__version__))))
     for library in [*fitting, *others]:
         if library.is_file():
             try:

@@ -174,7 +174,7 @@ def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[t
     monkeypatch.setattr(tune_module, "_flush", lambda: files.make_warm(next(map(str, folder.glob("*/data")))))
 
     def tune() -> tuple[tune_module.Result, list[str]]:
-        words = ["--nvme_dir", str(folder), "--io_size", "2M", "--seconds", "0.5", "--no_write", "--verbose"]
+        words = ["--nvme_dir", str(folder), "--io_size", "32M", "--seconds", "0.5", "--no_write", "--verbose"]
         given = tune_options.parse([*words, "--log_dir", str(folder / "log")])
         object.__setattr__(given, "flush_page_cache", True)
         said: list[str] = []

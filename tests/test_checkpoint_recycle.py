@@ -143,6 +143,18 @@ def test_the_mode_is_that_of_the_file(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_whoever_could_read_the_old_file_does_not_read_the_new_one(path: Path) -> None:
+    save(path)
+    save(path, NEW)
+    with spare_of(path).open("rb") as theirs:
+        before = theirs.read()
+        path.chmod(0o600)
+        save(path)
+        theirs.seek(0)
+        assert theirs.read() == before
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_an_error_leaves_the_file_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(path)
     save(path, NEW)

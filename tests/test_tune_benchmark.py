@@ -59,8 +59,8 @@ def test_a_small_run_prints_and_writes_its_figures(
     (tmp_path / "place").mkdir()
     file = tmp_path / "found.json"
     status = tuning.main([
-        "--path", str(tmp_path / "place"), "--io_size", "1M", "--rounds", "1", "--repetitions", "2", "--seconds", "0.5",
-        "--final-rounds", "3", "--json", str(file),
+        "--path", str(tmp_path / "place"), "--io_size", "32M", "--rounds", "1", "--repetitions", "2",
+        "--seconds", "0.5", "--final-rounds", "3", "--json", str(file),
     ])  # fmt: skip
     assert status == 0
     output = capsys.readouterr().out

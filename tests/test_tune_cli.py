@@ -152,7 +152,7 @@ def test_the_log_has_a_line_for_every_pass(everything: Run) -> None:
         assert set(line["aio"]) == set(KEYS)
         assert line["read"] > 0
         assert line["write"] > 0
-        assert line["bytes"] == 2 << 20
+        assert line["bytes"] == 32 << 20
 
 
 def test_verbose_shows_every_pass(everything: Run) -> None:

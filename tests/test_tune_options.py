@@ -80,7 +80,7 @@ def test_the_rest_is_taken_as_given(tmp_path: Path) -> None:
     [
         (["--io_size", "0"], "--io_size: '0' is not a size"),
         (["--io_size", "much"], "--io_size: 'much' is not a size"),
-        (["--io_size", "31M"], "--io_size 31M: a pass of less than 32 MiB mostly measures its begin and end"),
+        (["--io_size", "31M"], "--io_size 31M: a pass of less than 32 MiB mostly measures how it begins and ends"),
         (["--no_store", "--replace"], "--replace with --no_store"),
         (["--loops", "0"], "--loops: '0' is not a number of at least 1"),
         (["--loops", "x"], "--loops: 'x' is not"),

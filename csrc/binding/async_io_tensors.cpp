@@ -70,7 +70,7 @@ bool fits(std::int64_t offset, const std::vector<std::int64_t>& sizes, const std
           std::size_t item, std::size_t bytes) {
   const auto room = static_cast<std::int64_t>(bytes / item);
   if (sizes.size() != strides.size() || offset < 0) return false;
-  std::int64_t last = offset;
+  std::int64_t last = offset, count = 1;
   bool empty = false;
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
     if (sizes[dim] < 0 || strides[dim] < 0) return false;
@@ -79,7 +79,8 @@ bool fits(std::int64_t offset, const std::vector<std::int64_t>& sizes, const std
   if (empty) return offset <= room;
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
     std::int64_t reach;
-    if (__builtin_mul_overflow(sizes[dim] - 1, strides[dim], &reach) || __builtin_add_overflow(last, reach, &last)) {
+    if (__builtin_mul_overflow(count, sizes[dim], &count) ||
+        __builtin_mul_overflow(sizes[dim] - 1, strides[dim], &reach) || __builtin_add_overflow(last, reach, &last)) {
       return false;
     }
   }

@@ -187,7 +187,10 @@ def _take(spare: str, path: str, mode: int) -> int:
     except OSError:
         return -1
     try:
-        if _is_spare(os.fstat(fd)) and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
+        status = os.fstat(fd)
+        # who may read it has perhaps opened it already
+        private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
+        if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             os.fchmod(fd, mode)
             os.rename(spare, path)
             return fd
