@@ -140,7 +140,7 @@ def make(versions: Sequence[str], ops: Sequence[str], target: Path, jobs: int) -
             made = [
                 path for paths in threads.map(lambda each: compile_for(each, work, ops), versions) for path in paths
             ]
-        run("build", "--wheel", "--outdir", work / "plain", ROOT)
+        run("build", "--outdir", work / "plain", ROOT)  # from an sdist, so that nothing is built in the checkout
         run("wheel", "unpack", next((work / "plain").glob("*.whl")), "--dest", work / "content")
         content = next((work / "content").iterdir())
         for path in made:
