@@ -55,10 +55,10 @@ def test_of_several_the_one_for_this_torch_is_used_in_silence(here: Sandbox, tmp
     ("change", "reason"),
     [
         ({"torch": "2.3"}, f"torch: built for 2.3, here {MINOR}"),
-        ({"sources": "0"}, "its sources changed"),
-        ({"cxx11_abi": "False"}, "cxx11_abi: built for False"),
-        ({"python": "abi3 of 9.9"}, "python: built for abi3 of 9.9"),
-        ({"machine": "pdp11"}, "machine: built for pdp11"),
+        pytest.param({"sources": "0"}, "its sources changed", marks=pytest.mark.slow),
+        pytest.param({"cxx11_abi": "False"}, "cxx11_abi: built for False", marks=pytest.mark.slow),
+        pytest.param({"python": "abi3 of 9.9"}, "python: built for abi3 of 9.9", marks=pytest.mark.slow),
+        pytest.param({"machine": "pdp11"}, "machine: built for pdp11", marks=pytest.mark.slow),
     ],
 )
 def test_a_mismatch_is_not_used_and_named(here: Sandbox, tmp_path: Path, change: dict[str, str], reason: str) -> None:

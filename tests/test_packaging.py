@@ -156,7 +156,8 @@ def test_an_sdist_has_everything_and_makes_the_same_wheel(run: Run, checkout: Pa
     assert (issues in metadata_of(direct), issues in metadata_of(through)) == (False, True)
 
 
-@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", pytest.param("DS_BUILD_OPS", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the wheel with both ops stands for it
+@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", "DS_BUILD_OPS"])
 def test_a_prebuilt_wheel_works_without_a_compiler(
     run: Run, small: Path, tmp_path: Path, clean_python: Path, variable: str
 ) -> None:
