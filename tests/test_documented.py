@@ -13,7 +13,8 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 def sources() -> list[Path]:
     folders = [REPOSITORY / name for name in ("nvme_ops", "op_builder", "report", "csrc")]
-    return [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    return [REPOSITORY / "setup.py", *found]
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
