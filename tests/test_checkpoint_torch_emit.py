@@ -192,3 +192,9 @@ def test_many_tensors_take_no_detour(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = nvme_ops.load(saved(state, tmp_path), verify=True)
     assert list(found) == list(state)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_pickle_cannot_change_what_stands_for_a_function() -> None:
+    content = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x01\x00\x00\x00aK\x01sb."
+    with pytest.raises(torch_plain.NotPlainError, match="the state of a function"):
+        torch_plain.make(content, lambda _: CPU, lambda *_: torch.empty(0))

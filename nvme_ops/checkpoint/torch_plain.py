@@ -61,6 +61,21 @@ def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch)
     return made
 
 
+class _Function:
+    """What stands for a function of torch's: a pickle can call it and put nothing into it."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __setstate__(self, _: Any) -> None:
+        raise NotPlainError("the state of a function")
+
+
 class _Maker(pickle.Unpickler):
     """Calls the functions below, which stand for torch's, and no others."""
 
@@ -77,9 +92,9 @@ class _Maker(pickle.Unpickler):
         self._functions = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): torch.Size,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
-            ("torch._utils", "_rebuild_tensor_v3"): self._tensor_of_dtype,
-            ("torch._utils", "_rebuild_parameter"): self._parameter,
+            ("torch._utils", "_rebuild_tensor_v2"): _Function(self._tensor),
+            ("torch._utils", "_rebuild_tensor_v3"): _Function(self._tensor_of_dtype),
+            ("torch._utils", "_rebuild_parameter"): _Function(self._parameter),
         }
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -146,6 +161,8 @@ class _Maker(pickle.Unpickler):
 
     def fill(self, fetch: Fetch) -> None:
         """Gives the tensors their storages."""
+        if any(empty.untyped_storage().nbytes() for empty in self._empty.values()):
+            raise NotPlainError("a tensor that the pickle has changed")
         owners = {key: fetch(f"data/{key}", size, location) for key, (size, location) in self._storages.items()}
         native().set_storages(
             self._tensors, [owners[view[0]] for view in self._views], *(
