@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nvme_ops.checkpoint.integrity import ChecksumError as ChecksumError
     from nvme_ops.checkpoint.safe_open import safe_open as safe_open
     from nvme_ops.checkpoint.safetensors_format import FormatError as FormatError
+    from nvme_ops.engine import Priority as Priority
     from nvme_ops.file import File as File
     from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
     from nvme_ops.future import IoFuture as IoFuture
@@ -39,6 +40,7 @@ _MODULE_OF = {
     "File": "nvme_ops.file",
     "FormatError": "nvme_ops.checkpoint.safetensors_format",
     "IoFuture": "nvme_ops.future",
+    "Priority": "nvme_ops.engine",
     "SaveFuture": "nvme_ops.checkpoint.background",
     "aio_handle": "nvme_ops.handle",
     "empty": "nvme_ops.tensors",
@@ -57,6 +59,7 @@ __all__ = [
     "File",
     "FormatError",
     "IoFuture",
+    "Priority",
     "SaveFuture",
     "__version__",
     "aio_handle",

@@ -9,6 +9,8 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
+from nvme_ops._native import native
+from nvme_ops.engine import Op, engine_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.paths import URL
@@ -96,11 +98,12 @@ class File(_RawFile):
         self._name = path
         self._mode = plain
         self._handle = handle or shared_handle()
-        self._engine = self._handle._engine
+        self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # of tensors
         try:
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
-            self._stream = Stream(self._handle, self._fd, plain)
+            self._open_file = native().OpenFile(self._fd)
+            self._stream = Stream(self._handle, self._fd, self._open_file, plain)
         except BaseException:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -129,25 +132,25 @@ class File(_RawFile):
         """
         self._require_readable()
         self._stream.flush()
-        return self._engine.run(False, tensor, self._fd, offset, False)
+        return self._engine.run(Op.READ, tensor, self._open_file, offset, False)
 
     def pwrite(self, tensor: torch.Tensor, offset: int) -> int:
         """Stores ``tensor`` from ``offset`` bytes into the file on; returns the bytes written. The position stays."""
         self._require_writable()
         self._stream.give_way()
-        return self._engine.run(True, tensor, self._fd, offset, False)
+        return self._engine.run(Op.WRITE, tensor, self._open_file, offset, False)
 
     def pread_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Like ``pread``, returning at once."""
         self._require_readable()
         self._stream.flush()
-        return self._submit(False, tensor, offset)
+        return self._submit(Op.READ, tensor, offset)
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Like ``pwrite``, returning at once."""
         self._require_writable()
         self._stream.give_way()
-        return self._submit(True, tensor, offset)
+        return self._submit(Op.WRITE, tensor, offset)
 
     def sync(self) -> None:
         """Flushes, waits for pending transfers, then makes all that was written durable (``fsync``)."""
@@ -204,7 +207,8 @@ class File(_RawFile):
             OSError: what went wrong with something that was written before.
         """
         self._require_open()
-        self._stream.give_way()
+        if self._fd >= 0:  # else a close was interrupted at its end
+            self._stream.give_way()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Moves the position, counted from the start, the position or the end; returns it."""
@@ -244,6 +248,8 @@ class File(_RawFile):
             if self._fd < 0 or not self._stream.open:
                 self._settle()
                 try:
+                    if self._fd >= 0:
+                        self._open_file.close()
                     super().close()
                 finally:
                     fd, self._fd = self._fd, -1
@@ -262,11 +268,11 @@ class File(_RawFile):
     def _size(self) -> int:
         return os.fstat(self.fileno()).st_size
 
-    def _submit(self, write: bool, tensor: torch.Tensor, offset: int) -> IoFuture:
+    def _submit(self, op: Op, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Each change of the set is one call in C: no signal and no thread comes between it and its transfer."""
         self._pending.difference_update([operation for operation in list(self._pending) if operation.done()])
-        arguments = (write,), (tensor,), (self._fd,), (offset,), (False,)
-        known, found = itertools.tee(map(self._handle._engine.submit, *arguments))
+        arguments = (op,), (tensor,), (self._open_file,), (offset,), (False,)
+        known, found = itertools.tee(map(self._engine.submit, *arguments))
         self._pending.update(known)
         return IoFuture(next(found))
 

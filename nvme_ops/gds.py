@@ -17,8 +17,8 @@ from nvme_ops.keywords import one_example
 from nvme_ops.op_builder import GDSBuilder
 
 if TYPE_CHECKING:
-    from nvme_ops.handle import FileName
-    from nvme_ops.ops.async_io import Engine, Operation
+    from nvme_ops.engine import Engine
+    from nvme_ops.ops.async_io import Operation
 
 # The native module takes the place of the package nvme_ops.ops.gds, from which programs import the builder
 __all__ = ["GDSBuilder", "gds_handle"]
@@ -73,7 +73,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
             driver = _open_driver(self._gds)
             if mode == "require" and driver["why_not_direct"]:
                 raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
-        return _Engines(super()._make_engine(settings), self._gds.Engine(*settings))  # type: ignore[return-value]
+        return _Engines(super()._make_engine(settings), self._gds.Engine(*settings))
 
     @property
     def last_path(self) -> str | None:
@@ -160,23 +160,22 @@ class _Engines:
         on_device = isinstance(memory, torch.Tensor) and memory.device.type != "cpu"
         return self._device if on_device else self._host
 
-    def run(self, write: bool, memory: object, *rest: Any) -> int:
-        return self._of(memory).run(write, memory, *rest)
+    def run(self, op: int, memory: object, *rest: Any) -> int:
+        return self._of(memory).run(op, memory, *rest)
 
-    def submit(self, write: bool, memory: object, *rest: Any) -> Operation:
-        return self._of(memory).submit(write, memory, *rest)
+    def submit(self, op: int, memory: object, *rest: Any) -> Operation:
+        return self._of(memory).submit(op, memory, *rest)
 
-    def submit_many(
-        self,
-        write: bool,
-        memories: Sequence[object] | torch.Tensor,
-        files: FileName | Sequence[FileName],
-        offsets: Sequence[int] | None,
-    ) -> Operation:
+    def submit_many(self, op: int, memories: Sequence[object] | torch.Tensor, *rest: Any) -> Operation:
         first = memories if isinstance(memories, torch.Tensor) else next(iter(memories), None)
         mixed = not isinstance(memories, torch.Tensor) and any(self._of(one) is self._device for one in memories)
         engine = self._device if mixed else self._of(first)
-        return engine.submit_many(write, memories, files, offsets)
+        return engine.submit_many(op, memories, *rest)
+
+    def statistics(self) -> dict[str, int]:
+        host, device = self._host.statistics(), self._device.statistics()
+        merged = {name: host[name] + device[name] for name in host}
+        return {**merged, "in_flight_max": max(host["in_flight_max"], device["in_flight_max"])}
 
     def sweep(self) -> None:
         self._host.sweep()

@@ -13,6 +13,7 @@ import torch
 
 from nvme_ops import pin_memory
 from nvme_ops._native import native
+from nvme_ops.engine import ClosedEngine, Engine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
     from typing_extensions import Self
 
-    from nvme_ops.ops.async_io import Engine, Pending
+    from nvme_ops.file import File
+    from nvme_ops.ops.async_io import OpenFile, Pending
 
-    FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
+    FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
     Source: TypeAlias = torch.Tensor | ReadableBuffer
     Target: TypeAlias = torch.Tensor | WriteableBuffer
 
@@ -99,7 +101,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._lanes = lanes
         self._cache = cache_mode(cache)
         self._backend = backend
-        self._engine = self._make_engine(
+        self._engine: Engine = self._make_engine(
             (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", self._cache)
         )
         self._pending: Pending = native().Pending()
@@ -113,17 +115,17 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
         Every later use raises ValueError. A handle that is dropped is closed as well, without raising.
         """
-        if isinstance(self._engine, _Closed):
+        if isinstance(self._engine, ClosedEngine):
             return
         try:
             self.wait()
         finally:
-            self._engine = _Closed()  # type: ignore[assignment]
+            self._engine = ClosedEngine()
 
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
-        return isinstance(self._engine, _Closed)
+        return isinstance(self._engine, ClosedEngine)
 
     def __enter__(self) -> Self:
         """In a ``with`` statement: closed at the end of the block."""
@@ -198,13 +200,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             TypeError: not a tensor, not a file, not a bool.
         """
         validate = flag("validate", validate)
-        self._engine.run(False, buffer, filename, file_offset, validate)
+        self._engine.run(Op.READ, buffer, filename, file_offset, validate)
         return 0
 
     def write(self, buffer: Source, filename: FileName, validate: bool = False, file_offset: int | None = None) -> int:
         """Stores ``buffer`` in the file with one lane; returns 0. Raises as ``read`` does."""
         validate = flag("validate", validate)
-        self._engine.run(True, buffer, filename, file_offset, validate)
+        self._engine.run(Op.WRITE, buffer, filename, file_offset, validate)
         return 0
 
     # All lanes
@@ -223,7 +225,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         DeepNVMe calls it ``async``, which is a word of Python's: ``pread(..., **{"async": True})`` does too.
         """
         validate, async_op = flag("validate", validate), asynchronous("pread", async_op, others)
-        return self._transfer(False, buffer, filename, file_offset, validate, async_op)
+        return self._transfer(Op.READ, buffer, filename, file_offset, validate, async_op)
 
     def pwrite(
         self,
@@ -236,22 +238,22 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     ) -> int:
         """Stores ``buffer``: ``async_pwrite`` when ``async_op``, else ``sync_pwrite``; otherwise like ``pread``."""
         validate, async_op = flag("validate", validate), asynchronous("pwrite", async_op, others)
-        return self._transfer(True, buffer, filename, file_offset, validate, async_op)
+        return self._transfer(Op.WRITE, buffer, filename, file_offset, validate, async_op)
 
     def sync_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
         """Fills ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
-        return self._transfer(False, buffer, filename, file_offset, False, False)
+        return self._transfer(Op.READ, buffer, filename, file_offset, False, False)
 
     def sync_pwrite(self, buffer: Source, filename: FileName, file_offset: int | None = None) -> int:
         """Stores ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
-        return self._transfer(True, buffer, filename, file_offset, False, False)
+        return self._transfer(Op.WRITE, buffer, filename, file_offset, False, False)
 
     def async_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
         """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``.
 
         The file is opened when its turn comes: what is wrong with it, its absence too, is raised by ``wait``.
         """
-        return self._transfer(False, buffer, filename, file_offset, False, True)
+        return self._transfer(Op.READ, buffer, filename, file_offset, False, True)
 
     def async_pwrite(
         self,
@@ -266,7 +268,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         ``fd`` is DeepNVMe's keyword for an open descriptor in place of ``filename``.
         """
         filename = one_file("async_pwrite", filename, fd)
-        return self._transfer(True, buffer, filename, file_offset, False, True)
+        return self._transfer(Op.WRITE, buffer, filename, file_offset, False, True)
 
     def wait(self) -> int:
         """Waits for every asynchronous operation since the last ``wait`` and returns how many there were.
@@ -279,7 +281,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def _transfer(
         self,
-        write: bool,
+        op: Op,
         buffer: object,
         filename: FileName,
         file_offset: int | None,
@@ -287,30 +289,52 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         async_op: bool,
     ) -> int:
         if async_op:
-            self._engine.submit(write, buffer, filename, file_offset, validate, False, self._pending)
+            self._engine.submit(op, buffer, filename, file_offset, validate, True, Priority.DEMAND, self._pending)
             return 0
-        self._engine.run(write, buffer, filename, file_offset, validate, self._lanes > 1)
+        self._engine.run(op, buffer, filename, file_offset, validate, self._lanes > 1)
         return 1 + (self._pending.wait() if self._pending else 0)
 
     # Futures
 
-    def submit_pread(self, tensor: Target, file: FileName, file_offset: int | None = None) -> IoFuture:
+    def submit_pread(
+        self,
+        tensor: Target,
+        file: FileName,
+        file_offset: int | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
         Raises at once what is wrong with the arguments. The file is opened when its turn comes: what is wrong with it,
         its absence too, comes from the future. So leave it where it is until then.
-        """
-        return IoFuture(self._engine.submit(False, tensor, file, file_offset, False))
 
-    def submit_pwrite(self, tensor: Source, file: FileName, file_offset: int | None = None) -> IoFuture:
+        Args:
+            tensor: to be filled.
+            file: a path, an open file descriptor, or a file of ``nvme_ops.open``, which is not opened again.
+            file_offset: in bytes.
+            priority: ``nvme_ops.Priority``. What is less urgent than other transfers of this process lets them pass.
+        """
+        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
+
+    def submit_pwrite(
+        self,
+        tensor: Source,
+        file: FileName,
+        file_offset: int | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
-        return IoFuture(self._engine.submit(True, tensor, file, file_offset, False))
+        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority))
 
     def submit_preadv(
         self,
         tensors: Sequence[Target] | torch.Tensor,
         files: FileName | Sequence[FileName],
         file_offsets: Sequence[int] | torch.Tensor | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
         """Starts many reads in one call; the future's result is the bytes moved in all.
 
@@ -319,17 +343,27 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             files: one for all requests, or one for each. A file named several times is opened once. There may be more
                 of them than the process may have open.
             file_offsets: one for each request, in bytes. None: offset 0 of each file.
+            priority: as of ``submit_pread``.
         """
-        return IoFuture(self._engine.submit_many(False, tensors, files, _plain(file_offsets)))
+        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _plain(file_offsets), priority))
 
     def submit_pwritev(
         self,
         tensors: Sequence[Source] | torch.Tensor,
         files: FileName | Sequence[FileName],
         file_offsets: Sequence[int] | torch.Tensor | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
         """Starts many writes in one call; like ``submit_preadv``. Without offsets every tensor is its whole file."""
-        return IoFuture(self._engine.submit_many(True, tensors, files, _plain(file_offsets)))
+        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _plain(file_offsets), priority))
+
+    def statistics(self) -> Statistics:
+        """What this handle has moved, and how, since it was made. Always counted; costs a few nanoseconds a request.
+
+        In a forked child it begins anew. What goes through cuFile is counted by ``gds_handle.path_statistics``.
+        """
+        return statistics_of(self._engine.statistics())
 
     # Page-locked memory
 
@@ -369,13 +403,6 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
 def _made(kind: type[aio_handle], settings: dict[str, Any]) -> aio_handle:
     return kind(**settings)
-
-
-class _Closed:
-    """In the place of the engine of a handle that was closed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ValueError("the handle is closed")
 
 
 def aio_read(

@@ -198,10 +198,10 @@ class Gated(aio_handle):
         assert self.tensors.wait(60)
         return super().submit_pwritev(*arguments, **options)
 
-    def submit_pwrite(self, tensor: Any, file: Any, file_offset: int | None = None) -> Any:
+    def submit_pwrite(self, tensor: Any, file: Any, file_offset: int | None = None, **options: Any) -> Any:
         if file_offset == 0:
             assert self.head.wait(60)
-        return super().submit_pwrite(tensor, file, file_offset)
+        return super().submit_pwrite(tensor, file, file_offset, **options)
 
     def open(self) -> None:
         self.tensors.set()

@@ -98,9 +98,9 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
     class Counting(nvme_ops.aio_handle):
         count = 0
 
-        def submit_preadv(self, tensors: Any, *rest: Any) -> Any:
+        def submit_preadv(self, tensors: Any, *rest: Any, **options: Any) -> Any:
             self.count += sum(tensor.nbytes for tensor in tensors)
-            return super().submit_preadv(tensors, *rest)
+            return super().submit_preadv(tensors, *rest, **options)
 
     handle = Counting()
     with nvme_ops.safe_open(path, handle=handle) as file:

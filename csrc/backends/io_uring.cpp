@@ -211,6 +211,7 @@ private:
     } else {
       sqe.opcode = read ? IORING_OP_READ : IORING_OP_WRITE;
     }
+    sqe.ioprio = io_priority(request.priority);
     sqe.fd = request.fd;
     sqe.addr = reinterpret_cast<std::uint64_t>(request.data);
     sqe.len = static_cast<std::uint32_t>(request.bytes);

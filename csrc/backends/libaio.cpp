@@ -42,6 +42,8 @@ private:
   }
 };
 
+constexpr unsigned kPrioritised = 1U << 1;  // IOCB_FLAG_IOPRIO, Linux 4.18
+
 const Library& library() {
   static const Library loaded;
   return loaded;
@@ -114,6 +116,10 @@ private:
     block.u.c.nbytes = request.bytes;
     block.u.c.offset = static_cast<long long>(request.offset);
     block.data = reinterpret_cast<void*>(request.token);
+    if (const std::uint16_t priority = io_priority(request.priority)) {
+      block.aio_reqprio = static_cast<short>(priority);
+      block.u.c.flags = kPrioritised;
+    }
     return &block;
   }
 

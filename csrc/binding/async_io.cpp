@@ -151,9 +151,10 @@ PyModuleDef definition{
     PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 class BouncePath final : public DevicePath {
-  void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) override {
-    extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, extent.bytes, interrupted);
-    account("bounce", "the only way of this op", extent.bytes);
+  void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+                const Interrupted& interrupted) override {
+    bounce(engine, op, priority, extents, interrupted);
+    for (const DeviceExtent& extent : extents) account("bounce", "the only way of this op", extent.bytes);
   }
 };
 

@@ -126,6 +126,7 @@ public:
 
   DevicePath::Statistics paths() { return running().device_path->statistics(); }
   std::size_t staging_bytes() { return running().engine->staging_bytes(); }
+  Statistics statistics() { return running().engine->statistics(); }
 
   // Waits for all work and ends the threads. A signal stops what has not been started.
   void finish() {

@@ -6,27 +6,20 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "binding/device_tensor.h"
 #include "engine/engine.h"
 
 namespace nvme_ops {
 
-// A tensor on an accelerator and where in which file it goes.
-struct DeviceExtent {
-  std::shared_ptr<DeviceTensor> tensor;
-  std::shared_ptr<SharedFile> file;
-  std::uint64_t offset;
-  std::uint64_t bytes;
-  bool whole;
-};
-
 class DevicePath {
 public:
   virtual ~DevicePath() = default;
 
-  // The extent's file is held and prepared. Throws IoError.
-  virtual void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) = 0;
+  // Moves all of one call. Throws IoError.
+  virtual void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+                        const Interrupted& interrupted) = 0;
 
   struct Use {
     std::uint64_t transfers = 0, bytes = 0;

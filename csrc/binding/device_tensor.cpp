@@ -10,10 +10,13 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/limits.h"
+#include "engine/device_chunks.h"
 #include "engine/validate.h"
 
 namespace nvme_ops {
@@ -22,34 +25,6 @@ namespace {
 constexpr std::uint64_t kChunk = 8 << 20;  // a power of two, to which torch's allocator of page-locked memory rounds up
 constexpr std::size_t kChunks = 5;         // 40 MiB
 constexpr std::size_t kOnDeviceSide = 2;   // of them; the others are between memory and storage, the slower side
-
-// One page-locked block on its way: first filled (from storage or the device), then emptied to the other side.
-struct Slot {
-  at::Tensor memory;
-  std::uint64_t position = 0, bytes = 0, skew = 0;
-  std::shared_ptr<Job> job;        // its storage transfer
-  std::optional<c10::Event> copy;  // its device copy
-  const unsigned long generation = fork_generation();
-
-  // Whatever ends the transfer, nothing may still use the memory. A forked child's is its own.
-  ~Slot() {
-    while (job && generation == fork_generation() &&
-           !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
-    }
-  }
-};
-
-// The same for the device: goes before the slots do.
-struct StreamEnd {
-  const c10::Stream stream;
-
-  ~StreamEnd() {
-    try {
-      stream.synchronize();
-    } catch (const c10::Error&) {  // the device has failed: it copies nothing more
-    }
-  }
-};
 
 at::Tensor page_locked(const at::Tensor& like, std::uint64_t bytes) {
   const auto options = like.options().device(c10::kCPU).pinned_memory(true);
@@ -80,12 +55,13 @@ void translated(Body&& body) {
 class StagedDeviceTensor final : public DeviceTensor {
 public:
   explicit StagedDeviceTensor(const at::Tensor& tensor);
-  void bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-              std::uint64_t position, std::uint64_t bytes, const Interrupted& interrupted) override;
   std::byte* data() const override { return bytes_of(flat_); }
   void synchronize() const override;
   void compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
                const Interrupted& interrupted) override;
+
+  const at::Tensor& flat() const { return flat_; }
+  const c10::Event& before() const { return *before_; }
 
 private:
   at::Tensor flat_;  // all of the tensor's memory, as bytes
@@ -104,84 +80,6 @@ StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
 
 void StagedDeviceTensor::synchronize() const {
   translated([&] { before_->synchronize(); });
-}
-
-void StagedDeviceTensor::bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-                                std::uint64_t position, std::uint64_t total, const Interrupted& interrupted) {
-  translated([&] {
-    const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
-    const c10::impl::VirtualGuardImpl device(flat_.device().type());
-    // The side stream becomes current for this scope only; the caller's device and stream come back with it.
-    const c10::StreamGuard side(device.getStreamFromGlobalPool(flat_.device()));
-    before_->block(side.current_stream());
-
-    // Chunks begin at pages of the file, all but the first, and memory and file are misaligned alike: so a chunk is
-    // transferred in place, and of a write only the ends of the whole are left to the page cache.
-    const std::uint64_t skew = offset % kPageSize;
-    const std::uint64_t chunks = (skew + total + kChunk - 1) / kChunk;
-    const std::size_t count = std::min<std::uint64_t>(kChunks, chunks);
-    std::array<Slot, kChunks> slots;
-    const StreamEnd end{side.current_stream()};
-    std::optional<Failure> failure;
-
-    const auto on_device = [&](const Slot& slot) {
-      return flat_.narrow(0, static_cast<std::int64_t>(position + slot.position),
-                          static_cast<std::int64_t>(slot.bytes));
-    };
-    const auto on_host = [&](const Slot& slot) {
-      return slot.memory.narrow(0, static_cast<std::int64_t>(slot.skew), static_cast<std::int64_t>(slot.bytes));
-    };
-    const auto start_storage = [&](Slot& slot) {
-      slot.job = std::make_shared<Job>(op, std::vector<Extent>{{file, bytes_of(slot.memory) + slot.skew, slot.bytes,
-                                                                offset + slot.position, true, false, true}});
-      engine.submit(slot.job);
-    };
-    const auto end_storage = [&](Slot& slot) {
-      if (!slot.job) return;
-      wait(*slot.job, interrupted);
-      if (const auto& failed = slot.job->outcome()->failure(); failed && !failure) failure = failed;
-      slot.job.reset();
-    };
-    const auto start_copy = [&](Slot& slot) {
-      op == Op::Read ? on_device(slot).copy_(on_host(slot), true) : on_host(slot).copy_(on_device(slot), true);
-      slot.copy.emplace(flat_.device().type());
-      slot.copy->record(side.current_stream());
-    };
-    const auto end_copy = [&](Slot& slot) {
-      if (slot.copy) slot.copy->synchronize();
-      slot.copy.reset();
-    };
-    const auto begin = [&](Slot& slot, std::uint64_t chunk) {
-      if (!slot.memory.defined()) slot.memory = page_locked(flat_, std::min(skew + total, kChunk));
-      slot.skew = chunk == 0 ? skew : 0;
-      slot.position = chunk == 0 ? 0 : chunk * kChunk - skew;
-      slot.bytes = std::min(kChunk - slot.skew, total - slot.position);
-      op == Op::Read ? start_storage(slot) : start_copy(slot);
-    };
-    // The second half follows as soon as the first has ended.
-    const auto turn = [&](Slot& slot) {
-      op == Op::Read ? end_storage(slot) : end_copy(slot);
-      if (!failure) op == Op::Read ? start_copy(slot) : start_storage(slot);
-    };
-    const auto finish = [&](Slot& slot) {
-      end_storage(slot);
-      end_copy(slot);
-    };
-
-    // First halves under way ahead of the second ones.
-    const std::size_t lead = op == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
-    for (std::uint64_t i = 0; i < chunks + lead; ++i) {
-      if (i < chunks && !failure) {
-        Slot& slot = slots[i % count];
-        finish(slot);
-        if (!failure) begin(slot, i);
-      }
-      if (i >= lead && !failure) turn(slots[(i - lead) % count]);
-    }
-    for (std::size_t i = 0; i < count; ++i) finish(slots[i]);
-    side.current_stream().synchronize();
-    if (failure) raise(*failure);
-  });
 }
 
 void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
@@ -207,7 +105,207 @@ void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<SharedFil
   });
 }
 
+const StagedDeviceTensor& staged(const DeviceExtent& extent) {
+  return static_cast<const StagedDeviceTensor&>(*extent.tensor);
+}
+
+// One page-locked chunk on its way: first filled (from storage or the device), then emptied to the other side.
+struct Slot {
+  at::Tensor memory;
+  std::vector<ChunkPart> parts;
+  std::shared_ptr<Job> job;        // its storage transfer
+  std::optional<c10::Event> copy;  // its device copy
+  const unsigned long generation = fork_generation();
+
+  // Whatever ends the transfer, nothing may still use the memory. A forked child's is its own.
+  ~Slot() {
+    while (job && generation == fork_generation() &&
+           !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
+    }
+  }
+};
+
+// The same for the device: goes before the slots do.
+struct StreamEnd {
+  const c10::Stream stream;
+
+  ~StreamEnd() {
+    try {
+      stream.synchronize();
+    } catch (const c10::Error&) {  // the device has failed: it copies nothing more
+    }
+  }
+};
+
+// The chunks of some extents whose tensors lie on one device.
+class Ring {
+public:
+  Ring(Engine& engine, Op op, Priority priority, const DeviceExtent* extents, std::size_t count,
+       const Interrupted& interrupted)
+      : engine_(engine),
+        op_(op),
+        priority_(priority),
+        extents_(extents),
+        interrupted_(interrupted),
+        like_(staged(extents[0]).flat()),
+        guard_(like_.device().type()),
+        side_(guard_.getStreamFromGlobalPool(like_.device())),
+        holds_(count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const DeviceExtent& extent = extents[i];
+      if (extent.bytes > 0)
+        parts_.push_back({i, extent.position, extent.bytes, extent.offset, number_of(extent.file.get())});
+      total_ += extent.bytes + (i == 0 ? extent.offset % kPageSize : kPageSize);
+    }
+  }
+
+  // Throws IoError.
+  void run() {
+    for (std::size_t i = 0; i < holds_.size(); ++i) {
+      if (extents_[i].bytes == 0) enter(i), leave(i);
+    }
+    DeviceChunks chunks(parts_, kChunk);
+    const StreamEnd end{side_.current_stream()};
+    // First halves under way ahead of the second ones.
+    const std::size_t lead = op_ == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
+    std::size_t begun = 0, turned = 0;
+    for (bool more = true; more || turned < begun;) {
+      if (more && !failure_) {
+        Slot& slot = slots_[begun % kChunks];
+        finish(slot);
+        if (!failure_) slot.parts = chunks.next();
+        more = !failure_ && !slot.parts.empty();
+        if (more) begin(slot), ++begun;
+      }
+      if (failure_) break;
+      if (turned < begun && (!more || begun - turned > lead)) turn(slots_[turned++ % kChunks]);
+    }
+    for (Slot& slot : slots_) finish(slot);
+    side_.current_stream().synchronize();
+    if (failure_) raise(*failure_);
+  }
+
+private:
+  std::size_t number_of(const SharedFile* file) {
+    if (file != last_file_) ++files_;
+    last_file_ = file;
+    return files_;
+  }
+
+  static at::Tensor part_of(const at::Tensor& tensor, std::uint64_t from, std::uint64_t bytes) {
+    return tensor.narrow(0, static_cast<std::int64_t>(from), static_cast<std::int64_t>(bytes));
+  }
+  at::Tensor on_device(const ChunkPart& part) const {
+    const DevicePart& whole = parts_[part.part];
+    return part_of(staged(extents_[whole.tensor]).flat(), whole.position + part.from, part.bytes);
+  }
+
+  void begin(Slot& slot) {
+    if (!slot.memory.defined()) slot.memory = page_locked(like_, std::min(total_, kChunk));
+    for (const ChunkPart& part : slot.parts) {
+      if (part.first) enter(parts_[part.part].tensor);
+    }
+    op_ == Op::Read ? start_storage(slot) : start_copy(slot);
+  }
+  // The second half follows as soon as the first has ended.
+  void turn(Slot& slot) {
+    op_ == Op::Read ? end_storage(slot) : end_copy(slot);
+    if (!failure_) op_ == Op::Read ? start_copy(slot) : start_storage(slot);
+  }
+  void finish(Slot& slot) {
+    end_storage(slot);
+    end_copy(slot);
+    slot.parts.clear();
+  }
+
+  // What is queued for the tensor comes first; the file is open and long enough.
+  void enter(std::size_t index) {
+    const DeviceExtent& extent = extents_[index];
+    staged(extent).before().block(side_.current_stream());
+    holds_[index].emplace(extent.file);
+    bool prepared = extent.prepared;
+    extent.file->prepare(&prepared, op_, extent.offset, extent.bytes, extent.whole);
+  }
+  void leave(std::size_t index) {
+    const int error = holds_[index]->end();
+    if (error != 0 && op_ == Op::Write && !failure_) {
+      failure_ = system_failure(error, "closing the file", holds_[index]->path());
+    }
+    holds_[index].reset();
+  }
+
+  void start_storage(Slot& slot) {
+    const DeviceChunks judge(parts_, kChunk);
+    std::vector<Extent> extents;
+    const ChunkPart* before = nullptr;
+    for (const ChunkPart& part : slot.parts) {
+      const DevicePart& whole = parts_[part.part];
+      if (before != nullptr && judge.joins(*before, part)) {
+        extents.back().bytes += part.bytes;
+      } else {
+        extents.push_back({extents_[whole.tensor].file, bytes_of(slot.memory) + part.place, part.bytes,
+                           whole.offset + part.from, true, false, true});
+      }
+      before = &part;
+    }
+    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_);
+    engine_.submit(slot.job);
+  }
+  void end_storage(Slot& slot) {
+    if (!slot.job) return;
+    wait(*slot.job, interrupted_);
+    if (const auto& failed = slot.job->outcome()->failure(); failed && !failure_) failure_ = failed;
+    slot.job.reset();
+    for (const ChunkPart& part : slot.parts) {
+      if (part.last) leave(parts_[part.part].tensor);
+    }
+  }
+  void start_copy(Slot& slot) {
+    for (const ChunkPart& part : slot.parts) {
+      const at::Tensor host = part_of(slot.memory, part.place, part.bytes);
+      op_ == Op::Read ? on_device(part).copy_(host, true) : host.copy_(on_device(part), true);
+    }
+    slot.copy.emplace(like_.device().type());
+    slot.copy->record(side_.current_stream());
+  }
+  void end_copy(Slot& slot) {
+    if (slot.copy) slot.copy->synchronize();
+    slot.copy.reset();
+  }
+
+  Engine& engine_;
+  const Op op_;
+  const Priority priority_;
+  const DeviceExtent* const extents_;
+  const Interrupted& interrupted_;
+  const at::Tensor& like_;
+  const c10::impl::VirtualGuardImpl guard_;
+  // The side stream is current while the ring lives; the caller's device and stream come back with its end.
+  const c10::StreamGuard side_;
+  std::vector<DevicePart> parts_;
+  std::uint64_t total_ = 0;
+  const SharedFile* last_file_ = nullptr;
+  std::size_t files_ = 0;
+  std::vector<std::optional<FileHold>> holds_;  // by extent
+  std::array<Slot, kChunks> slots_;
+  std::optional<Failure> failure_;
+};
+
 }  // namespace
+
+void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+            const Interrupted& interrupted) {
+  translated([&] {
+    const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
+    for (std::size_t first = 0; first < extents.size();) {
+      const c10::Device device = staged(extents[first]).flat().device();
+      std::size_t next = first + 1;
+      while (next < extents.size() && staged(extents[next]).flat().device() == device) ++next;
+      Ring(engine, op, priority, &extents[first], next - first, interrupted).run();
+      first = next;
+    }
+  });
+}
 
 std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor) {
   using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "engine/engine.h"
 
@@ -18,11 +19,6 @@ class DeviceTensor {
 public:
   virtual ~DeviceTensor() = default;
 
-  // Moves `bytes` of the tensor from `position` on, from or to `file` at `offset`; when it returns the data are in
-  // place for every stream. The file is held and prepared. Throws IoError.
-  virtual void bounce(Engine& engine, Op op, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-                      std::uint64_t position, std::uint64_t bytes, const Interrupted& interrupted) = 0;
-
   // The tensor's memory, for who moves it by other means, and the wait for what is queued on it.
   virtual std::byte* data() const = 0;
   virtual void synchronize() const = 0;
@@ -34,5 +30,21 @@ public:
 
 // Notes what is queued on the caller's current stream: every transfer comes after it. `tensor` is contiguous.
 std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor);
+
+// `bytes` of a tensor from `position` on, and where in which file they go.
+struct DeviceExtent {
+  std::shared_ptr<DeviceTensor> tensor;
+  std::shared_ptr<SharedFile> file;
+  std::uint64_t offset;
+  std::uint64_t bytes;
+  bool whole = false;  // a write that makes the file exactly this long
+  std::uint64_t position = 0;
+  bool prepared = false;  // the file is known to hold it, or has been made long enough
+};
+
+// Moves them all through one ring of page-locked chunks, which does not drain between them; when it returns the data
+// are in place for every stream. Each file is open only while it is worked on. Throws IoError.
+void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+            const Interrupted& interrupted);
 
 }  // namespace nvme_ops

@@ -55,7 +55,8 @@ std::uint64_t offset_of(PyObject* object) {
 // Gathers what one call moves.
 class TransferBuilder {
 public:
-  TransferBuilder(Op op, bool validate, bool whole) : transfer_{op, nullptr, {}, validate}, whole_(whole) {}
+  TransferBuilder(Op op, bool validate, Priority priority, bool whole)
+      : transfer_{op, nullptr, {}, validate, priority}, whole_(whole) {}
 
   void add(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) {
     check_range(offset, memory.bytes);
@@ -81,7 +82,7 @@ public:
 
   Transfer take() {
     end_run();
-    transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_));
+    transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_), transfer_.priority);
     if (population_ && !population_->empty()) transfer_.job->await(Population::start(std::move(population_)));
     return std::move(transfer_);
   }
@@ -112,22 +113,31 @@ private:
   std::shared_ptr<Spans> spans_;  // of the last extent, while it grows
 };
 
+Priority priority_of(int number) {
+  if (number < 0 || number >= static_cast<int>(kPriorities)) {
+    raise(bad_argument("priority must lie between 0 and " + std::to_string(kPriorities - 1) + ", not " +
+                       std::to_string(number)));
+  }
+  return static_cast<Priority>(number);
+}
+
 struct SingleCall {
-  int write, validate, all_lanes = 0;
+  int write, validate, all_lanes = 0, priority = 0;
   PyObject *memory, *file, *offset, *pending = Py_None;
 
   explicit SingleCall(PyObject* arguments) {
-    if (!PyArg_ParseTuple(arguments, "pOOOp|pO", &write, &memory, &file, &offset, &validate, &all_lanes, &pending)) {
+    if (!PyArg_ParseTuple(arguments, "pOOOp|piO", &write, &memory, &file, &offset, &validate, &all_lanes, &priority,
+                          &pending)) {
       throw PythonError();
     }
   }
   Op op() const { return write ? Op::Write : Op::Read; }
 
   Transfer transfer(BoundEngine& engine, const Memory& lent) const {
-    // Without an offset the tensor is the whole file, which then ends with it. A descriptor's file is never cut.
+    // Without an offset the tensor is the whole file, which then ends with it. An open file is never cut.
     const FileName name(file);
-    const bool whole = write && offset == Py_None && !name.by_descriptor();
-    TransferBuilder builder(op(), validate != 0, whole);
+    const bool whole = write && offset == Py_None && !name.is_open();
+    TransferBuilder builder(op(), validate != 0, priority_of(priority), whole);
     builder.add(lent, name.share(op(), engine.cache()), offset_of(offset));
     return builder.take();
   }
@@ -224,9 +234,9 @@ private:
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    int write;
+    int write, priority = 0;
     PyObject *objects, *files, *offsets;
-    if (!PyArg_ParseTuple(arguments, "pOOO", &write, &objects, &files, &offsets)) throw PythonError();
+    if (!PyArg_ParseTuple(arguments, "pOOO|i", &write, &objects, &files, &offsets, &priority)) throw PythonError();
     const Op op = write ? Op::Write : Op::Read;
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
     const std::size_t count = memories.size();
@@ -242,7 +252,7 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
       by_file.add(single ? files : PyTuple_GetItem(names.get(), index),
                   whole ? 0 : offset_of(PyTuple_GetItem(places.get(), index)));
     }
-    TransferBuilder builder(op, false, whole && op == Op::Write);
+    TransferBuilder builder(op, false, priority_of(priority), whole && op == Op::Write);
     Transfer transfer = by_file.transfer(builder, memories, op, engine_of(self).cache());
     return submit_operation(engine_of(self), std::move(transfer), std::move(memories), Py_None);
   });
@@ -268,6 +278,18 @@ PyObject* paths(PyObject* self, PyObject*) {
     }
     return Py_BuildValue("{s:z,s:s,s:N}", "last", now.last.empty() ? nullptr : now.last.c_str(), "why", now.why.c_str(),
                          "uses", uses.release());
+  });
+}
+
+PyObject* statistics(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    const Statistics now = engine_of(self).statistics();
+    const auto count = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "read_bytes", count(now.read_bytes), "written_bytes",
+                         count(now.written_bytes), "staged_bytes", count(now.staged_bytes), "cached_bytes",
+                         count(now.cached_bytes), "requests", count(now.requests), "in_flight_sum",
+                         count(now.in_flight_sum), "in_flight_max", count(now.in_flight_max), "queued_nanoseconds",
+                         count(now.queued_nanoseconds), "kernel_nanoseconds", count(now.kernel_nanoseconds));
   });
 }
 
@@ -311,14 +333,15 @@ void engine_deallocate(PyObject* self) {
 
 PyMethodDef engine_methods[] = {
     {"run", run, METH_VARARGS,
-     "run(write, memory, file, offset, validate, all_lanes=False) -> int. Blocks; bytes moved."},
+     "run(op, memory, file, offset, validate, all_lanes=False, priority=0) -> int. Blocks; bytes moved."},
     {"submit", submit, METH_VARARGS,
-     "submit(write, memory, file, offset, validate, False, pending=None) -> Operation. On all lanes."},
+     "submit(op, memory, file, offset, validate, True, priority=0, pending=None) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
-     "submit_many(write, memories, files, offsets) -> Operation. On all lanes."},
+     "submit_many(op, memories, files, offsets, priority=0) -> Operation. On all lanes."},
     {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},
     {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
     {"paths", paths, METH_NOARGS, "paths() -> dict. The ways that tensors on accelerators took, and why."},
+    {"statistics", statistics, METH_NOARGS, "statistics() -> dict[str, int]. What the lanes have done so far."},
     {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -7,6 +7,7 @@
 
 #include <climits>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <tuple>
@@ -15,6 +16,7 @@
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/unique_fd.h"
+#include "binding/open_file.h"
 #include "binding/python.h"
 
 namespace nvme_ops {
@@ -49,6 +51,15 @@ std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
   return copy;
 }
 
+// What an nvme_ops.File keeps open; empty for anything else.
+Ref kept_open(PyObject* object) {
+  if (is_open_file(object)) return Ref::borrowed(object);
+  if (PyUnicode_Check(object) || PyBytes_Check(object) || PyList_Check(object) || PyTuple_Check(object)) return {};
+  Ref found(PyObject_GetAttrString(object, "_open_file"));
+  if (!found) PyErr_Clear();
+  return found;
+}
+
 }  // namespace
 
 bool is_descriptor(PyObject* object) {
@@ -56,11 +67,16 @@ bool is_descriptor(PyObject* object) {
 }
 
 bool is_file(PyObject* object) {
-  return is_descriptor(object) || PyUnicode_Check(object) || PyBytes_Check(object) ||
+  return is_descriptor(object) || kept_open(object) || PyUnicode_Check(object) || PyBytes_Check(object) ||
          PyObject_HasAttrString(object, "__fspath__") == 1;
 }
 
 FileName::FileName(PyObject* object) {
+  open_ = kept_open(object);
+  if (open_ && is_open_file(open_.get())) return;
+  const Ref descriptor = open_ ? checked(PyObject_CallMethod(object, "fileno", nullptr)) : Ref::borrowed(object);
+  open_ = {};  // the other op's
+  object = descriptor.get();
   if (is_descriptor(object)) {
     int overflow = 0;
     const long fd = PyLong_AsLongAndOverflow(object, &overflow);
@@ -81,22 +97,26 @@ FileName::FileName(PyObject* object) {
 }
 
 bool FileName::operator<(const FileName& other) const {
-  return std::tie(fd_, path_) < std::tie(other.fd_, other.path_);
+  return std::make_tuple(fd_, open_.get(), std::cref(path_)) <
+         std::make_tuple(other.fd_, other.open_.get(), std::cref(other.path_));
+}
+
+std::shared_ptr<SharedFile> share_descriptor(int fd, Op op, Cache cache) {
+  const std::string shown = "file descriptor " + std::to_string(fd);
+  return std::make_shared<SharedFile>(shown, [copy = duplicate(fd, shown), op, cache, fd](const std::string&) {
+    return File::adopt(copy->get(), op, cache, fd);
+  });
 }
 
 std::shared_ptr<SharedFile> FileName::share(Op op, Cache cache) const {
-  if (!by_descriptor() && (path_.empty() || path_[0] == '/')) {
+  if (open_) return share_open_file(open_.get(), op, cache);
+  if (fd_ >= 0) return share_descriptor(fd_, op, cache);
+  if (path_.empty() || path_[0] == '/') {
     return std::make_shared<SharedFile>(path_,
                                         [op, cache](const std::string& path) { return File::open(path, op, cache); });
   }
-  if (!by_descriptor()) {
-    return std::make_shared<SharedFile>(path_, [folder = folder_now(), op, cache](const std::string& path) {
-      return File::open(folder + path, op, cache, path);
-    });
-  }
-  const std::string shown = "file descriptor " + std::to_string(fd_);
-  return std::make_shared<SharedFile>(shown, [copy = duplicate(fd_, shown), op, cache, fd = fd_](const std::string&) {
-    return File::adopt(copy->get(), op, cache, fd);
+  return std::make_shared<SharedFile>(path_, [folder = folder_now(), op, cache](const std::string& path) {
+    return File::open(folder + path, op, cache, path);
   });
 }
 

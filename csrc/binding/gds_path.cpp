@@ -4,6 +4,9 @@
 #include <array>
 #include <chrono>
 #include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "backends/cufile.h"
 #include "backends/cufile_driver.h"
@@ -87,31 +90,63 @@ public:
     options_.queue_depth = 1;  // cuFile's calls block: a lane has one
   }
 
-  void transfer(Engine& engine, Op op, const DeviceExtent& extent, const Interrupted& interrupted) override {
-    // Pages that are not wholly ours are left to the page cache.
-    const std::uint64_t end = extent.offset + extent.bytes;
-    const std::uint64_t head = std::min(extent.bytes, (kPage - extent.offset % kPage) % kPage);
-    const std::uint64_t tail = std::min(extent.bytes - head, end % kPage);
-    const std::uint64_t body = extent.bytes - head - tail;
-    std::string why = "less than a page";
-    const Way way = body == 0 ? Way::Bounce : choose(op, extent, head, body, &why);
+  void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+                const Interrupted& interrupted) override {
+    std::vector<DeviceExtent> bounced;
+    std::uint64_t bounced_bytes = 0;
+    std::optional<FileHold> hold;
+    const SharedFile* held = nullptr;
+    for (const DeviceExtent& extent : extents) {
+      // Pages that are not wholly ours are left to the page cache.
+      const std::uint64_t end = extent.offset + extent.bytes;
+      const std::uint64_t head = std::min(extent.bytes, (kPage - extent.offset % kPage) % kPage);
+      const std::uint64_t tail = std::min(extent.bytes - head, end % kPage);
+      const std::uint64_t body = extent.bytes - head - tail;
+      if (extent.file.get() != held) {
+        if (hold) end_hold(*hold, op);
+        hold.emplace(extent.file);
+        held = extent.file.get();
+      }
+      bool prepared = false;
+      extent.file->prepare(&prepared, op, extent.offset, extent.bytes, extent.whole);
+      std::string why = "less than a page";
+      const Way way = body == 0 ? Way::Bounce : choose(op, extent, head, body, &why);
+      if (way == Way::Bounce) {
+        bounced.push_back(extent);
+        bounced_bytes += extent.bytes;
+      } else {
+        const auto start = std::chrono::steady_clock::now();
+        through_cufile(op, extent, head, body, interrupted);
+        note(op, way, extent.bytes, start);
+        const auto edge = [&](std::uint64_t position, std::uint64_t bytes) {
+          DeviceExtent part = extent;
+          part.position = position, part.offset = extent.offset + position, part.bytes = bytes;
+          part.whole = false, part.prepared = true;
+          if (bytes > 0) bounced.push_back(part);
+        };
+        edge(0, head);
+        edge(head + body, tail);
+      }
+      account(name_of(way), why, extent.bytes);
+    }
+    if (hold) end_hold(*hold, op);
     const auto start = std::chrono::steady_clock::now();
-    if (way == Way::Bounce) {
-      extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, extent.bytes, interrupted);
-    } else {
-      through_cufile(op, extent, head, body, interrupted);
-      if (head > 0) extent.tensor->bounce(engine, op, extent.file, extent.offset, 0, head, interrupted);
-      if (tail > 0) extent.tensor->bounce(engine, op, extent.file, end - tail, head + body, tail, interrupted);
-    }
-    const Seconds took = std::chrono::steady_clock::now() - start;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      contests_[op == Op::Read ? 0 : 1].note(way, extent.bytes, took.count());
-    }
-    account(name_of(way), why, extent.bytes);
+    bounce(engine, op, priority, bounced, interrupted);
+    if (bounced_bytes > 0) note(op, Way::Bounce, bounced_bytes, start);
   }
 
 private:
+  static void end_hold(FileHold& hold, Op op) {
+    const int error = hold.end();
+    if (error != 0 && op == Op::Write) raise(system_failure(error, "closing the file", hold.path()));
+  }
+
+  void note(Op op, Way way, std::uint64_t bytes, std::chrono::steady_clock::time_point start) {
+    const Seconds took = std::chrono::steady_clock::now() - start;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    contests_[op == Op::Read ? 0 : 1].note(way, bytes, took.count());
+  }
+
   Way choose(Op op, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes, std::string* why) {
     if (mode_ == Mode::Off) {
       *why = "NVME_OPS_GDS=off";

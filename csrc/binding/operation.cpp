@@ -1,7 +1,6 @@
 #include "binding/operation.h"
 
 #include <deque>
-#include <optional>
 #include <system_error>
 #include <utility>
 
@@ -37,23 +36,18 @@ std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes
 }
 
 void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const {
-  std::optional<FileHold> hold;
-  const SharedFile* held = nullptr;
+  if (device.empty()) return;
+  path.transfer(engine, op, priority, device, interrupted);
+  if (!validate) return;
   for (const DeviceExtent& extent : device) {
-    if (extent.file.get() != held) {
-      if (hold) end(*hold);
-      hold.emplace(extent.file);
-      held = extent.file.get();
-    }
-    bool prepared = false;
-    extent.file->prepare(&prepared, op, extent.offset, extent.bytes, extent.whole);
-    path.transfer(engine, op, extent, interrupted);
-    if (!validate) continue;
+    FileHold hold(extent.file);
     const auto reader = reader_of(extent.file, op == Op::Write ? Cache::Direct : Cache::Buffered);
-    const FileHold reading(reader);
-    extent.tensor->compare(engine, reader, extent.offset, interrupted);
+    {
+      const FileHold reading(reader);
+      extent.tensor->compare(engine, reader, extent.offset, interrupted);
+    }
+    end(hold);
   }
-  if (hold) end(*hold);
 }
 
 void Transfer::end(FileHold& hold) const {

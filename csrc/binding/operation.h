@@ -18,6 +18,7 @@ struct Transfer {
   std::shared_ptr<Job> job;  // all of it that lies in CPU memory
   std::vector<DeviceExtent> device;
   bool validate;
+  Priority priority;
 
   bool plain() const { return device.empty() && !validate; }
 

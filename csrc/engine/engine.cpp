@@ -7,6 +7,7 @@
 #include "base/fork.h"
 #include "base/limits.h"
 #include "base/thread.h"
+#include "engine/admission.h"
 
 namespace nvme_ops {
 namespace {
@@ -69,6 +70,7 @@ public:
 
   bool started() const { return started_.load(std::memory_order_relaxed); }
   std::size_t staging_bytes() const { return lane_.staging_bytes(); }
+  const Counters& counters() const { return lane_.counters(); }
 
 private:
   void drive() {
@@ -118,6 +120,7 @@ Engine::Engine(const EngineOptions& options) : options_(lane_options(options)), 
 Engine::~Engine() = default;
 
 void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted) {
+  if (job->priority() == Priority::Demand) note_demand();
   const std::unique_lock<std::mutex> lock(inline_mutex_, std::try_to_lock);
   if (lock.owns_lock()) return run_inline(job, interrupted);
   submit(job);
@@ -144,6 +147,7 @@ void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& inte
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
+  if (job->priority() == Priority::Demand) note_demand();
   std::vector<Share> shares = split(job, threads_.size());
   std::vector<Lane::Shares> ready;
   ready.reserve(shares.size());
@@ -192,6 +196,13 @@ std::size_t Engine::staging_bytes() const {
   std::size_t bytes = inline_lane_.staging_bytes();
   for (const auto& thread : threads_) bytes += thread->staging_bytes();
   return bytes;
+}
+
+Statistics Engine::statistics() const {
+  Statistics sum;
+  sum.add(inline_lane_.counters());
+  for (const auto& thread : threads_) sum.add(thread->counters());
+  return sum;
 }
 
 void wait(Job& job, const Interrupted& interrupted) {

@@ -46,6 +46,7 @@ public:
   bool has_thread() noexcept;
 
   std::size_t staging_bytes() const;
+  Statistics statistics() const;
   const char* backend() const { return options_.in_use->load()->name; }
 
 private:

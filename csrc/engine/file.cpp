@@ -192,6 +192,7 @@ void check_range(std::uint64_t offset, std::uint64_t bytes) {
 void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
   check_range(offset, bytes);
   const std::uint64_t end = offset + bytes;
+  if (stale_.exchange(false) || end > size_) refresh_size();
   if (op == Op::Read || !regular_) {
     if (end <= size_ || bytes == 0) return;
     if (op == Op::Read) raise(end_of_file(bytes, offset, size_, path_));
@@ -205,6 +206,13 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
       raise(system_failure(errno, "cutting the file to " + std::to_string(end) + " bytes", path_));
     }
     size_ = end;
+  }
+}
+
+void File::refresh_size() {
+  struct stat status{};
+  if (regular_ && ::fstat(direct_ ? direct_.get() : buffered_.get(), &status) == 0) {
+    size_ = static_cast<std::uint64_t>(status.st_size);
   }
 }
 
@@ -263,25 +271,30 @@ std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t offset, std::uin
   return statistics.cached;
 }
 
-bool File::cached(std::uint64_t offset, std::uint64_t bytes) {
-  if (cachestat_works_.load(std::memory_order_relaxed)) {
-    if (const auto pages = cached_pages(direct_.get(), offset, bytes)) {
-      return *pages >= (offset + bytes - 1) / page_size() - offset / page_size() + 1;
-    }
-    cachestat_works_.store(false, std::memory_order_relaxed);
+bool File::resident(Residency& known, std::uint64_t offset, std::uint64_t bytes, std::uint64_t end) {
+  try {
+    const bool covered = cachestat_works_.load(std::memory_order_relaxed) &&
+                         known.covers(offset, bytes, end, [this](std::uint64_t from, std::uint64_t length) {
+                           const std::uint64_t pages = (from + length - 1) / page_size() - from / page_size() + 1;
+                           const auto found = cached_pages(direct_.get(), from, length);
+                           if (!found) cachestat_works_.store(false, std::memory_order_relaxed);
+                           return std::pair(found.value_or(0), pages);
+                         });
+    if (cachestat_works_.load(std::memory_order_relaxed)) return covered;
+    // A read that may not wait. It can start a readahead where it finds nothing, so one byte is all we ask.
+    std::byte byte;
+    iovec vector{&byte, 1};
+    return ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
+  } catch (const IoError&) {  // no second descriptor to be had: a direct read does it too
+    return false;
   }
-  // A read that may not wait. It can start a readahead where it finds nothing, so one byte is all we ask.
-  std::byte byte;
-  iovec vector{&byte, 1};
-  return ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
 }
 
-std::uint64_t File::read_cached(const iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes) {
+std::uint64_t File::read_cached(const iovec* memory, int parts, std::uint64_t offset) {
   try {
-    if (!cached(offset, bytes)) return 0;
     const ssize_t got = ::preadv2(buffered(), memory, parts, static_cast<off_t>(offset), RWF_NOWAIT);
     return got > 0 ? static_cast<std::uint64_t>(got) : 0;
-  } catch (const IoError&) {  // no second descriptor to be had: a direct read does it too
+  } catch (const IoError&) {
     return 0;
   }
 }

@@ -14,6 +14,7 @@
 
 #include "base/io.h"
 #include "base/unique_fd.h"
+#include "engine/residency.h"
 
 namespace nvme_ops {
 
@@ -37,6 +38,9 @@ public:
   // file exactly that long. Growth is preallocated, so that writes need not take turns extending the file.
   void prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
 
+  // It has been open for a while: others may have cut or lengthened it since it was last looked at.
+  void distrust_size() { stale_.store(true, std::memory_order_relaxed); }
+
   const std::string& path() const { return path_; }
   std::uint64_t size() const { return size_; }
   std::uint64_t inode() const { return inode_; }  // stands for the file, whatever its name
@@ -45,9 +49,12 @@ public:
   int direct() const { return direct_.get(); }
   int buffered();  // opened at first use; throws IoError
 
-  // Reads what the page cache has of the range, from its start on and without waiting, if it has all of it. Returns
-  // bytes.
-  std::uint64_t read_cached(const iovec* memory, int parts, std::uint64_t offset, std::uint64_t bytes);
+  // Whether the page cache has all of the range, which lies in a run that ends at `end`. Never starts I/O on a kernel
+  // that can tell (cachestat, Linux 6.5).
+  bool resident(Residency& known, std::uint64_t offset, std::uint64_t bytes, std::uint64_t end);
+
+  // Reads what the page cache has from `offset` on, without waiting. Returns bytes.
+  std::uint64_t read_cached(const iovec* memory, int parts, std::uint64_t offset);
 
   // For a backend that registers files: what it knows this one as, and how to undo that before the file is closed.
   void attach(void* registration, std::function<void(void*)> undo);
@@ -68,8 +75,7 @@ public:
 private:
   File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
   void inspect();
-  // Never starts I/O on a kernel that can tell (cachestat, Linux 6.5). Throws IoError.
-  bool cached(std::uint64_t offset, std::uint64_t bytes);
+  void refresh_size();
   void grow(std::uint64_t start, std::uint64_t end);
 
   const std::string path_;
@@ -80,7 +86,7 @@ private:
   std::function<void(void*)> undo_registration_;
   std::mutex opening_;
   std::atomic<bool> direct_possible_{false};
-  std::atomic<bool> cachestat_works_{true};
+  std::atomic<bool> cachestat_works_{true}, stale_{false};
   bool regular_ = true;
   std::uint64_t size_ = 0;
   std::uint64_t inode_ = 0;

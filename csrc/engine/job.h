@@ -31,9 +31,11 @@ struct Extent {
 
 class Job {
 public:
-  Job(Op op, std::vector<Extent> extents) : op_(op), extents_(std::move(extents)) {}
+  Job(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand)
+      : op_(op), priority_(priority), extents_(std::move(extents)) {}
 
   Op op() const { return op_; }
+  Priority priority() const { return priority_; }
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
 
@@ -98,6 +100,7 @@ public:
 
 private:
   const Op op_;
+  const Priority priority_;
   std::vector<Extent> extents_;
   std::shared_ptr<const Population> population_;
   bool keep_extents_ = false;

@@ -30,6 +30,11 @@ int SharedFile::end_claim() noexcept {
   return close_unless_needed();
 }
 
+void SharedFile::distrust_size() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (file_) file_->distrust_size();
+}
+
 int SharedFile::close_unless_needed() noexcept {
   // Held again by now, or closed by another.
   if (holders_.load(std::memory_order_acquire) > 0 || claims_ > 0 || !file_) return 0;

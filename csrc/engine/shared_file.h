@@ -31,6 +31,9 @@ public:
   void claim() noexcept;
   int end_claim() noexcept;  // errno, as for release
 
+  // Before another call uses a file that stays open between calls.
+  void distrust_size() noexcept;
+
   // The file of whoever holds it.
   File& file() const { return *file_; }
 

@@ -6,13 +6,22 @@ from typing import Any, final
 
 import torch
 
+from nvme_ops.file import File
 from nvme_ops.future import IoFuture as IoFuture
 from nvme_ops.handle import aio_handle as aio_handle
 from nvme_ops.handle import aio_read as aio_read
 from nvme_ops.handle import aio_write as aio_write
 from nvme_ops.handle import deepspeed_memcpy as deepspeed_memcpy
 
-_File = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
+@final
+class OpenFile:
+    """A file that stays open across calls, in place of a name. ``fd`` must stay open until ``close``."""
+
+    def __new__(cls, fd: int, /) -> OpenFile: ...
+    def close(self) -> None: ...
+    def fileno(self) -> int: ...
+
+_File = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
 
 @final
 class Operation:
@@ -41,36 +50,40 @@ class Engine:
     ) -> Engine: ...
     def run(
         self,
-        write: bool,
+        op: int,
         memory: object,
         file: _File,
         offset: int | None,
         validate: bool,
         all_lanes: bool = False,
+        priority: int = 0,
         /,
     ) -> int: ...
     def submit(
         self,
-        write: bool,
+        op: int,
         memory: object,
         file: _File,
         offset: int | None,
         validate: bool,
         all_lanes: bool = False,
+        priority: int = 0,
         pending: Pending | None = None,
         /,
     ) -> Operation: ...
     def submit_many(
         self,
-        write: bool,
+        op: int,
         memories: Sequence[object] | torch.Tensor,
         files: _File | Sequence[_File],
         offsets: Sequence[int] | None,
+        priority: int = 0,
         /,
     ) -> Operation: ...
     def backend(self) -> str: ...
     def staging_bytes(self) -> int: ...
     def paths(self) -> dict[str, Any]: ...
+    def statistics(self) -> dict[str, int]: ...
     def sweep(self) -> None: ...
 
 class Pending:

@@ -9,7 +9,8 @@ import torch
 from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
-    from nvme_ops.ops.async_io import Engine, Operation
+    from nvme_ops.engine import Engine, Op
+    from nvme_ops.ops.async_io import OpenFile, Operation
 
 BLOCK, BLOCKS = 4 << 20, 4  # bytes of one, and how many a stream has in each direction
 PAGE = 4096  # pages of a block hold pages of the file, which is what direct I/O can do without a copy
@@ -61,9 +62,9 @@ class Block:
         first = start - self.start
         return self._memory[self._begin + first : self._begin + min(first + count, self.length)]
 
-    def submit(self, engine: Engine, write: bool, fd: int) -> None:
+    def submit(self, engine: Engine, op: Op, file: OpenFile) -> None:
         """Starts its transfer. One call in C: no signal comes between the begin of a transfer and its being known."""
-        arguments = (write,), (self.tensor(),), (fd,), (self.start,), (False,)
+        arguments = (op,), (self.tensor(),), (file,), (self.start,), (False,)
         self.operations.extend(map(engine.submit, *arguments))
 
     def done(self) -> bool:

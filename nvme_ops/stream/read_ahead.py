@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from typing import TYPE_CHECKING
 
 from nvme_ops._native import native
+from nvme_ops.engine import Op, engine_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.stream.blocks import BLOCK, BLOCKS, PAGE, SMALL, Block
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
 
 _AHEAD = 2  # blocks under way beyond the one that is being used
 _GAP = 64 << 10  # bytes that a read may skip and still follow the one before
@@ -16,8 +21,8 @@ _GAP = 64 << 10  # bytes that a read may skip and still follow the one before
 class ReadAhead:
     """Parts of the file as they were some time ago: what else changes the file has to ``drop`` them."""
 
-    def __init__(self, handle: aio_handle, fd: int) -> None:
-        self._handle, self._fd = handle, fd
+    def __init__(self, handle: aio_handle, fd: int, file: OpenFile) -> None:
+        self._handle, self._fd, self._file = handle, fd, file
         self._all: list[Block] = []  # at most BLOCKS
         self._blocks: deque[Block] = deque()  # of them, without gaps; what the others read nobody waits for any more
         self._expected = -1  # where the next read follows the last one
@@ -103,7 +108,7 @@ class ReadAhead:
         block = self._take()
         block.place(offset)
         block.length = min(block.room, os.fstat(self._fd).st_size - offset)
-        block.submit(self._handle._engine, False, self._fd)
+        block.submit(engine_of(self._handle), Op.READ, self._file)
         self._blocks.append(block)
 
     def _has_arrived(self, block: Block) -> bool:
@@ -118,7 +123,7 @@ class ReadAhead:
         if count < SMALL:
             return os.preadv(self._fd, [data[:count]], offset) if count else 0
         lanes = self._handle.get_thread_count()
-        self._handle._engine.run(False, data[:count], self._fd, offset, False, lanes > 1)
+        engine_of(self._handle).run(Op.READ, data[:count], self._file, offset, False, lanes > 1)
         return count
 
     def _take(self) -> Block:

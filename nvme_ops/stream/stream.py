@@ -12,11 +12,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nvme_ops.handle import aio_handle
 from nvme_ops.stream.read_ahead import ReadAhead
 from nvme_ops.stream.write_behind import WriteBehind
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -41,11 +44,12 @@ class Stream:
     Args:
         handle: moves the blocks.
         fd: of the file, which stays open as long as the stream.
+        file: the same, kept open for the handle.
         mode: of the file. What it does not allow must not be called.
     """
 
-    def __init__(self, handle: aio_handle, fd: int, mode: str) -> None:
-        self._handle, self._fd, self._mode = handle, fd, mode
+    def __init__(self, handle: aio_handle, fd: int, file: OpenFile, mode: str) -> None:
+        self._handle, self._fd, self._file, self._mode = handle, fd, file, mode
         self._position = self._size() if mode == "a" else 0
         self._left_at: int | None = None  # where the descriptor's own position was left for others, if ever
         self.start_anew()
@@ -64,7 +68,7 @@ class Stream:
             self._ahead.drop()
         if self._behind is None:
             _at_exit(self)
-            self._behind = WriteBehind(self._handle, self._fd, self._mode == "a")
+            self._behind = WriteBehind(self._handle, self._fd, self._file, self._mode == "a")
         if self._mode == "a":
             self._position = self._size() if self._behind.empty else self._behind.stop
         self._behind.write(data, self._position)
@@ -168,7 +172,7 @@ class Stream:
     def _reader(self) -> ReadAhead:
         self._flush()
         if self._ahead is None:
-            self._ahead = ReadAhead(self._handle, self._fd)
+            self._ahead = ReadAhead(self._handle, self._fd, self._file)
         return self._ahead
 
     def _flush(self) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from typing import TYPE_CHECKING
 
+from nvme_ops.engine import Op, engine_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.stream.blocks import BLOCKS, SMALL, Block
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
 
 _LARGE = 64 << 20  # bytes of a write from which copying it first gains nothing
 
@@ -21,11 +26,12 @@ class WriteBehind:
     Args:
         handle: moves the blocks.
         fd: of the file.
+        file: the same, kept open for the handle.
         appends: the run begins at the end that the file has when its first bytes go there.
     """
 
-    def __init__(self, handle: aio_handle, fd: int, appends: bool) -> None:
-        self._handle, self._fd, self._appends = handle, fd, appends
+    def __init__(self, handle: aio_handle, fd: int, file: OpenFile, appends: bool) -> None:
+        self._handle, self._fd, self._file, self._appends = handle, fd, file, appends
         self._blocks: list[Block] = []  # all, at most BLOCKS
         self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
         self._failure: BaseException | None = None
@@ -52,7 +58,7 @@ class WriteBehind:
             if len(data) >= _LARGE and not self._appends:
                 self.flush()
                 lanes = self._handle.get_thread_count()
-                self._handle._engine.run(True, data, self._fd, self._stop, False, lanes > 1)
+                engine_of(self._handle).run(Op.WRITE, data, self._file, self._stop, False, lanes > 1)
                 self._stop += len(data)
                 return
             block = self._filling() or self._take(self.stop)
@@ -103,7 +109,7 @@ class WriteBehind:
             block.start = os.fstat(self._fd).st_size
         block.placed = True
         if block.length >= SMALL:
-            block.submit(self._handle._engine, True, self._fd)
+            block.submit(engine_of(self._handle), Op.WRITE, self._file)
             return
         offset = block.start
         while offset < block.stop:

@@ -35,7 +35,8 @@ from nvme_ops.tune.passes import Passes
 from nvme_ops.tune.search import Axis, Search
 
 if TYPE_CHECKING:
-    from nvme_ops.ops.async_io import Engine, Operation
+    from nvme_ops.engine import Engine
+    from nvme_ops.ops.async_io import Operation
 
 LARGE = 16 * MIB  # a transfer of this size says that rates matter
 SECONDS = 20.0  # of measuring at most

@@ -61,7 +61,7 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
             same: dict[str, Any] = {"backend": self._overrides.get("backend"), "cache": self._cache}
             tuner = tuner_of(identity, folder_of(path), lambda settings: aio_handle(**settings.as_json(), **same))
             tuner.join(self)
-            self._engine = Watched(self._engine, tuner)  # type: ignore[assignment]
+            self._engine = Watched(self._engine, tuner)
 
     def adopt(self, settings: Settings | None) -> None:
         """Uses these settings from the next transfer on; what is pending ends as it began. None: tuning is over."""

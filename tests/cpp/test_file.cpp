@@ -184,8 +184,10 @@ TEST(a_deleted_file_can_be_adopted_and_read_back) {
 namespace {
 
 std::uint64_t read_cached(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes) {
+  Residency unknown;
+  if (!file.resident(unknown, offset, bytes, offset + bytes)) return 0;
   const iovec vector{memory, bytes};
-  return file.read_cached(&vector, 1, offset, bytes);
+  return file.read_cached(&vector, 1, offset);
 }
 
 }  // namespace
@@ -214,6 +216,26 @@ TEST(what_is_in_the_page_cache_is_read_from_it) {
   CHECK_EQUAL(::pread(file->buffered(), &byte, 1, 8192), ssize_t{1});
   CHECK_EQUAL(read_cached(*file, memory.data(), 8192, 4096), std::uint64_t{4096});
   CHECK_EQUAL(read_cached(*file, memory.data(), 0, data.size()), std::uint64_t{0});
+}
+
+TEST(a_file_that_has_grown_is_looked_at_again) {
+  const std::string path = directory() / "growing";
+  support::write_file(path, pattern(1000, 1));
+  const auto file = File::open(path, Op::Read, Cache::Auto);
+  support::write_file(path, pattern(5000, 2));
+  file->prepare(Op::Read, 0, 5000, false);
+  CHECK_EQUAL(file->size(), std::uint64_t{5000});
+}
+
+TEST(a_file_that_was_cut_is_trusted_until_it_is_not) {
+  const std::string path = directory() / "shrinking";
+  support::write_file(path, pattern(5000, 1));
+  const auto file = File::open(path, Op::Read, Cache::Auto);
+  support::write_file(path, pattern(1000, 2));
+  file->prepare(Op::Read, 0, 5000, false);
+  file->distrust_size();
+  const auto failure = check::failure_of([&] { file->prepare(Op::Read, 0, 5000, false); });
+  CHECK_FAILURE(failure, EndOfFile, 0, "1000");
 }
 
 TEST(closing_closes_once) {

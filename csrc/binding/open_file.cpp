@@ -1,0 +1,130 @@
+#include "binding/open_file.h"
+
+#include <map>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork.h"
+#include "binding/file_name.h"
+#include "binding/python.h"
+
+namespace nvme_ops {
+namespace {
+
+// Each file is claimed, so that it stays open once a transfer has opened it.
+struct Files {
+  int fd = -1;  // the owner's; in a forked child the file is opened anew through it
+  unsigned long generation = fork_generation();
+  std::map<std::pair<Op, Cache>, std::shared_ptr<SharedFile>> by_use;
+
+  // Returns errno of a close that reports a failed write. Closing may take a network file system long.
+  int close() {
+    const auto ending = std::exchange(by_use, {});
+    const WithoutGil released;
+    int error = 0;
+    for (const auto& [use, file] : ending) {
+      const int failed = file->end_claim();
+      if (use.first == Op::Write && failed != 0) error = failed;
+    }
+    return error;
+  }
+};
+
+struct OpenFileObject {
+  PyObject_HEAD Files* files;
+};
+
+PyTypeObject* open_file_type = nullptr;
+
+Files& files_of(PyObject* self) {
+  Files*& files = reinterpret_cast<OpenFileObject*>(self)->files;
+  if (files->generation != fork_generation()) {
+    const int fd = files->fd;
+    files = new Files;  // the parent's stays as it is: its locks may be held there
+    files->fd = fd;
+  }
+  return *files;
+}
+
+PyObject* open_file_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    int fd;
+    if (!PyArg_ParseTuple(arguments, "i", &fd)) throw PythonError();
+    auto files = std::make_unique<Files>();
+    files->fd = fd;
+    Ref self = new_object(type);
+    reinterpret_cast<OpenFileObject*>(self.get())->files = files.release();
+    return self.release();
+  });
+}
+
+void open_file_deallocate(PyObject* self) {
+  Files& files = files_of(self);
+  files.close();
+  delete &files;
+  free_object(self);
+}
+
+PyObject* close(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Files& files = files_of(self);
+    const std::string path = files.by_use.empty() ? std::string() : files.by_use.begin()->second->path();
+    files.fd = -1;
+    if (const int error = files.close()) raise(system_failure(error, "closing the file", path));
+    Py_RETURN_NONE;
+  });
+}
+
+// For the other op, which opens the file anew through it.
+PyObject* fileno(PyObject* self, PyObject*) {
+  return guarded([&] { return PyLong_FromLong(files_of(self).fd); });
+}
+
+PyObject* itself(PyObject* self, void*) {
+  Py_INCREF(self);
+  return self;
+}
+
+PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "As an nvme_ops.File has one.", nullptr},
+                                      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyMethodDef open_file_methods[] = {
+    {"fileno", fileno, METH_NOARGS, "fileno() -> int. The descriptor that it was made of."},
+    {"close", close, METH_NOARGS, "close(). Transfers under way end; raises what closing reports. Once or more."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot open_file_slots[] = {{Py_tp_new, reinterpret_cast<void*>(open_file_create)},
+                                 {Py_tp_dealloc, reinterpret_cast<void*>(open_file_deallocate)},
+                                 {Py_tp_methods, open_file_methods},
+                                 {Py_tp_getset, open_file_properties},
+                                 {Py_tp_doc, const_cast<char*>("OpenFile(fd). A file that stays open across calls.")},
+                                 {0, nullptr}};
+
+PyType_Spec open_file_spec{"nvme_ops.OpenFile", sizeof(OpenFileObject), 0, Py_TPFLAGS_DEFAULT, open_file_slots};
+
+}  // namespace
+
+bool add_open_file_type(PyObject* module) {
+  open_file_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&open_file_spec));
+  return open_file_type != nullptr && PyModule_AddType(module, open_file_type) == 0;
+}
+
+bool is_open_file(PyObject* object) {
+  return Py_TYPE(object) == open_file_type;
+}
+
+std::shared_ptr<SharedFile> share_open_file(PyObject* object, Op op, Cache cache) {
+  Files& files = files_of(object);
+  if (files.fd < 0) raise(bad_argument("the file is closed"));
+  const auto known = files.by_use.find({op, cache});
+  if (known != files.by_use.end()) {
+    known->second->distrust_size();
+    return known->second;
+  }
+  std::shared_ptr<SharedFile> file = share_descriptor(files.fd, op, cache);
+  file->claim();
+  files.by_use.emplace(std::pair(op, cache), file);
+  return file;
+}
+
+}  // namespace nvme_ops

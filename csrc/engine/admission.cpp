@@ -1,0 +1,60 @@
+#include "engine/admission.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "base/limits.h"
+
+namespace nvme_ops {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::atomic<std::int64_t> demand{0};      // requests in flight
+std::atomic<std::uint64_t> deferable{0};  // bytes of lower priority in flight
+std::atomic<Clock::rep> last_demand{0};
+
+// Those of the parent end in the parent.
+const int resetting_counts = pthread_atfork(nullptr, nullptr, [] {
+  demand.store(0, std::memory_order_relaxed);
+  deferable.store(0, std::memory_order_relaxed);
+});
+
+bool somebody_waits() noexcept {
+  if (demand.load(std::memory_order_relaxed) > 0) return true;
+  const Clock::duration since(Clock::now().time_since_epoch().count() - last_demand.load(std::memory_order_relaxed));
+  return since < std::chrono::milliseconds(kDemandMilliseconds);
+}
+
+}  // namespace
+
+void note_demand() noexcept {
+  static_cast<void>(resetting_counts);
+  last_demand.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+}
+
+bool admit(Priority priority, std::uint64_t bytes) noexcept {
+  if (priority == Priority::Demand) {
+    demand.fetch_add(1, std::memory_order_relaxed);
+    return true;
+  }
+  const std::uint64_t bound = somebody_waits() ? kYieldingBytes : kDeferableBytes;
+  std::uint64_t in_flight = deferable.load(std::memory_order_relaxed);
+  do {
+    if (in_flight > 0 && in_flight + bytes > bound) return false;
+  } while (!deferable.compare_exchange_weak(in_flight, in_flight + bytes, std::memory_order_relaxed));
+  return true;
+}
+
+void finish(Priority priority, std::uint64_t bytes) noexcept {
+  if (priority != Priority::Demand) {
+    deferable.fetch_sub(bytes, std::memory_order_relaxed);
+    return;
+  }
+  note_demand();
+  demand.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace nvme_ops

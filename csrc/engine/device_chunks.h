@@ -1,0 +1,82 @@
+// How the parts of a call that lie on an accelerator share page-locked chunks on their way: a pure plan, in the order
+// of the parts. Large parts are cut, small ones go together, neighbours in a file lie side by side.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/limits.h"
+
+namespace nvme_ops {
+
+// `bytes` at `position` in a tensor, which belong at `offset` in a file.
+struct DevicePart {
+  std::size_t tensor;  // index
+  std::uint64_t position, bytes, offset;
+  std::size_t file;  // index
+};
+
+// A part, or what one chunk takes of it, and where in the chunk.
+struct ChunkPart {
+  std::size_t part;    // index
+  std::uint64_t from;  // in the part
+  std::uint64_t bytes;
+  std::uint64_t place;  // in the chunk: misaligned as it is in the file, so that storage moves it in place
+  bool first, last;     // of the part
+};
+
+class DeviceChunks {
+public:
+  static constexpr std::size_t kMostFiles = 16;  // of a chunk, which are open meanwhile
+
+  // `chunk`: bytes of one, a multiple of the page.
+  DeviceChunks(const std::vector<DevicePart>& parts, std::uint64_t chunk) : parts_(parts), chunk_(chunk) {}
+
+  // The parts of the next chunk; empty at the end.
+  std::vector<ChunkPart> next() {
+    std::vector<ChunkPart> taken;
+    std::uint64_t used = 0;
+    std::size_t files = 0;
+    while (part_ < parts_.size()) {
+      const DevicePart& part = parts_[part_];
+      files += taken.empty() || parts_[taken.back().part].file != part.file ? 1 : 0;
+      if (files > kMostFiles) break;
+      const std::uint64_t offset = part.offset + from_;
+      std::uint64_t place = used;
+      if (!continues(taken, offset)) place += (offset % kPageSize + kPageSize - place % kPageSize) % kPageSize;
+      if (place >= chunk_) break;
+      // What is cut is cut at pages of the file: only the ends of the whole are left to the page cache.
+      const std::uint64_t bytes = std::min(part.bytes - from_, chunk_ - place);
+      taken.push_back({part_, from_, bytes, place, from_ == 0, from_ + bytes == part.bytes});
+      used = place + bytes;
+      from_ += bytes;
+      if (from_ < part.bytes) break;
+      from_ = 0;
+      ++part_;
+    }
+    return taken;
+  }
+
+  // Whether `part` follows `before` both in the file and in the chunk.
+  bool joins(const ChunkPart& before, const ChunkPart& part) const {
+    const DevicePart &one = parts_[before.part], &other = parts_[part.part];
+    return one.file == other.file && one.offset + before.from + before.bytes == other.offset + part.from &&
+           before.place + before.bytes == part.place;
+  }
+
+private:
+  bool continues(const std::vector<ChunkPart>& taken, std::uint64_t offset) const {
+    if (taken.empty()) return false;
+    const DevicePart& before = parts_[taken.back().part];
+    return before.file == parts_[part_].file && before.offset + taken.back().from + taken.back().bytes == offset;
+  }
+
+  const std::vector<DevicePart>& parts_;
+  const std::uint64_t chunk_;
+  std::size_t part_ = 0;
+  std::uint64_t from_ = 0;
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,136 @@
+// From shares to requests: whose turn it is (Schedule), which piece comes next (split.h) and by which route, and what
+// it needs before it may go: an open file, pages, staging memory, its turn at the gates. It knows no queue, so that it
+// can be tested without one. Used by one thread at a time.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "engine/counters.h"
+#include "engine/residency.h"
+#include "engine/schedule.h"
+#include "engine/split.h"
+#include "engine/staging.h"
+
+namespace nvme_ops {
+
+using Clock = std::chrono::steady_clock;
+
+// A share that a lane has taken.
+struct ActiveShare {
+  Share share;
+  std::size_t extent;      // where planning stands
+  std::uint64_t position;  // in that extent
+  Clock::time_point arrived;
+  bool begun = false;  // a piece of it was planned
+  std::uint64_t moved = 0;
+  unsigned in_flight = 0;
+  unsigned turn = 0;     // pieces planned since it had its turn
+  bool planned = false;  // to its end
+  SharedFile* held = nullptr;
+  bool entered = false;      // holds the extent's file, which is prepared
+  unsigned denied = 0;       // descriptors, in a row
+  Residency residency = {};  // of the extent
+  std::list<ActiveShare>::iterator self = {};
+
+  Priority priority() const { return share.job->priority(); }
+};
+
+// A part of an extent on its way. What a short or refused transfer leaves of it is planned again, in the same place.
+struct Flight {
+  ActiveShare* share;
+  std::size_t extent;
+  std::uint64_t position;  // of the wanted bytes in the extent
+  std::uint64_t bytes;     // wanted
+  Piece piece = {};        // of them, at their start, in flight
+  StagingBlock block = {};
+  Request request = {};
+  unsigned retries = 0;
+  bool gated = false;     // among writes of its kind, see folio_gate.h
+  bool admitted = false;  // among requests of its priority, see admission.h
+  Clock::time_point submitted = {};
+
+  Job& job() const { return *share->share.job; }
+  const Extent& in() const { return job().extents()[extent]; }
+};
+
+class Planner {
+public:
+  using Shares = std::list<ActiveShare>;
+
+  Planner(std::uint64_t block_size, unsigned depth, std::shared_ptr<StagingBudget> staging, Counters* counters)
+      : block_size_(block_size), depth_(depth), staging_(std::move(staging)), counters_(counters) {}
+
+  // Room for all that can be in flight, so that nothing on a transfer's way needs memory. Throws std::bad_alloc.
+  void reserve();
+
+  void add(Shares shares) noexcept { schedule_.add(std::move(shares)); }
+  bool busy() const { return !schedule_.empty() || !draining_.empty(); }
+  bool all_planned() const { return schedule_.empty(); }
+
+  // Plans what there is room for, into ready(). True: more could be planned at once.
+  bool plan();
+
+  // Slots of flights that are to be submitted, in order. Whoever submits takes them out.
+  std::vector<unsigned>& ready() { return ready_; }
+  Flight& flight(std::uint64_t slot) { return flights_[slot]; }
+
+  // Of a flight that ended: `got` of the wanted bytes were moved.
+  void end(unsigned slot, std::uint64_t got);
+
+  // Flights that are not submitted and whose jobs have failed or were interrupted need not wait for a queue.
+  void drop_stopped();
+  // No queue can be had: so ends everything.
+  void fail_all(const Failure& failure);
+  // Tells the jobs of shares that have ended.
+  void finish_shares();
+
+  // Whether to wait a moment before planning again: for other threads' transfers; for a kernel that had no room.
+  bool take_at_gate() { return std::exchange(at_gate_, false); }
+  bool take_pause() { return std::exchange(pause_, false); }
+  void pause() { pause_ = true; }
+
+  StagingArea& staging() { return staging_; }
+  const StagingArea& staging() const { return staging_; }
+
+private:
+  // Gated: writes of the other kind are under way where the piece would meet them, its memory has no pages yet, or what
+  // is more urgent goes first.
+  enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
+
+  Planned plan_next();
+  Planned plan_remainder();
+  Planned plan_share(ActiveShare& active);
+  Planned enter_extent(ActiveShare& active);
+  Planned denied(ActiveShare& active, Failure failure);
+  Planned plan_piece(unsigned slot, std::uint64_t* advanced);
+  std::uint64_t read_cached(ActiveShare& active, const Extent& extent, std::uint64_t position, std::uint64_t bytes);
+  bool stage(Flight& flight);
+  bool pass_gates(Flight& flight);
+  void leave_gates(Flight& flight);
+  void release(unsigned slot);
+  void end_planning(ActiveShare& active);
+  bool idle() const { return free_flights_.size() + remainders_.size() == flights_.size(); }  // nothing will end
+
+  const std::uint64_t block_size_;
+  const unsigned depth_;
+  StagingArea staging_;
+  Counters* const counters_;
+  Schedule<ActiveShare> schedule_;
+  Shares draining_, ended_;
+  std::vector<Flight> flights_;
+  std::vector<unsigned> free_flights_;
+  std::vector<unsigned> remainders_;  // flights to be planned again
+  std::vector<unsigned> ready_;
+  bool pause_ = false;
+  bool at_gate_ = false;      // all there is to plan waits for other threads
+  std::uint64_t copied_ = 0;  // since plan() began
+};
+
+// Between a flight's staging block and its memory: into the block for Op::Write, out of it for Op::Read.
+void copy_staged(const Flight& flight, std::byte* block, std::uint64_t bytes);
+
+}  // namespace nvme_ops

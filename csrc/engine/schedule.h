@@ -1,0 +1,96 @@
+// Which share a lane plans next: a pure decision that knows no file, no queue and no clock. The highest priority first;
+// within one, shares take turns, so that no large one keeps a small one waiting to its end; and however much there is
+// of a higher priority, a lower one gets a piece in every kPatientPieces.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <list>
+
+#include "base/io.h"
+
+namespace nvme_ops {
+
+// Item has `Priority priority() const`, `unsigned turn` and `std::list<Item>::iterator self`. Items only ever move from
+// list to list, which needs no memory.
+template <class Item>
+class Schedule {
+public:
+  using Items = std::list<Item>;
+
+  static constexpr unsigned kTurn = 16;              // pieces of one share before the next one's turn
+  static constexpr unsigned kPatientPieces = 64;     // of higher priorities, before a lower one gets one
+  static constexpr std::size_t kMaxPassedOver = 16;  // shares of a priority that are asked in one pass
+
+  void add(Items items) noexcept {
+    while (!items.empty()) {
+      Level& level = level_of(items.front());
+      level.items.splice(level.items.end(), items, items.begin());
+    }
+  }
+
+  bool empty() const {
+    return std::all_of(levels_.begin(), levels_.end(), [](const Level& level) { return level.items.empty(); });
+  }
+
+  // Begins a pass, in which each share is asked for as many pieces as it gives until it is passed over.
+  void begin() {
+    for (Level& level : levels_) level.passed_over = 0;
+  }
+
+  // Null: there is none, or all there are were passed over.
+  Item* next() {
+    Level* chosen = nullptr;
+    for (Level& level : levels_) {
+      if (!askable(level)) continue;
+      if (chosen == nullptr || level.waited >= kPatientPieces) chosen = &level;
+    }
+    return chosen == nullptr ? nullptr : &chosen->items.front();
+  }
+
+  // Of what next() returned: a piece of it was planned.
+  void planned(Item& item) {
+    Level& own = level_of(item);
+    own.waited = 0;
+    for (Level* level = &own + 1; level != levels_.data() + levels_.size(); ++level) {
+      level->waited += level->items.empty() ? 0 : 1;
+    }
+    if (++item.turn == kTurn) to_the_end(item);
+  }
+
+  // Of what next() returned: it cannot be planned now.
+  void pass_over(Item& item) {
+    ++level_of(item).passed_over;
+    to_the_end(item);
+  }
+
+  // It has nothing more to plan.
+  void release(Item& item, Items& to) { to.splice(to.end(), level_of(item).items, item.self); }
+
+  template <class Visit>
+  void for_each(Visit&& visit) {
+    for (Level& level : levels_) {
+      for (Item& item : level.items) visit(item);
+    }
+  }
+
+private:
+  struct Level {
+    Items items;
+    std::size_t passed_over = 0;  // of them, at the end, in this pass
+    unsigned waited = 0;          // pieces of higher priorities since it had one
+  };
+
+  static bool askable(const Level& level) { return level.passed_over < std::min(level.items.size(), kMaxPassedOver); }
+  Level& level_of(const Item& item) { return levels_[static_cast<std::size_t>(item.priority())]; }
+  void to_the_end(Item& item) {
+    item.turn = 0;
+    Items& items = level_of(item).items;
+    items.splice(items.end(), items, item.self);
+  }
+
+  std::array<Level, kPriorities> levels_;
+};
+
+}  // namespace nvme_ops

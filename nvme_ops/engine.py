@@ -1,0 +1,154 @@
+"""``Engine``: what moves bytes for a handle, and the words it is asked in.
+
+``aio_handle`` and ``gds_handle`` each have one; what stands between a handle and its engine, as a tuner that watches
+it, is one too. Only the handles and this module know where a handle keeps its engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvme_ops.handle import FileName, aio_handle
+    from nvme_ops.ops.async_io import Operation, Pending
+
+
+class Op(enum.IntEnum):
+    """The direction of a transfer, seen from memory."""
+
+    READ = 0
+    WRITE = 1
+
+
+class Priority(enum.IntEnum):
+    """How urgent a transfer is, most urgent first. The native ``Priority`` has the same numbers."""
+
+    DEMAND = 0  #: somebody waits for it
+    PREFETCH = 1  #: somebody will soon
+    WRITEBACK = 2  #: nobody waits, but memory is held until it ends
+    BACKGROUND = 3  #: it may take its time
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a handle has done since it was made, in this process."""
+
+    read_bytes: int
+    written_bytes: int
+    staged_bytes: int  #: of all: copied through staging memory
+    cached_bytes: int  #: of all: from or through the page cache
+    requests: int  #: answered by the kernel
+    mean_in_flight: float  #: requests in one lane's queue when one more was submitted, that one included
+    max_in_flight: int
+    queue_seconds: float  #: from a transfer's arrival at a lane to its first request, summed over transfers and lanes
+    kernel_seconds: float  #: from a request's submission to its completion, summed over requests
+
+    @property
+    def bytes(self) -> int:
+        """All that was moved."""
+        return self.read_bytes + self.written_bytes
+
+    @property
+    def staged_share(self) -> float:
+        """The part of all bytes that was copied through staging memory, from 0 to 1."""
+        return self.staged_bytes / max(1, self.bytes)
+
+    @property
+    def cached_share(self) -> float:
+        """The part of all bytes that the page cache served or took, from 0 to 1."""
+        return self.cached_bytes / max(1, self.bytes)
+
+
+class Engine(Protocol):
+    """The lanes of one handle. ``memory`` is a tensor or anything with the buffer protocol.
+
+    ``priority`` is a ``Priority``; ``offset`` None writes the whole file. Every method raises ValueError once the
+    handle is closed.
+    """
+
+    def run(
+        self,
+        op: int,
+        memory: object,
+        file: FileName,
+        offset: int | None,
+        validate: bool,
+        all_lanes: bool = ...,
+        priority: int = ...,
+        /,
+    ) -> int:
+        """Moves the bytes on the caller's thread, or with ``all_lanes`` on the lanes' threads; returns how many."""
+
+    def submit(
+        self,
+        op: int,
+        memory: object,
+        file: FileName,
+        offset: int | None,
+        validate: bool,
+        all_lanes: bool = ...,
+        priority: int = ...,
+        pending: Pending | None = ...,
+        /,
+    ) -> Operation:
+        """Starts the transfer on the lanes' threads. ``pending`` knows it from before it starts."""
+
+    def submit_many(
+        self,
+        op: int,
+        memories: Sequence[object] | torch.Tensor,
+        files: FileName | Sequence[FileName],
+        offsets: Sequence[int] | None,
+        priority: int = ...,
+        /,
+    ) -> Operation:
+        """Starts many transfers as one."""
+
+    def backend(self) -> str:
+        """The way to the kernel: ``io_uring``, ``libaio`` or ``threads``."""
+
+    def staging_bytes(self) -> int:
+        """Staging memory held at the moment."""
+
+    def paths(self) -> dict[str, Any]:
+        """The paths that tensors on accelerators took: ``last``, ``why`` and ``uses``."""
+
+    def statistics(self) -> dict[str, int]:
+        """The counters behind ``Statistics``."""
+
+    def sweep(self) -> None:
+        """Releases the memory of transfers that have ended."""
+
+
+class ClosedEngine:
+    """The engine of a handle that was closed."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("the handle is closed")
+
+    run = submit = submit_many = backend = staging_bytes = paths = statistics = sweep = _refuse
+
+
+def engine_of(handle: aio_handle) -> Engine:
+    """The engine that moves what ``handle`` is asked to."""
+    return handle._engine
+
+
+def statistics_of(counters: dict[str, int]) -> Statistics:
+    """What ``Engine.statistics`` counts, in seconds and means."""
+    return Statistics(
+        read_bytes=counters["read_bytes"],
+        written_bytes=counters["written_bytes"],
+        staged_bytes=counters["staged_bytes"],
+        cached_bytes=counters["cached_bytes"],
+        requests=counters["requests"],
+        mean_in_flight=counters["in_flight_sum"] / max(1, counters["requests"]),
+        max_in_flight=counters["in_flight_max"],
+        queue_seconds=counters["queued_nanoseconds"] / 1e9,
+        kernel_seconds=counters["kernel_nanoseconds"] / 1e9,
+    )

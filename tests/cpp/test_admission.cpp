@@ -1,0 +1,63 @@
+// admit(): little of lower priority is in flight while somebody waits.
+#include <chrono>
+#include <thread>
+
+#include "base/limits.h"
+#include "check.h"
+#include "engine/admission.h"
+#include "support.h"
+
+using namespace nvme_ops;
+
+namespace {
+
+constexpr std::uint64_t kPiece = 1 << 20;
+
+// How many pieces are admitted before one is not.
+std::uint64_t admitted(Priority priority) {
+  std::uint64_t count = 0;
+  while (count < 1000 && admit(priority, kPiece)) ++count;
+  for (std::uint64_t i = 0; i < count; ++i) finish(priority, kPiece);
+  return count;
+}
+
+void let_demand_pass() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kDemandMilliseconds));
+}
+
+}  // namespace
+
+TEST(demand_is_always_admitted) {
+  CHECK_EQUAL(admitted(Priority::Demand), std::uint64_t{1000});
+}
+
+TEST(without_demand_much_is_admitted_but_no_queue_full) {
+  let_demand_pass();
+  CHECK_EQUAL(admitted(Priority::Writeback), kDeferableBytes / kPiece);
+  CHECK_EQUAL(admitted(Priority::Background), kDeferableBytes / kPiece);
+}
+
+TEST(while_somebody_waits_little_is_admitted) {
+  let_demand_pass();
+  CHECK(admit(Priority::Demand, kPiece), "demand admitted");
+  CHECK_EQUAL(admitted(Priority::Prefetch), kYieldingBytes / kPiece);
+  CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);
+  finish(Priority::Demand, kPiece);
+  CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);  // more of it is expected
+  let_demand_pass();
+  CHECK_EQUAL(admitted(Priority::Writeback), kDeferableBytes / kPiece);
+}
+
+TEST(one_request_however_large_is_admitted_when_it_is_alone) {
+  note_demand();
+  CHECK(admit(Priority::Background, 10 * kDeferableBytes), "the only one");
+  CHECK(!admit(Priority::Background, 1), "no second one");
+  finish(Priority::Background, 10 * kDeferableBytes);
+}
+
+TEST(io_priorities_are_those_of_the_kernel) {
+  CHECK_EQUAL(io_priority(Priority::Demand), std::uint16_t{0});  // the process's own
+  CHECK_EQUAL(io_priority(Priority::Prefetch), std::uint16_t{2 << 13 | 5});
+  CHECK_EQUAL(io_priority(Priority::Writeback), std::uint16_t{2 << 13 | 6});
+  CHECK_EQUAL(io_priority(Priority::Background), std::uint16_t{2 << 13 | 7});
+}

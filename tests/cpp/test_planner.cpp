@@ -1,0 +1,154 @@
+// Planner: from shares to requests, without a queue.
+#include <algorithm>
+#include <numeric>
+
+#include "base/limits.h"
+#include "check.h"
+#include "engine/lane.h"
+#include "support.h"
+
+using namespace nvme_ops;
+using support::Bytes;
+using support::directory;
+using support::extent;
+using support::Memory;
+
+namespace {
+
+constexpr std::uint64_t kBlock = 64 << 10;
+constexpr unsigned kDepth = 4;
+
+struct Planned {
+  Counters counters;
+  Planner planner{kBlock, kDepth, std::make_shared<StagingBudget>(4), &counters};
+
+  Planned() { planner.reserve(); }
+
+  std::shared_ptr<Job> add(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand) {
+    auto job = std::make_shared<Job>(op, std::move(extents), priority);
+    job->expect_shares(1);
+    planner.add(Lane::ready(split(job, 1).front()));
+    return job;
+  }
+
+  // Moves what is ready by plain system calls, each `part` of the way at most; the requests in order.
+  std::vector<Request> move(std::uint64_t most = UINT64_MAX) {
+    std::vector<Request> moved;
+    std::vector<unsigned> ready;
+    ready.swap(planner.ready());
+    planner.ready().reserve(kDepth);
+    for (const unsigned slot : ready) {
+      Flight& flight = planner.flight(slot);
+      moved.push_back(flight.request);
+      const std::uint64_t got = std::min(flight.piece.bytes, most);
+      if (flight.job().op() == Op::Write) {
+        CHECK_EQUAL(::pwrite(flight.request.fd, flight.request.data, flight.request.bytes,
+                             static_cast<off_t>(flight.request.offset)),
+                    static_cast<ssize_t>(flight.request.bytes));
+      } else {
+        CHECK(::pread(flight.request.fd, flight.request.data, flight.request.bytes,
+                      static_cast<off_t>(flight.request.offset)) > 0,
+              "bytes");
+        if (flight.block) copy_staged(flight, flight.block.data + flight.piece.lead, got);
+      }
+      flight.share->moved += got;
+      planner.end(slot, got);
+    }
+    planner.finish_shares();
+    return moved;
+  }
+};
+
+}  // namespace
+
+TEST(no_more_is_planned_than_may_be_in_flight) {
+  Planned planned;
+  const Memory memory(10 * kBlock);
+  support::write_file(directory() / "ten", support::pattern(10 * kBlock, 1));
+  const auto job = planned.add(Op::Read, {extent(directory() / "ten", Op::Read, memory)});
+  planned.planner.plan();
+  CHECK_EQUAL(planned.planner.ready().size(), std::size_t{kDepth});
+  CHECK(planned.planner.busy() && !planned.planner.all_planned(), "more to come");
+  std::size_t requests = 0;
+  while (planned.planner.busy()) {
+    planned.planner.plan();
+    requests += planned.move().size();
+  }
+  CHECK_EQUAL(requests, std::size_t{10});
+  CHECK_EQUAL(job->outcome()->bytes(), 10 * kBlock);
+}
+
+TEST(what_falls_short_is_planned_again_until_it_is_whole) {
+  Planned planned;
+  const Bytes data = support::pattern(3 * kBlock + 100, 2);
+  support::write_file(directory() / "short", data);
+  const Memory memory(data.size(), 24);
+  const auto job = planned.add(Op::Read, {extent(directory() / "short", Op::Read, memory)});
+  while (planned.planner.busy()) {
+    planned.planner.plan();
+    planned.move(10000);
+  }
+  CHECK(job->outcome()->done() && !job->outcome()->failure(), "the job to end well");
+  CHECK_EQUAL(job->outcome()->bytes(), data.size());
+  CHECK_EQUAL(support::difference(memory.data(), data.data(), data.size()), data.size());
+  CHECK(memory.guards_intact(), "nothing beside it");
+}
+
+TEST(the_urgent_is_planned_first_and_carries_its_priority) {
+  Planned planned;
+  const Memory memory(3 * kBlock);
+  planned.add(Op::Write, {extent(directory() / "later", Op::Write, memory)}, Priority::Background);
+  planned.add(Op::Write, {extent(directory() / "first", Op::Write, memory)}, Priority::Demand);
+  planned.planner.plan();
+  std::vector<Priority> priorities;
+  for (const Request& request : planned.move()) priorities.push_back(request.priority);
+  CHECK_EQUAL(priorities.size(), std::size_t{kDepth});
+  CHECK(std::is_sorted(priorities.begin(), priorities.end()), "demand first");
+  while (planned.planner.busy()) {
+    planned.planner.plan();
+    planned.move();
+  }
+}
+
+TEST(an_urgent_share_that_comes_later_is_next) {
+  Planned planned;
+  const Memory memory(100 * kBlock);
+  planned.add(Op::Write, {extent(directory() / "large", Op::Write, memory)}, Priority::Writeback);
+  planned.planner.plan();
+  planned.move();
+  const Memory small(kBlock);
+  planned.add(Op::Write, {extent(directory() / "small", Op::Write, small)}, Priority::Demand);
+  planned.planner.plan();
+  const std::vector<Request> requests = planned.move();
+  CHECK(!requests.empty() && requests.front().priority == Priority::Demand, "the urgent one first");
+  while (planned.planner.busy()) {
+    planned.planner.plan();
+    planned.move();
+  }
+}
+
+TEST(without_a_queue_everything_fails_and_nothing_is_left) {
+  Planned planned;
+  const Memory memory(20 * kBlock);
+  const auto one = planned.add(Op::Write, {extent(directory() / "one", Op::Write, memory)});
+  const auto other = planned.add(Op::Write, {extent(directory() / "other", Op::Write, memory)}, Priority::Writeback);
+  planned.planner.fail_all({Failure::Kind::System, ENOSYS, "no queue", {}});
+  for (const auto& job : {one, other}) {
+    CHECK(job->outcome()->done() && job->outcome()->failure(), "each to fail");
+  }
+  CHECK(!planned.planner.busy(), "nothing left");
+}
+
+TEST(a_stopped_job_gives_its_planned_requests_up) {
+  Planned planned;
+  const Memory memory(20 * kBlock);
+  const auto job = planned.add(Op::Write, {extent(directory() / "stopped", Op::Write, memory)});
+  planned.planner.plan();
+  job->fail({Failure::Kind::System, EIO, "stopped", {}});
+  planned.planner.drop_stopped();
+  CHECK(planned.planner.ready().empty(), "nothing to submit");
+  planned.planner.plan();
+  planned.planner.finish_shares();
+  CHECK(job->outcome()->done(), "the job to have ended");
+  CHECK(!planned.planner.busy(), "nothing left");
+}
