@@ -18,7 +18,7 @@ import nvme_ops
 from nvme_ops.bench import fio
 from nvme_ops.bench.files import make_cold, make_file, make_warm
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
-from nvme_ops.checkpoint import freeing
+from nvme_ops.storage import unlink
 
 FIO_BEST = "fio best"
 SAFETENSORS = "safetensors"
@@ -275,7 +275,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
 
     def run() -> Sample:
         sample = timed((lambda: _look_at(call())) if prepare is not None else call, work.size)
-        freeing.wait()  # the next row has the device, and the memory, for itself
+        unlink.wait()  # the next row has the device, and the memory, for itself
         for name in _files(path):
             make_cold(name)
         return sample

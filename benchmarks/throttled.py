@@ -29,7 +29,7 @@ from benchmarks.throttled_group import Group, end_processes, join, make_group
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
-from nvme_ops.free_memory import free_memory
+from nvme_ops.limits import free_memory
 from nvme_ops.sizes import MIB, size_words
 
 MEMORY = "/dev/shm"

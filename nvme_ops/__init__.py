@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
     from nvme_ops.checkpoint.background import save_async as save_async
-    from nvme_ops.checkpoint.integrity import ChecksumError as ChecksumError
     from nvme_ops.checkpoint.safe_open import safe_open as safe_open
-    from nvme_ops.checkpoint.safetensors_format import FormatError as FormatError
     from nvme_ops.engine import Priority as Priority
+    from nvme_ops.errors import ChecksumError as ChecksumError
+    from nvme_ops.errors import FormatError as FormatError
     from nvme_ops.file import File as File
     from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
     from nvme_ops.future import IoFuture as IoFuture
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "ChecksumError": "nvme_ops.checkpoint.integrity",
+    "ChecksumError": "nvme_ops.errors",
     "File": "nvme_ops.file",
-    "FormatError": "nvme_ops.checkpoint.safetensors_format",
+    "FormatError": "nvme_ops.errors",
     "IoFuture": "nvme_ops.future",
     "Priority": "nvme_ops.engine",
     "SaveFuture": "nvme_ops.checkpoint.background",

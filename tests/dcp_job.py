@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from nvme_ops.checkpoint.integrity import ChecksumError
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvme_ops.errors import ChecksumError
 
 MIB = 1 << 20
 WIDTH = 301  # divided by neither 2 nor 3

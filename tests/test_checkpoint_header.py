@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops.checkpoint import safetensors_format as layout
+from nvme_ops.errors import FormatError
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 
@@ -56,7 +57,7 @@ def by_us(content: bytes) -> dict[str, Found] | None:
     try:
         os.write(fd, content)
         header = layout.read(fd, "the file")
-    except layout.FormatError:
+    except FormatError:
         return None
     finally:
         os.close(fd)
@@ -387,7 +388,7 @@ def test_a_refusal_names_the_file_and_the_field(tmp_path: Path, content: bytes, 
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     for call in (lambda: nvme_ops.load(path), lambda: nvme_ops.load(path, keys=[], verify=True)):
-        with pytest.raises(layout.FormatError) as caught:
+        with pytest.raises(FormatError) as caught:
             call()
         assert str(path) in str(caught.value)
         assert words in str(caught.value)
@@ -407,7 +408,7 @@ def test_a_tensor_that_torch_cannot_make(tmp_path: Path, dtype: str, shape: str,
     path = tmp_path / "model.safetensors"
     text = tensor(dtype=json.dumps(dtype), shape=shape, offsets=f"[0,{size}]")
     path.write_bytes(file_of(text[:-1] + f",{OTHER}[{size},{size + 2}]}}}}", size + 2))
-    with pytest.raises(layout.FormatError) as caught:
+    with pytest.raises(FormatError) as caught:
         nvme_ops.load(path)
     assert str(path) in str(caught.value)
     assert "'a'" in str(caught.value)
@@ -462,7 +463,7 @@ def refused_within(path: Path, memory: int) -> None:
             now = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + 64 * MIB, now + 64 * MIB))
         tracemalloc.start()
-        with pytest.raises(layout.FormatError):
+        with pytest.raises(FormatError):
             nvme_ops.load(path)
         assert tracemalloc.get_traced_memory()[1] < memory
 
@@ -490,7 +491,7 @@ def test_a_file_beyond_all_memory_that_is_damaged(folder: Path) -> None:
         os.truncate(path, 2**43)
     except OSError as error:
         pytest.skip(f"no file of eight tebibytes here: {error}")
-    with pytest.raises(layout.FormatError, match="bytes follow the last tensor"):
+    with pytest.raises(FormatError, match="bytes follow the last tensor"):
         nvme_ops.load(path)
 
 

@@ -24,8 +24,8 @@ from crashing_save import (
 )
 
 import nvme_ops
-from nvme_ops.checkpoint import atomic
 from nvme_ops.checkpoint.cli import main
+from nvme_ops.storage import atomic
 
 
 @pytest.fixture(params=[".safetensors", ".pt"])

@@ -18,7 +18,8 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.checkpoint import integrity
 from nvme_ops.checkpoint import safetensors_format as layout
-from nvme_ops.checkpoint.safetensors_format import DTYPES, FormatError
+from nvme_ops.checkpoint.safetensors_format import DTYPES
+from nvme_ops.errors import FormatError
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 their = pytest.importorskip("safetensors.torch")

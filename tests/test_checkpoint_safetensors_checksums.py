@@ -13,7 +13,7 @@ from test_checkpoint_safetensors import assert_same, filled
 import nvme_ops
 from nvme_ops.checkpoint import integrity
 from nvme_ops.checkpoint.contents import contents, damaged
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.errors import ChecksumError, FormatError
 
 their = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
 
@@ -41,7 +41,7 @@ def test_a_flipped_bit_anywhere_is_found(path: Path, bit: int) -> None:
     wrong = "a" if bit // 8 < CHECKED["a"].nbytes else "t"
     targets = {name: torch.zeros_like(tensor) for name, tensor in CHECKED.items()}
     for options in ({"mmap": True}, {"mmap": False}, {"into": targets}, {"keys": [wrong]}):
-        with pytest.raises(integrity.ChecksumError, match=f"in '{wrong}': '{path}'") as caught:
+        with pytest.raises(ChecksumError, match=f"in '{wrong}': '{path}'") as caught:
             nvme_ops.load(path, verify=True, **options)
         assert (caught.value.tensors, caught.value.filename) == ([wrong], str(path))
     nvme_ops.load(path)
@@ -61,7 +61,7 @@ def test_a_flipped_bit_in_the_header_is_found(path: Path, where: str) -> None:
     at = content.index(place)
     path.write_bytes(content[:at] + turned + content[at + len(place) :])
     nvme_ops.load(path)
-    with pytest.raises(integrity.ChecksumError, match="in 'header'"):
+    with pytest.raises(ChecksumError, match="in 'header'"):
         nvme_ops.load(path, verify=True)
     assert damaged(contents(path)) == ["header"]
 
@@ -72,7 +72,7 @@ def test_no_flipped_bit_of_a_header_goes_unnoticed(path: Path) -> None:
     end = content.rindex(b"}") + 4  # and some of the spaces behind it
     for bit in range(end * 8):
         path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
-        with pytest.raises((FormatError, integrity.ChecksumError, ValueError)):
+        with pytest.raises((FormatError, ChecksumError, ValueError)):
             nvme_ops.load(path, verify=True)
 
 
@@ -80,7 +80,7 @@ def test_every_tensor_that_differs_is_named(path: Path) -> None:
     nvme_ops.save({f"{number:02}": filled(torch.int8, 5) for number in range(30)}, path)
     content = path.read_bytes()
     path.write_bytes(content[:-150] + bytes(byte ^ 1 for byte in content[-150:]))
-    with pytest.raises(integrity.ChecksumError, match="'09' and 20 more") as caught:
+    with pytest.raises(ChecksumError, match="'09' and 20 more") as caught:
         nvme_ops.load(path, verify=True)
     assert caught.value.tensors == [f"{number:02}" for number in range(30)]
 

@@ -19,7 +19,7 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.checkpoint import safetensors_file, sharded
 from nvme_ops.checkpoint.contents import contents, damaged
-from nvme_ops.checkpoint.integrity import ChecksumError
+from nvme_ops.errors import ChecksumError
 
 their = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
 

@@ -14,8 +14,7 @@ from sharded_files import INDEX, SHARD, STATE, assert_same, by_torch, by_us
 import nvme_ops
 from nvme_ops.checkpoint import sharded
 from nvme_ops.checkpoint.contents import contents, damaged
-from nvme_ops.checkpoint.integrity import ChecksumError
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.errors import ChecksumError, FormatError
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 

@@ -32,8 +32,8 @@ from torch_files import (
 
 import nvme_ops
 from nvme_ops.checkpoint import new_tensors, torch_load, torch_read, torch_save, torch_zip
-from nvme_ops.checkpoint.atomic import opened as opened_for_reading
 from nvme_ops.checkpoint.contents import compare, contents, damaged
+from nvme_ops.storage.atomic import opened as opened_for_reading
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 IN_A_FOLDER = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -31,9 +31,8 @@ from torch_files import (
 
 import nvme_ops
 from nvme_ops.checkpoint.contents import contents, damaged
-from nvme_ops.checkpoint.integrity import ChecksumError
-from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.checkpoint.torch_file import UnsafeError
+from nvme_ops.errors import ChecksumError, FormatError
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 IN_A_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

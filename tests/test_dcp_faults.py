@@ -21,10 +21,9 @@ from dcp_states import equal, files, load, needs_fork, save, state, why
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops._native import native
-from nvme_ops.checkpoint.integrity import ChecksumError
-from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.dcp.stored import find
+from nvme_ops.errors import ChecksumError, FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 

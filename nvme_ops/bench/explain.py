@@ -24,7 +24,7 @@ from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Judgement, Measured, judge
 from nvme_ops.bench.measure import Row, Spread, interleave, spread
 from nvme_ops.bench.scratch import scratch_folder
-from nvme_ops.free_memory import free_memory
+from nvme_ops.limits import free_memory
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.sizes import GIB, MIB, size_words
 

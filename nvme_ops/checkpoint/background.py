@@ -14,14 +14,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint import Format, collector, turns
+from nvme_ops import collector
+from nvme_ops.checkpoint import Format, turns
 from nvme_ops.checkpoint.new_tensors import placed
-from nvme_ops.checkpoint.pieces import Borrowed, copy
 from nvme_ops.checkpoint.plan import Plan, plan_for
 from nvme_ops.checkpoint.turns import Turn
 from nvme_ops.file import shared_handle
-from nvme_ops.free_memory import free_memory
 from nvme_ops.handle import aio_handle
+from nvme_ops.limits import free_memory
+from nvme_ops.memory.pieces import Borrowed, copy
 from nvme_ops.tensors import empty
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvme_ops.checkpoint.atomic import opened
-from nvme_ops.checkpoint.checksums import checksum_of
 from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.safetensors_format import DTYPES
+from nvme_ops.checksums import checksum_of
 from nvme_ops.file import shared_handle
+from nvme_ops.storage.atomic import opened
 from nvme_ops.tensors import empty
 
 _PICKLE = "pickle"  # in the place of a dtype

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nvme_ops.checkpoint.checksums import checksums_of
-from nvme_ops.checkpoint.pieces import CHECKSUM, checksums_anywhere
-from nvme_ops.checkpoint.safetensors_format import FormatError, Header
+from nvme_ops.checkpoint.safetensors_format import Header
+from nvme_ops.checksums import checksums_of
+from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.memory.pieces import CHECKSUM, checksums_anywhere
 
 #: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
 #: many for the JSON of the header, in which these are zeros then. In the metadata of an index: those for its JSON.
@@ -24,22 +24,6 @@ OURS = (KEY, SAVE, SHARDS)
 #: Stand for the JSON of a file among the names of tensors.
 HEADER, INDEX = "header", "index"
 _DIGITS = 8
-
-
-class ChecksumError(OSError):
-    """What was read is not what was saved. ``tensors`` names all that differ."""
-
-    def __init__(self, path: str, tensors: Sequence[str]) -> None:
-        shown = ", ".join(map(repr, tensors[:10])) + (f" and {len(tensors) - 10} more" if len(tensors) > 10 else "")
-        super().__init__(errno.EIO, f"other data than were saved, by their checksums, in {shown}", path)
-        self.tensors = list(tensors)
-
-    def __reduce__(self) -> tuple[type[ChecksumError], tuple[str, list[str]]]:
-        return type(self), (self.filename, self.tensors)
-
-
-class AnotherSaveError(FormatError):
-    """A shard that is not of the save that its index is of."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from nvme_ops.checkpoint import FORMATS, atomic, between_processes, integrity
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.checkpoint import FORMATS, between_processes, integrity
 from nvme_ops.checkpoint.safetensors_format import read as read_header
 from nvme_ops.checkpoint.sharded_index import read_index, shards_of
+from nvme_ops.errors import FormatError
+from nvme_ops.storage import atomic
 
 _INDEX = FORMATS["sharded"][1][0]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import collector
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import pool_buffer

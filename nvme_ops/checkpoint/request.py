@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvme_ops.checkpoint.integrity import Part
+from nvme_ops.errors import MissingTensorError
 from nvme_ops.handle import aio_handle
 
 
@@ -36,13 +37,6 @@ class Request:
         if self.strict and (missing := [key for key in self.keys if key not in there]):
             raise lacking(path, missing)
         return [name for name in names if name in wanted]
-
-
-class MissingTensorError(KeyError, RuntimeError):
-    """A name that one side lacks: a KeyError as of a dict, a RuntimeError as of ``Module.load_state_dict``."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def lacking(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:

@@ -11,13 +11,10 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, NAMES, Entry, Header
+from nvme_ops.errors import SharedMemoryError
 
 _PAGE = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-class SharedMemoryError(ValueError, RuntimeError):
-    """Tensors that share memory; safetensors raises a RuntimeError there."""
 
 
 def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Header:

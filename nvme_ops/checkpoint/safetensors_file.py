@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import collector, integrity, new_tensors, pieces
+from nvme_ops import collector
+from nvme_ops.checkpoint import integrity, new_tensors
 from nvme_ops.checkpoint import safetensors_format as layout
-from nvme_ops.checkpoint.atomic import opened, replacing
 from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.checkpoint.new_tensors import Kind, Wanted
-from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import build, require_tensors
 from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.errors import ChecksumError
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pieces
+from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.storage.atomic import opened, replacing
 
 
 @dataclass
@@ -148,7 +151,7 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
     if found is None and header.entries:
         raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksum=False")
     if integrity.differs(header.text, header.metadata):
-        raise integrity.ChecksumError(path, [integrity.HEADER])
+        raise ChecksumError(path, [integrity.HEADER])
     return found or {}
 
 

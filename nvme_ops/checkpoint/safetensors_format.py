@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops.checkpoint import collector
+from nvme_ops import collector
+from nvme_ops.errors import FormatError
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
@@ -45,10 +46,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FIELDS = ("dtype", "shape", "data_offsets")
 _DEEPEST = 127  # arrays and objects within each other that safetensors' reader takes, the header itself included
 _LONE_SURROGATE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
-
-
-class FormatError(ValueError):
-    """A file that is not what its name says, or was damaged; the message names the file and the field."""
 
 
 class Entry(NamedTuple):

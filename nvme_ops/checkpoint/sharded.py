@@ -25,15 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvme_ops.checkpoint import FORMATS, freeing, integrity, safetensors_file, torch_file
-from nvme_ops.checkpoint.atomic import sync_folder
+from nvme_ops.checkpoint import FORMATS, integrity, safetensors_file, torch_file
 from nvme_ops.checkpoint.between_processes import locked
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.pieces import Borrowed
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import require_tensors
-from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.checkpoint.sharded_index import (
     Index,
     names_for,
@@ -46,7 +43,11 @@ from nvme_ops.checkpoint.sharded_index import (
 )
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_open import PICKLE
+from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.storage import unlink
+from nvme_ops.storage.atomic import sync_folder
 
 SUFFIXES = FORMATS["sharded"][1]
 
@@ -77,7 +78,7 @@ class ShardedPlan:
             self._write(index, durable, handle, borrowed)
             if not path.endswith(SUFFIXES):  # the folder's model until now, which readers would prefer
                 with suppress(FileNotFoundError):
-                    freeing.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
+                    unlink.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
         if durable:
             sync_folder(folder)
 
@@ -181,11 +182,11 @@ def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
     while True:
         try:
             return read(index)
-        except (FileNotFoundError, integrity.AnotherSaveError) as error:
+        except (FileNotFoundError, AnotherSaveError) as error:
             before, index = index, read_index(path)
             if index != before:
                 continue
-            if isinstance(error, integrity.AnotherSaveError):
+            if isinstance(error, AnotherSaveError):
                 raise
             refuse(path, f"weight_map names {os.path.basename(str(error.filename))!r}, which is missing")
 
@@ -208,7 +209,7 @@ def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, reques
     except KeyError as error:
         raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
     if request.verify and index.fits is False:
-        raise integrity.ChecksumError(index.path, [integrity.INDEX])
+        raise ChecksumError(index.path, [integrity.INDEX])
     return {name: found[name] for name in names}
 
 

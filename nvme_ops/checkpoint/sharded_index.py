@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nvme_ops.checkpoint import atomic, freeing, integrity
-from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, FormatError
+from nvme_ops.checkpoint import integrity
+from nvme_ops.checkpoint.safetensors_format import MOST_HEADER
+from nvme_ops.errors import FormatError
+from nvme_ops.storage import atomic, unlink
 
 # What a folder of save_pretrained may hold, in the order in which transformers looks for it.
 _IN_FOLDERS = (
@@ -131,7 +133,7 @@ def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
     for name in shards_of(folder, stem):
         if name not in kept:
             with suppress(OSError):
-                freeing.unlink(os.path.join(folder, name))
+                unlink.unlink(os.path.join(folder, name))
 
 
 def shards_of(folder: str, stem: str) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from nvme_ops.checkpoint.modules import covered
-from nvme_ops.checkpoint.request import MissingTensorError, Request, lacking
+from nvme_ops.checkpoint.request import Request, lacking
+from nvme_ops.errors import MissingTensorError
 
 
 class Targets:

@@ -11,19 +11,20 @@ import torch
 from torch.serialization import default_restore_location
 
 from nvme_ops.checkpoint import torch_pickle, torch_read
-from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.checkpoint.new_tensors import Kind
-from nvme_ops.checkpoint.pieces import checksums_anywhere, is_plain
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
-from nvme_ops.checkpoint.torch_load import UnsafeError, by_device, everything
+from nvme_ops.checkpoint.torch_load import by_device, everything
 from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_pickle import Described, Other
 from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
 from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.errors import UnsafeError
 from nvme_ops.file import shared_handle
+from nvme_ops.memory.pieces import checksums_anywhere, is_plain
+from nvme_ops.storage.atomic import opened
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 

@@ -16,19 +16,16 @@ from typing import Any
 import torch
 import torch._weights_only_unpickler
 
-from nvme_ops.checkpoint import collector, torch_pickle, torch_plain, torch_read
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops import collector
+from nvme_ops.checkpoint import torch_pickle, torch_plain, torch_read
 from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_verify import require_undamaged, verify_by_zipfile, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive
+from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import open as open_file
 
 # Bytes of storages that are read ahead for a function that decides where they go.
 _AHEAD = 16 << 20
-
-
-class UnsafeError(FormatError, pickle.UnpicklingError):
-    """A pickle that wants more than tensors and plain containers. Nothing of it was executed."""
 
 
 @collector.paused()

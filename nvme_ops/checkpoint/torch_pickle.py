@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.errors import FormatError
 
 #: What torch's own reader takes with weights_only; anything else ends the reading.
 CODES = (

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import collector
 from nvme_ops.checkpoint.torch_pickle import CODES
 
 _CODES = b"".join(code for code in CODES if code != pickle.NEWOBJ)

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import collector, new_tensors, pieces
-from nvme_ops.checkpoint.checksums import checksum_of
+from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_save import CHECKSUM
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.checksums import checksum_of
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pieces
 from nvme_ops.tensors import empty, pool_buffer
 
 _PIECE = 8 << 20  # bytes that pass through memory of ours at once

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 
+from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import collector, pieces, torch_emit, zip_parts
-from nvme_ops.checkpoint.atomic import replacing
-from nvme_ops.checkpoint.checksums import checksums_of
-from nvme_ops.checkpoint.pieces import Borrowed
+from nvme_ops.checkpoint import torch_emit, zip_parts
 from nvme_ops.checkpoint.plan import require_strings
+from nvme_ops.checksums import checksums_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pieces
+from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.storage.atomic import replacing
 
 #: The folder in the archive; torch names it after the file.
 FOLDER = "archive/"

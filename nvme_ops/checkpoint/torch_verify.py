@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvme_ops.checkpoint import torch_pickle, torch_read
-from nvme_ops.checkpoint.integrity import ChecksumError
 from nvme_ops.checkpoint.torch_open import File
 from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_zip import Archive, is_zip, refuse
+from nvme_ops.errors import ChecksumError
 
 
 def verify_others(file: File, archive: Archive) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from nvme_ops.checkpoint import zip_parts
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.errors import FormatError
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import pool_buffer
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import logger as dcp_logger
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from nvme_ops.checkpoint import collector
+from nvme_ops import collector
 from nvme_ops.dcp.reader import NvmeStorageReader
 from nvme_ops.dcp.writer import NvmeStorageWriter
 from nvme_ops.handle import aio_handle

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvme_ops.checkpoint.atomic import opened
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.dcp import metadata_file
 from nvme_ops.dcp.folder import METADATA
 from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
+from nvme_ops.errors import FormatError
+from nvme_ops.storage.atomic import opened
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (

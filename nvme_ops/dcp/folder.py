@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 
-from nvme_ops.checkpoint import atomic, freeing
+from nvme_ops.storage import atomic, unlink
 
 #: Of the whole checkpoint, and of one rank where ranks save without each other.
 METADATA = ".metadata"
@@ -46,4 +46,4 @@ def remove_others(path: str, kept: Collection[str], prefix: str = "") -> None:
     for name in names:
         if _DATA.fullmatch(name) and name.startswith(prefix) and name not in kept and not alone and not together:
             with suppress(OSError):
-                freeing.unlink(os.path.join(path, name))
+                unlink.unlink(os.path.join(path, name))

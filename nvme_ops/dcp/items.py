@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nvme_ops.checkpoint import pieces
-from nvme_ops.checkpoint.checksums import checksums_of, joined
+from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.dcp import frame
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pieces
 
 #: What DCP's metadata say more of an item: a dict that has where the tensor's bytes begin and the item's CRC-32, where
 #: these are. DCP's own reader does not look at it.

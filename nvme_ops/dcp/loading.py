@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from nvme_ops.checkpoint.checksums import checksum_of, checksums_of, joined
-from nvme_ops.checkpoint.integrity import ChecksumError
-from nvme_ops.checkpoint.pieces import is_plain
+from nvme_ops.checksums import checksum_of, checksums_of, joined
 from nvme_ops.dcp.items import CHECKSUM
 from nvme_ops.dcp.spans import in_one_piece, spans
 from nvme_ops.dcp.stored import Stored
 from nvme_ops.dcp.through import Through
+from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.pieces import is_plain
 
 _GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items asked of the planner at once; two groups are under way
 

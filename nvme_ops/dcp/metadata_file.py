@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nvme_ops.checkpoint.atomic import replacing
-from nvme_ops.checkpoint.checksums import checksums_of
-from nvme_ops.checkpoint.integrity import ChecksumError
-from nvme_ops.checkpoint.pieces import CHECKSUM
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.checksums import checksums_of
+from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.memory.pieces import CHECKSUM
+from nvme_ops.storage.atomic import replacing
 
 _CHECKSUM = re.compile(rb"\nnvme_ops\.crc32c=([0-9a-f]{8})\n\Z")
 _CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")

@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from nvme_ops.checkpoint import collector
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops import collector
 from nvme_ops.dcp import folder
 from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
 from nvme_ops.dcp.loading import Loading, Wanted
 from nvme_ops.dcp.readers import Reading
 from nvme_ops.dcp.stored import Stored, find
+from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 

@@ -11,9 +11,9 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from nvme_ops.checkpoint.atomic import opened
-from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.dcp import metadata_file
+from nvme_ops.errors import FormatError
+from nvme_ops.storage.atomic import opened
 
 _REPLACED = ".metadata.replaced-"
 

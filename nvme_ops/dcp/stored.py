@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint.safetensors_format import FormatError
+from nvme_ops.errors import FormatError
 
 _LOCAL = struct.Struct("<26x2H")  # of a zip member's head, the lengths of the name and the extra field behind it
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200

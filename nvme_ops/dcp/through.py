@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from nvme_ops.checkpoint.checksums import checksum_of
+from nvme_ops.checksums import checksum_of
 from nvme_ops.dcp.items import CHECKSUM
 from nvme_ops.dcp.spans import SPAN, Span
 from nvme_ops.future import IoFuture

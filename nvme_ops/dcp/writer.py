@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nvme_ops.checkpoint import collector
-from nvme_ops.checkpoint.atomic import replacing
+from nvme_ops import collector
 from nvme_ops.dcp import folder, metadata_file, readers, saving
 from nvme_ops.dcp.items import DataFile
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
+from nvme_ops.storage.atomic import replacing
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.free_memory import _cgroups
+from nvme_ops.limits import _cgroups
 
 MIB = 1 << 20
 LIMIT = 1024 * MIB
@@ -21,7 +21,7 @@ PROGRAM = """
 import os, sys
 open(sys.argv[1], "w").write("0")
 import torch, nvme_ops
-from nvme_ops.free_memory import free_memory
+from nvme_ops.limits import free_memory
 assert free_memory() < 1024 << 20
 state = {str(i): torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(9)}
 future = nvme_ops.save_async(state, sys.argv[2])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.free_memory import free_memory
+from nvme_ops.limits import free_memory
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nvme_ops.checkpoint import freeing
+from nvme_ops.storage import unlink
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
@@ -64,7 +64,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
             if durable:  # while nothing is replaced yet: this may be refused
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder)
-            freeing.require_room(folder)
+            unlink.require_room(folder)
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
@@ -74,7 +74,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
             if durable:
                 os.fdatasync(fd)
             kept = recycle and _keep(path, spare)
-            with freeing.later(path):
+            with unlink.later(path):
                 os.rename(temporary, path)
             temporary = ""
             with suppress(OSError):
@@ -217,7 +217,7 @@ def _keep(path: str, spare: str) -> bool:
 
 def _remove_spare(spare: str) -> None:
     with suppress(OSError):
-        freeing.unlink(spare)
+        unlink.unlink(spare)
 
 
 def spares(folder: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from conftest import MIB, in_child
 
 import nvme_ops
-from nvme_ops.checkpoint import freeing
+from nvme_ops.storage import unlink
 
 LARGE = {"a": torch.ones(5 * MIB)}
 
@@ -23,14 +23,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     close, free = os.close, threading.Event()
 
     def wait_and_close(fd: int) -> None:
-        if threading.current_thread().name == "nvme_ops.checkpoint.freeing":
+        if threading.current_thread().name == "nvme_ops.storage.unlink":
             assert free.wait(60)
         close(fd)
 
     monkeypatch.setattr(os, "close", wait_and_close)
     yield free
     free.set()
-    freeing.wait()
+    unlink.wait()
 
 
 def held() -> int:
@@ -52,7 +52,7 @@ def test_a_save_does_not_wait_until_what_it_replaced_is_free(folder: Path, slow:
     assert held() == before + 1
     assert bool((nvme_ops.load(path, mmap=False)["a"] == 2).all())
     slow.set()
-    freeing.wait()
+    unlink.wait()
     assert held() == before
 
 
@@ -102,7 +102,7 @@ def test_a_forked_child_keeps_no_blocks(folder: Path) -> None:
     def child() -> None:
         assert held() == before
         nvme_ops.save(LARGE, path)
-        freeing.wait()
+        unlink.wait()
         assert held() == before
 
     in_child(child)
@@ -116,7 +116,7 @@ def test_without_a_thread_it_is_freed_at_once(folder: Path, monkeypatch: pytest.
     nvme_ops.save(LARGE, path)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with freeing.later(str(path)):
+        with unlink.later(str(path)):
             path.unlink()
     assert held() == before
-    freeing.wait()
+    unlink.wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from nvme_ops.checkpoint.checksums import checksum_of, checksums_of
+from nvme_ops.checksums import checksum_of, checksums_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import empty
