@@ -481,7 +481,7 @@ def test_an_interrupted_question_is_none(folder: Path) -> None:
     program = """
 import signal, sys, threading, nvme_ops, torch
 class Slow(nvme_ops.aio_handle):
-    def submit_pwritev(self, *arguments):
+    def submit_pwritev(self, *arguments, **options):
         asked.wait()
         raise OSError(5, "no disk")
 asked = threading.Event()

@@ -143,6 +143,10 @@ PyMethodDef functions[] = {
      "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
      "its own size; empty when they are one."},
     {"pool_statistics", pool_statistics, METH_NOARGS, "pool_statistics() -> dict[str, int]. Bytes in use, bytes kept."},
+    {"endings", endings, METH_NOARGS, "endings() -> int. Changes when a transfer ends, or memory was released."},
+    {"note_ending", note_ending, METH_NOARGS, "note_ending(). Memory was released."},
+    {"wait_for_ending", wait_for_ending, METH_VARARGS,
+     "wait_for_ending(seen, seconds). Waits until endings() is not `seen`, and releases the memory of what has ended."},
     {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Gives the pool's unused memory back to the system."},
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all work and ends all threads; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};

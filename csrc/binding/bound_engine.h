@@ -122,6 +122,7 @@ public:
       if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
       operation = next;
     }
+    for (const auto& operation : ended) const auto memories = std::exchange(operation->memories, {});
   }
 
   DevicePath::Statistics paths() { return running().device_path->statistics(); }

@@ -1,6 +1,7 @@
 #include "binding/engine_type.h"
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <set>
 #include <string>
@@ -13,6 +14,7 @@
 #include "binding/operation.h"
 #include "binding/pending.h"
 #include "binding/python.h"
+#include "engine/endings.h"
 #include "engine/population.h"
 #include "engine/spans.h"
 
@@ -360,6 +362,39 @@ PyType_Spec engine_spec{"nvme_ops.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_D
 bool add_engine_type(PyObject* module) {
   const Ref type(PyType_FromSpec(&engine_spec));
   return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+}
+
+PyObject* endings(PyObject*, PyObject*) {
+  return guarded([] { return PyLong_FromUnsignedLongLong(Endings::instance().count()); });
+}
+
+PyObject* note_ending(PyObject*, PyObject*) {
+  Endings::instance().note();
+  Py_RETURN_NONE;
+}
+
+PyObject* wait_for_ending(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    unsigned long long seen;
+    double seconds;
+    if (!PyArg_ParseTuple(arguments, "Kd", &seen, &seconds)) throw PythonError();
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::microseconds(static_cast<long>(std::min(seconds, 1e9) * 1e6));
+    while (Endings::instance().count() == seen && Clock::now() < end) {
+      {
+        const WithoutGil released;
+        const auto left = std::chrono::duration_cast<std::chrono::microseconds>(end - Clock::now());
+        Endings::instance().wait(
+            seen, std::min<std::chrono::microseconds>(left, std::chrono::milliseconds(kInterruptMilliseconds)));
+      }
+      if (PyErr_CheckSignals() != 0) throw PythonError();
+    }
+    const std::set<BoundEngine*> now = BoundEngine::all();
+    for (BoundEngine* engine : now) {  // releasing memory runs Python code, which may drop one
+      if (BoundEngine::all().count(engine) != 0) engine->sweep();
+    }
+    Py_RETURN_NONE;
+  });
 }
 
 void shut_down_engines() {

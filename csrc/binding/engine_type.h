@@ -7,6 +7,11 @@ namespace nvme_ops {
 
 bool add_engine_type(PyObject* module);
 
+// Functions of the module, for those who wait until memory is released.
+PyObject* endings(PyObject*, PyObject*);
+PyObject* note_ending(PyObject*, PyObject*);
+PyObject* wait_for_ending(PyObject*, PyObject* arguments);
+
 // Finishes the work of every engine and ends their threads, before the interpreter goes.
 void shut_down_engines();
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "engine/endings.h"
 
 namespace nvme_ops {
 
@@ -56,6 +57,7 @@ private:
       settled_.notify_all();
     }
     for (const auto& listener : listeners) listener();
+    Endings::instance().note();
   }
 
   mutable std::mutex mutex_;

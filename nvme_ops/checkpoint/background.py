@@ -16,13 +16,13 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import Format, turns
-from nvme_ops.checkpoint.new_tensors import placed
 from nvme_ops.checkpoint.plan import Plan, plan_for
 from nvme_ops.checkpoint.turns import Turn
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
-from nvme_ops.memory.pieces import Borrowed, copy
+from nvme_ops.memory.carve import copy, placed
+from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.tensors import empty
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
@@ -186,7 +186,7 @@ def _work(
     plan.tensors = []
     _keep(copies)
     turn.end()
-    future._borrowed.let_go()
+    future._borrowed.release()
     if failure is None:
         future.set_result(None)
     else:

@@ -12,13 +12,12 @@ from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.safetensors_format import DTYPES
 from nvme_ops.checksums import checksum_of
 from nvme_ops.file import shared_handle
+from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.storage.atomic import opened
-from nvme_ops.tensors import empty
 
 _PICKLE = "pickle"  # in the place of a dtype
-_PIECE = 8 << 20  # bytes read at once; two are in memory
 
-Told = Callable[[int], None]  # how many bytes more were read
+OnProgress = Callable[[int], None]  # how many bytes more were read
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
     return found
 
 
-def damaged(found: Contents, told: Told = lambda _: None) -> list[str]:
+def damaged(found: Contents, told: OnProgress = lambda _: None) -> list[str]:
     """Names of the tensors whose bytes are not those that were saved. Tensors without a checksum are passed over."""
     wrong = list(found.damaged)
     for path, items in _by_file(found.items):
@@ -102,7 +101,7 @@ def damaged(found: Contents, told: Told = lambda _: None) -> list[str]:
     return wrong
 
 
-def compare(first: Contents, second: Contents, told: Told = lambda _: None) -> Difference:
+def compare(first: Contents, second: Contents, told: OnProgress = lambda _: None) -> Difference:
     """Names, dtypes, shapes and bytes, of checkpoints in different formats too. ``told`` counts the bytes of one side.
 
     Raises ValueError for one that is DCP's and one that is not: there a tensor's bytes lie in archives of their own.
@@ -131,7 +130,7 @@ def _in_torch(dtype: str) -> str:
     return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
 
 
-def _same(item: Item, other: Item, told: Told) -> bool:
+def _same(item: Item, other: Item, told: OnProgress) -> bool:
     with opened(item.path) as fd, opened(other.path) as other_fd:
         same = True
         for piece, against in zip(_pieces(fd, item), _pieces(other_fd, other), strict=True):
@@ -149,16 +148,4 @@ def _by_file(items: list[Item]) -> list[tuple[str, list[Item]]]:
 
 def _pieces(fd: int, item: Item) -> Iterator[torch.Tensor]:
     """The bytes of an item, each piece valid until the next."""
-    if not item.bytes:
-        return
-    handle = shared_handle()
-    buffers = [empty(min(_PIECE, item.bytes), dtype=torch.uint8) for _ in range(2)]
-    future = None
-    for number, start in enumerate([*range(item.start, item.end, _PIECE), item.end]):
-        ready, future = future, None
-        if start < item.end:
-            buffer = buffers[number % 2][: min(_PIECE, item.end - start)]
-            future = (handle.submit_pread(buffer, fd, start), buffer)
-        if ready is not None:
-            ready[0].result()
-            yield ready[1]
+    return Ring().read(shared_handle(), [Place(fd, item.start, item.bytes)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
@@ -12,37 +11,35 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.carve import Kind, lay_out, placed
+from nvme_ops.memory.ring import InFlight
 from nvme_ops.tensors import pool_buffer
 
 _AHEAD = 128 << 20  # bytes read of a file before they are known to be right
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_SMALL = 64 << 10  # bytes below which nothing is gained by reading in place
-_LEAST_ALIGNMENT = 8  # bytes: what safetensors pads its header to
 
-#: What a tensor is, beside its place.
-Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 #: A tensor to be read: from which byte to which of a file, and its kind.
 Wanted: TypeAlias = tuple[int, int, Kind]
 
 
-class Ahead:
-    """What follows ``start`` in a file, to be read into one new memory while it is found out what it is.
+class SpeculativeRead:
+    """What follows ``start`` in a file, read into one new memory while it is found out what it is.
 
     Only so much is read before it is known to be right that a damaged file costs little.
     """
 
     def __init__(self, handle: aio_handle, fd: int, start: int, end: int) -> None:
         self._handle, self._fd, self._run = handle, fd, (start, end)
-        (self._place,), size = _lay_out([self._run])
+        (self._place,), size = lay_out([self._run])
         self._memory = _host_memory(size)
         self._reached = min(end, start + _AHEAD)
-        self._futures = [self._submit(start, self._reached)]
+        self._in_flight = InFlight(limit=2)
+        self._submit(start, self._reached)
 
-    def _submit(self, start: int, end: int) -> IoFuture:
+    def _submit(self, start: int, end: int) -> None:
         place = self._place + start - self._run[0]
-        return self._handle.submit_pread(self._memory[place : place + end - start], self._fd, start)
+        self._in_flight.add(self._handle.submit_pread(self._memory[place : place + end - start], self._fd, start))
 
     def result(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
         """The memory, laid out for these ``runs``, when all is read; None where they are not what was foreseen."""
@@ -50,23 +47,21 @@ class Ahead:
             self.wait()
             del self._memory  # to be used for what is wanted
             return None
-        self._futures.append(self._submit(self._reached, self._run[1]))
-        for future in self._futures:
-            future.result()
+        self._submit(self._reached, self._run[1])
+        self._in_flight.drain()
         return self._memory
 
     def wait(self) -> None:
-        """Until nothing is on its way. What failed on it does not matter any more."""
-        for future in self._futures:
-            future.exception()
+        """Waits until nothing is on its way. What failed on it does not matter any more."""
+        self._in_flight.settle()
 
 
-def ahead(handle: aio_handle, fd: int, start: int, end: int) -> Ahead | None:
+def ahead(handle: aio_handle, fd: int, start: int, end: int) -> SpeculativeRead | None:
     """Where it is likely to help ``read`` of all that follows ``start`` into host memory."""
     if start >= end or _in_page_cache(fd, [(start, end)]):
         return None
     try:
-        return Ahead(handle, fd, start, end)
+        return SpeculativeRead(handle, fd, start, end)
     except MemoryError:  # a size beyond all memory: what the file is says more
         return None
 
@@ -77,7 +72,7 @@ def read(
     wanted: Sequence[Wanted],
     device: torch.device,
     mapped: bool = False,
-    ahead: Ahead | None = None,
+    ahead: SpeculativeRead | None = None,
 ) -> list[torch.Tensor]:
     """New tensors, which share one memory: it is freed when the last of them is.
 
@@ -86,7 +81,7 @@ def read(
     of it.
     """
     runs = _runs(wanted)
-    places, size = _lay_out(runs)
+    places, size = lay_out(runs)
     if ahead is not None and (memory := ahead.result(runs)) is not None:
         return _cut(memory, wanted, runs, places)
     if device.type == "cpu" and runs and mapped:
@@ -131,22 +126,6 @@ def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
     return runs
 
 
-def _lay_out(runs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Where each run goes in one memory, and its size.
-
-    Pages of large ones fall on pages, so that storage fills them without a copy. Their tensors are then aligned as they
-    are in the file: to 8 bytes at least, as where safetensors maps it.
-    """
-    places, size = [], 0
-    for start, end in runs:
-        size = -(-size // 64) * 64
-        if end - start >= _SMALL and start % _LEAST_ALIGNMENT == 0:
-            size += (start - size) % _PAGE
-        places.append(size)
-        size += end - start
-    return places, size
-
-
 @collector.paused()
 def _cut(
     base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
@@ -173,16 +152,4 @@ def _cut(
             found.append((place, kind))
     for index, tensor in zip(aligned, placed(base, found), strict=True):
         tensors[index] = tensor
-    return tensors
-
-
-def placed(base: torch.Tensor, places: Sequence[tuple[int, Kind]]) -> list[torch.Tensor]:
-    """Contiguous tensors in ``base``, which is bytes, at places that are aligned for them."""
-    first: dict[Kind, torch.Tensor] = {}  # of each kind one at the start of the memory
-    for _, kind in places:
-        if kind not in first:
-            dtype, shape = kind
-            first[kind] = base[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-    tensors = [first[kind].data for _, kind in places]
-    native().set_storage_offsets(tensors, [place // dtype.itemsize for place, (dtype, _) in places])
     return tensors

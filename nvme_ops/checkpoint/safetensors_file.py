@@ -15,7 +15,7 @@ from nvme_ops import collector
 from nvme_ops.checkpoint import integrity, new_tensors
 from nvme_ops.checkpoint import safetensors_format as layout
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.new_tensors import Kind, Wanted
+from nvme_ops.checkpoint.new_tensors import Wanted
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import build, require_tensors
@@ -23,6 +23,7 @@ from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.errors import ChecksumError
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
+from nvme_ops.memory.carve import Kind
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage.atomic import opened, replacing
 

@@ -12,7 +12,6 @@ from torch.serialization import default_restore_location
 
 from nvme_ops.checkpoint import torch_pickle, torch_read
 from nvme_ops.checkpoint.contents import Contents, Item
-from nvme_ops.checkpoint.new_tensors import Kind
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
@@ -23,6 +22,7 @@ from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged,
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.errors import UnsafeError
 from nvme_ops.file import shared_handle
+from nvme_ops.memory.carve import Kind
 from nvme_ops.memory.pieces import checksums_anywhere, is_plain
 from nvme_ops.storage.atomic import opened
 

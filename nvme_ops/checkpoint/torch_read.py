@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from nvme_ops import collector
-from nvme_ops._native import native
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_save import CHECKSUM
@@ -16,10 +15,11 @@ from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.checksums import checksum_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
-from nvme_ops.tensors import empty, pool_buffer
+from nvme_ops.memory.carve import give_storages
+from nvme_ops.memory.ring import Place, Ring
+from nvme_ops.settings import ALIGNMENT
+from nvme_ops.tensors import pool_buffer
 
-_PIECE = 8 << 20  # bytes that pass through memory of ours at once
-_ALIGNMENT = 64  # bytes: of storages, as torch's own allocations
 _GAP = 8 << 10  # bytes between two records that are read along: headers, and what aligns a page
 
 
@@ -62,7 +62,7 @@ def storages(
         places = [place for place in places if place[1]]
         spans = _spans(places)
         wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-        mapped = mapped and all(start % _ALIGNMENT == 0 for start, _ in places)
+        mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
         memories = new_tensors.read(handle, archive.fd, wanted, device, mapped) if wanted else []
     return _parts(archive, extents, memories, spans, device)
 
@@ -78,7 +78,7 @@ def _read_with_headers(
     records = sorted((archive.records[name].header, archive.records[name].limit) for name in extents)
     spans: list[tuple[int, int]] = []
     for start, end in records:
-        start -= start % _ALIGNMENT
+        start -= start % ALIGNMENT
         if spans and start - spans[-1][1] <= _GAP:
             spans[-1] = (spans[-1][0], end)
         else:
@@ -105,27 +105,17 @@ def _parts(
     number = 0
     for start, length, name in places:
         if length == 0:
-            _set_parts(found, _bytes(1, device), [(name, 0, 0)])
+            give_storages(found, _bytes(1, device), [(name, 0, 0)])
             continue
         while start >= spans[number][1]:
             number += 1
         by_span[number].append((name, start - spans[number][0], length))
     for memory, parts in zip(memories, by_span, strict=True):
-        aligned = [part for part in parts if part[1] % _ALIGNMENT == 0]
-        _set_parts(found, memory, aligned)
+        aligned = [part for part in parts if part[1] % ALIGNMENT == 0]
+        give_storages(found, memory, aligned)
         for name, place, length in set(parts).difference(aligned):
-            _set_parts(found, memory[place : place + length].clone(), [(name, 0, length)])
+            give_storages(found, memory[place : place + length].clone(), [(name, 0, length)])
     return found
-
-
-def _set_parts(found: Mapping[str, torch.Tensor], memory: torch.Tensor, parts: Sequence[tuple[str, int, int]]) -> None:
-    first = memory.storage_offset()
-    native().set_parts(
-        [found[name] for name, _, _ in parts],
-        memory,
-        [first + place for _, place, _ in parts],
-        [length for _, _, length in parts],
-    )
 
 
 def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -133,7 +123,7 @@ def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     for start, length in places:
         near = bool(spans) and start - spans[-1][1] <= _GAP
-        if near and (start - spans[-1][0]) % _ALIGNMENT == 0:
+        if near and (start - spans[-1][0]) % ALIGNMENT == 0:
             spans[-1] = (spans[-1][0], start + length)
         else:
             spans.append((start, start + length))
@@ -207,28 +197,41 @@ def union(described: Sequence[Described]) -> tuple[int, int]:
     """The bytes of the storage that hold all of these."""
     extents = [each.extent for each in described if each.extent[1]]
     first = min((start for start, _ in extents), default=0)
-    return first // _ALIGNMENT * _ALIGNMENT, max((end for _, end in extents), default=0)
+    return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
 
 
 def fill(
     archive: Archive, handle: aio_handle, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fills existing tensors from the records that hold them, with at most ``_PIECE`` bytes in between."""
+    """Fills existing tensors from the records that hold them, with bounded memory in between."""
     archive.locate(handle, [described[name].storage.record for name in targets])
-    plain = []
+    plain, strided = [], []
     for name, target in targets.items():
         each = described[name]
         start = archive.starts[each.storage.record] + each.offset * each.dtype.itemsize
         if each.contiguous and not each.metadata:
             plain.append((start, target))
         else:
-            _fill_strided(archive, handle, start, each, target)
+            strided.append((start, each, target))
     pieces.read_into(handle, archive.fd, plain)
+    _fill_strided(archive, handle, strided)
 
 
-def _fill_strided(archive: Archive, handle: aio_handle, start: int, each: Described, target: torch.Tensor) -> None:
-    """From elements that do not follow each other in the file: halves of halves that fit into the buffer."""
-    buffer = empty(_PIECE, dtype=torch.uint8)
+def _fill_strided(archive: Archive, handle: aio_handle, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
+    """From elements that do not follow each other in the file."""
+    ring = Ring()
+    blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
+    held = ring.read(handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
+    for (_, _, each, part), found in zip(blocks, held, strict=True):
+        view = found.view(each.dtype).as_strided(part.shape, each.stride)
+        _mark(view, each)
+        part.copy_(view)
+
+
+def _blocks(
+    start: int, each: Described, target: torch.Tensor, most: int
+) -> Iterator[tuple[int, int, Described, torch.Tensor]]:
+    """Halves of halves of a tensor until the stretch of the file that holds one has at most ``most`` bytes."""
     size = each.dtype.itemsize
     waiting = [(start, target)]
     while waiting:
@@ -237,35 +240,14 @@ def _fill_strided(archive: Archive, handle: aio_handle, start: int, each: Descri
             continue
         reaches = [(length - 1) * step for length, step in zip(part.shape, each.stride, strict=True)]
         extent = (sum(reaches) + 1) * size
-        if extent > _PIECE:
-            widest = reaches.index(max(reaches))
-            half = part.shape[widest] // 2
-            waiting.append((begin, part.narrow(widest, 0, half)))
-            after = part.narrow(widest, half, part.shape[widest] - half)
-            waiting.append((begin + half * each.stride[widest] * size, after))
+        if extent <= most:
+            yield begin, extent, each, part
             continue
-        held = buffer[:extent]
-        handle.submit_pread(held, archive.fd, begin).result()
-        view = held.view(each.dtype).as_strided(part.shape, each.stride)
-        _mark(view, each)
-        part.copy_(view)
-
-
-def checksum_in_file(archive: Archive, handle: aio_handle, name: str) -> int:
-    """Of a record that is nowhere in memory."""
-    archive.locate(handle, [name])
-    value = 0
-    held = empty(_PIECE, dtype=torch.uint8)
-    for place, length in _stretches(archive.starts[name], archive.records[name].size):
-        piece = held[:length]
-        handle.submit_pread(piece, archive.fd, place).result()
-        value = checksum_of(piece, CHECKSUM, value)
-    return value
-
-
-def _stretches(start: int, size: int) -> Iterator[tuple[int, int]]:
-    for place in range(start, start + size, _PIECE):
-        yield place, min(_PIECE, start + size - place)
+        widest = reaches.index(max(reaches))
+        half = part.shape[widest] // 2
+        waiting.append((begin, part.narrow(widest, 0, half)))
+        after = part.narrow(widest, half, part.shape[widest] - half)
+        waiting.append((begin + half * each.stride[widest] * size, after))
 
 
 def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
@@ -277,4 +259,12 @@ def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
 
 def damaged_in_file(archive: Archive, handle: aio_handle, names: Iterable[str]) -> list[str]:
     """The records whose bytes in the file do not have the CRC-32 of the directory."""
-    return [name for name in names if checksum_in_file(archive, handle, name) != archive.records[name].crc]
+    names = list(names)
+    archive.locate(handle, names)
+    ring = Ring()
+    places = [Place(archive.fd, archive.starts[name], archive.records[name].size) for name in names]
+    owners = [name for name, place in zip(names, places, strict=True) for _ in range(0, place.nbytes, ring.piece)]
+    values = dict.fromkeys(names, 0)
+    for name, piece in zip(owners, ring.read(handle, places), strict=True):
+        values[name] = checksum_of(piece, CHECKSUM, values[name])
+    return [name for name, value in values.items() if value != archive.records[name].crc]

@@ -19,10 +19,13 @@ from nvme_ops._native import native
 from nvme_ops.checkpoint import torch_emit, zip_parts
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checksums import checksums_of
+from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.ring import InFlight, Ring
+from nvme_ops.settings import PIECE
 from nvme_ops.storage.atomic import replacing
 
 #: The folder in the archive; torch names it after the file.
@@ -38,7 +41,8 @@ _PAGE, _ALIGNMENT, _LARGE = 4096, 64, 64 << 10
 _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
 # Bytes that are gathered with their headers; a larger record is written while its checksum is still computed.
-_GROUP = 8 << 20
+_GROUP = PIECE
+_MOST_GROUPS = 16  # under way, at the tensors' own memory
 
 
 @dataclass(slots=True)
@@ -125,7 +129,14 @@ class TorchPlan:
         """See ``Plan``."""
         return path
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+    def write(
+        self,
+        path: str,
+        *,
+        durable: bool,
+        handle: aio_handle,
+        borrowed: Borrowed | None = None,
+    ) -> None:
         """See ``Plan``."""
         with collector.paused(), replacing(path, durable, self.recycle) as file:
             records, end = self._records()
@@ -133,10 +144,11 @@ class TorchPlan:
             first = [record for record in records if id(record.data) in lent]
             if borrowed is not None:
                 _write(handle, file.fd, first, self.checksum)
-                borrowed.let_go(record.data for record in first)
-            _write(handle, file.fd, [record for record in records if id(record.data) not in lent], self.checksum)
+                borrowed.release(record.data for record in first)
+            others = [record for record in records if id(record.data) not in lent]
+            _write(handle, file.fd, others, self.checksum)
             tail = torch.frombuffer(_tail(records, end), dtype=torch.uint8)
-            handle.submit_pwrite(tail, file.fd, end).result()
+            handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
             if self.recycle:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
@@ -166,22 +178,17 @@ def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, recycl
 def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
     """These records, and returns when they are written. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
-    under_way: list[IoFuture] = []
-    try:
-        buffers = _Buffers()
+    ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
+    with InFlight(_MOST_GROUPS) as in_flight:
         for group in _groups(records):
-            under_way.append(_write_group(handle, fd, group, buffers, checksum))
+            in_flight.add(_write_group(handle, fd, group, ring, checksum))
         places = [(record.start, record.data) for record in large]
         found = pieces.write(handle, fd, places, CHECKSUM if checksum else None)
         for record, value in zip(large, found, strict=checksum):
             record.crc = value
         if large:
-            under_way.append(handle.submit_pwritev(list(map(_local, large)), fd, [record.header for record in large]))
-    finally:
-        failures = [future.exception() for future in under_way]  # waits for all
-    for failure in failures:
-        if failure is not None:
-            raise failure
+            headers, starts = list(map(_local, large)), [record.header for record in large]
+            in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
 
 
 def _record(name: str, content: bytes) -> Record:
@@ -227,46 +234,28 @@ def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-class _Buffers:
-    """Host memory for groups that lie on an accelerator: one is filled while the other is written."""
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._written: list[IoFuture | None] = [None, None]
-        self._current = 0
-
-    def take(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        """Copies of their bytes, valid until ``written`` is over."""
-        self._current ^= 1
-        if len(self._buffers) < 2:
-            pinned = records[0].data.is_cuda
-            self._buffers = [pieces.host_buffer(_GROUP, pinned) for _ in range(2)]
-        if (earlier := self._written[self._current]) is not None:
-            earlier.result()
-        sizes = [record.size for record in records]
-        copies = list(self._buffers[self._current][: sum(sizes)].split(sizes))
-        for copy, record in zip(copies, records, strict=True):
-            copy.copy_(record.data)
-        return copies
-
-    def written(self, future: IoFuture) -> None:
-        """The last taken copies are free when ``future`` is done."""
-        self._written[self._current] = future
-
-
-def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], buffers: _Buffers, checksum: bool) -> IoFuture:
+def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksum: bool) -> IoFuture:
     on_host = group[0].data.device.type == "cpu"
-    data = [record.data for record in group] if on_host else buffers.take(group)
+    data = [record.data for record in group] if on_host else _copies(group, ring.take())
     if checksum:
         for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
             record.crc = value
     pairs = zip(map(_local, group), data, strict=True)
     parts: list[bytes | torch.Tensor] = list(itertools.chain.from_iterable(pairs))
     offsets = list(itertools.chain.from_iterable((record.header, record.start) for record in group))
-    future = handle.submit_pwritev(parts, fd, offsets)
+    future = handle.submit_pwritev(parts, fd, offsets, priority=Priority.WRITEBACK)
     if not on_host:
-        buffers.written(future)
+        ring.put_under(future)
     return future
+
+
+def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Their bytes in host memory."""
+    sizes = [record.size for record in group]
+    copies = list(buffer[: sum(sizes)].split(sizes))
+    for copy, record in zip(copies, group, strict=True):
+        copy.copy_(record.data)
+    return copies
 
 
 def _tail(records: Sequence[Record], position: int) -> bytearray:

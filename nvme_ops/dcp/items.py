@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -17,9 +16,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.dcp import frame
+from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
+from nvme_ops.memory.ring import InFlight
 
 #: What DCP's metadata say more of an item: a dict that has where the tensor's bytes begin and the item's CRC-32, where
 #: these are. DCP's own reader does not look at it.
@@ -63,15 +64,9 @@ class DataFile:
         large: list[WriteItem] = []
         for item in items:
             (small if _nominal_size(item) < _SMALL else large).append(item)
-        under_way: deque[IoFuture] = deque()
-        try:
+        with InFlight() as in_flight:
             for group in self._groups(small, _SMALL_GROUP):
-                under_way.append(self._write_gathered(group))
-                if len(under_way) > 1:
-                    under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.result()
+                in_flight.add(self._write_gathered(group))
         for group in self._groups(large, _LARGE_GROUP):
             self._write_in_place(group)
         return self._results
@@ -97,14 +92,17 @@ class DataFile:
         parts: list[tuple[int, bytes | torch.Tensor]] = [(one.start, one.payload) for one in group]
         parts += self._around(group, checksums)
         parts.sort(key=itemgetter(0))
-        return self._handle.submit_pwritev([part for _, part in parts], self._fd, [offset for offset, _ in parts])
+        return self._submit(parts)
 
     def _write_in_place(self, group: Sequence[_Item]) -> None:
         """The checksums are computed while the data are on their way; what stands around them comes last."""
         payloads = [(one.start, one.payload) for one in group]
         checksums = pieces.write(self._handle, self._fd, payloads, CHECKSUM)
-        parts = list(self._around(group, checksums))
-        self._handle.submit_pwritev([part for _, part in parts], self._fd, [offset for offset, _ in parts]).result()
+        self._submit(list(self._around(group, checksums))).result()
+
+    def _submit(self, parts: Sequence[tuple[int, bytes | torch.Tensor]]) -> IoFuture:
+        sources, starts = [part for _, part in parts], [start for start, _ in parts]
+        return self._handle.submit_pwritev(sources, self._fd, starts, priority=Priority.WRITEBACK)
 
     def _place(self, item: WriteItem) -> _Item:
         """At the end of what is there."""

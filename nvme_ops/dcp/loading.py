@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,11 +13,11 @@ from nvme_ops.checksums import checksum_of, checksums_of, joined
 from nvme_ops.dcp.items import CHECKSUM
 from nvme_ops.dcp.spans import in_one_piece, spans
 from nvme_ops.dcp.stored import Stored
-from nvme_ops.dcp.through import Through
 from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import is_plain
+from nvme_ops.memory.ring import InFlight, Place, Ring
 
 _GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items asked of the planner at once; two groups are under way
 
@@ -53,7 +53,7 @@ class Loading:
 
     def __init__(self, handle: aio_handle, planner: LoadPlanner, verify: bool, folder: str) -> None:
         self._handle, self._planner, self._verify, self._folder = handle, planner, verify, folder
-        self._through = Through(handle)
+        self._ring = Ring()
         self._verified: set[tuple[str, int]] = set()
         self._wrong: dict[str, None] = {}  # names, each once, in order
 
@@ -63,22 +63,18 @@ class Loading:
             if not self._verify or (one.path, one.offset) in self._verified:
                 continue
             self._verified.add((one.path, one.offset))
-            if self._through.checksum(one.path, one.offset, one.length) != one.checksum:
+            found = 0
+            for piece in self._ring.read(self._handle, [Place(one.path, one.offset, one.length)]):
+                found = checksum_of(piece, CHECKSUM, found)
+            if found != one.checksum:
                 self._wrong[one.name] = None
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all that are not what was saved."""
-        under_way: deque[_Group] = deque()
-        try:
-            for group in _groups(wanted):
-                under_way.append(self._start(group))
-                if len(under_way) > 1:
-                    self._finish(under_way.popleft())
-            while under_way:
-                self._finish(under_way.popleft())
-        finally:
-            for left in under_way:
-                left.future.exception()
+        with InFlight() as in_flight:
+            for wanted_group in _groups(wanted):
+                group = self._start(wanted_group)
+                in_flight.add(group.future, functools.partial(self._finish, group))
         if self._wrong:
             raise ChecksumError(self._folder, list(self._wrong))
 
@@ -108,21 +104,26 @@ class Loading:
                 framed.append((one, head, target, tail))
             elif self._verify:
                 self.verify_in_files([one])
-        future = self._handle.submit_preadv(*_columns(reads))
-        try:
+        with InFlight() as in_flight:  # ends what is under way when something fails here
+            in_flight.add(future := self._handle.submit_preadv(*_columns(reads)))
             self.verify_in_files(one for one, *_ in others)
-            self._through.copy(
-                (one.path, span)
-                for one, stored, target in others
-                for span in spans(stored, one.item.storage_offsets, one.item.lengths, target)
-            )
-        except BaseException:
-            future.exception()
-            raise
+            self._copy(others)
+            in_flight.hand_over()
         return _Group(future, targets, framed)
 
+    def _copy(self, wanted: Iterable[tuple[Wanted, Stored, torch.Tensor]]) -> None:
+        """Reads what cannot go straight to where it belongs, and copies what is wanted of it."""
+        parts = [
+            (one.path, span)
+            for one, stored, target in wanted
+            for span in spans(stored, one.item.storage_offsets, one.item.lengths, target)
+            if span.nbytes
+        ]
+        held = self._ring.read(self._handle, (Place(path, span.start, span.nbytes) for path, span in parts))
+        for (_, span), found in zip(parts, held, strict=True):
+            span.target.copy_(found.view(span.dtype).view(span.shape)[span.part])
+
     def _finish(self, group: _Group) -> None:
-        group.future.result()
         payloads = checksums_of([target for _, _, target, _ in group.framed], CHECKSUM)
         for (one, head, target, tail), payload in zip(group.framed, payloads, strict=True):
             found = joined(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)

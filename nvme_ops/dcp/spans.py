@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops.dcp.stored import Stored
+from nvme_ops.settings import PAGE, PIECE
 
-#: What is copied at once where a tensor cannot be read in place. Bytes.
-SPAN = 8 << 20
+#: What is copied at once where a tensor cannot be read in place: what a buffer of a ring takes. Bytes.
+SPAN = PIECE - PAGE
 _ROW = 64 << 10  # bytes of a row from which its wanted part is read alone
 
 

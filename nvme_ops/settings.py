@@ -1,0 +1,24 @@
+"""The sizes and defaults of the Python side, each once. Those of the native side stand in ``csrc/base/limits.h``."""
+
+from __future__ import annotations
+
+#: Bytes of one buffer of a ring: large enough to keep a device busy while the one before is used.
+PIECE = 8 << 20
+
+#: Buffers of a ring: one is filled while the other is used.
+RING_DEPTH = 2
+
+#: Bytes of tensors from which pages of the file should fall on pages of their memory: smaller ones are copied anyway.
+LARGE = 64 << 10
+
+#: Bytes of a page of memory, and of what direct I/O moves at least.
+PAGE = 4096
+
+#: Bytes to which tensors that share a memory are aligned, as torch aligns its own.
+ALIGNMENT = 64
+
+#: Bytes by which a slab grows, and with which it begins.
+SLAB_STEP = 256 << 20
+
+#: Bytes of a tensor from which it is divided among several folders, and of the parts.
+STRIPE = 4 << 20
