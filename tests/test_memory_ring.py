@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def test_the_next_piece_is_on_its_way_while_one_is_used(stored: tuple[Path, torc
     next(read)
     assert handle.reads == 3
     read.close()
+
+
+def test_pieces_are_aligned_for_any_dtype(folder: Path) -> None:
+    data = pattern(MIB)
+    (folder / "odd").write_bytes(b"x" * 7 + data.numpy().tobytes())
+    places = [Place(folder / "odd", 7 + 8 * start, 80_000) for start in (0, 1, 3, 1000, 20_001)]
+    for place, piece in zip(places, Ring().read(aio_handle(), places), strict=True):
+        assert torch.equal(piece.view(torch.int64), data[place.start - 7 :][:80_000].clone().view(torch.int64))
 
 
 def test_a_reader_that_stops_leaves_nothing_under_way(stored: tuple[Path, torch.Tensor]) -> None:
@@ -232,7 +241,7 @@ def test_only_so_many_are_under_way() -> None:
     transfers = [Transfer() for _ in range(5)]
     with InFlight(limit=2) as in_flight:
         for number, transfer in enumerate(transfers):
-            in_flight.add(transfer, lambda number=number: ended.append(number))
+            in_flight.add(transfer, functools.partial(ended.append, number))
             assert ended == list(range(max(0, number - 1)))
     assert ended == [0, 1, 2, 3, 4]
 

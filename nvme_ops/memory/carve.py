@@ -27,6 +27,27 @@ def is_plain_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and is_plain(tensor)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its elements without gaps, in whatever order of its dimensions."""
+    return not tensor.is_conj() and not tensor.is_neg() and tensor.permute(_order(tensor)).is_contiguous()
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own strides where it is dense, else those of a contiguous tensor of its shape."""
+    return tuple(tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride())
+
+
+def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    return tensor.detach().permute(_order(tensor)).reshape(-1).view(torch.uint8)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first."""
+    strides, shape = list(tensor.stride()), tensor.shape
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -shape[dim]))
+
+
 def cut(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Parts of at most ``size`` bytes that follow each other in row-major order; none of an empty tensor."""
     if tensor.nbytes == 0:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -185,8 +185,8 @@ class Ring:
         self._buffers = [lease.tensor for lease in self._leases]
         self._depth = len(self._buffers)
 
-    def read(self, handle: aio_handle, places: Iterable[Place]) -> Iterator[torch.Tensor]:
-        """The bytes of each place, in order, each valid until the next is asked for.
+    def read(self, handle: aio_handle, places: Iterable[Place]) -> Generator[torch.Tensor, None, None]:
+        """The bytes of each place, in order, each valid until the next is asked for, aligned for a view of any dtype.
 
         Places are read together as far as a buffer has room for them; one that is larger than a buffer comes in parts.
 
@@ -215,16 +215,17 @@ class Ring:
         yield from waiting.popleft()
 
     def _batches(self, places: Iterable[Place]) -> Iterator[list[tuple[int, Place]]]:
-        """As many places as a buffer holds, and where in it: pages of large ones on pages of theirs."""
+        """As many places as a buffer holds, and where in it: aligned for any dtype, pages of large ones on pages."""
         batch: list[tuple[int, Place]] = []
         used = 0
         for place in self._parts(places):
             at = -(-used // ALIGNMENT) * ALIGNMENT
-            if place.nbytes >= LARGE:
+            aligned = place.nbytes >= LARGE and place.start % ALIGNMENT == 0
+            if aligned:
                 at += (place.start - at) % PAGE
             if batch and at + place.nbytes > self._size:
                 yield batch
-                batch, at = [], place.start % PAGE
+                batch, at = [], place.start % PAGE if aligned else 0
             batch.append((at, place))
             used = at + place.nbytes
         if batch:

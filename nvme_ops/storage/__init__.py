@@ -1,0 +1,31 @@
+"""Places on storage: files replaced at once, folders of ours, extents of a file, and tensors by key on top of them.
+
+from nvme_ops.storage import Session, TensorStore
+with Session("/mnt/nvme", name="optimizer") as session:
+    store = TensorStore(session)
+    store.put("exp_avg.0", tensor).result()
+    store.get("exp_avg.0", out=tensor).result()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvme_ops.storage.session import Session as Session
+    from nvme_ops.storage.slab import Extent as Extent
+    from nvme_ops.storage.slab import Slab as Slab
+    from nvme_ops.storage.store import StoreFuture as StoreFuture
+    from nvme_ops.storage.store import TensorStore as TensorStore
+
+_MODULE_OF = {"Session": "session", "Extent": "slab", "Slab": "slab", "StoreFuture": "store", "TensorStore": "store"}
+
+__all__ = ["Extent", "Session", "Slab", "StoreFuture", "TensorStore"]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'nvme_ops.storage' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"nvme_ops.storage.{_MODULE_OF[name]}"), name)
