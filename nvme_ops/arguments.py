@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nvme_ops.sizes import parse_size
+from nvme_ops.text import parse_size
 
 
 def size(text: str) -> int:

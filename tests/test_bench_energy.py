@@ -13,7 +13,7 @@ from conftest import give_up_root, in_child, open_to_all
 
 from nvme_ops.bench.energy import Meter, per_gib, total, used
 from nvme_ops.bench.measure import Sample
-from nvme_ops.sizes import GIB
+from nvme_ops.text import GIB
 
 RANGE = 262_143_328_850  # microjoules, of a real processor
 

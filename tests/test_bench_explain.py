@@ -20,7 +20,7 @@ from nvme_ops.bench import explain, explain_place, explain_rows, files, page_cac
 from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
 from nvme_ops.report import mounts
 from nvme_ops.report.host import Host
-from nvme_ops.sizes import GIB, MIB
+from nvme_ops.text import GIB, MIB
 
 # The place
 

@@ -19,9 +19,8 @@ from nvme_ops.bench.explain_judge import (
     Variation,
     judge,
     least_difference,
-    rate_words,
 )
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
 SMALL, LARGE = Variation(LOCKED, "block_size", 256 * KIB), Variation(LOCKED, "block_size", 4 * MIB)
 LOW, HIGH = Variation(LOCKED, "queue_depth", 32), Variation(LOCKED, "queue_depth", 512)
@@ -245,7 +244,3 @@ def test_what_makes_gpu_memory_faster_is_advised() -> None:
     assert judged({GPU: 1.0, GDS: 1.9}, reached=GPU).findings[0].fix == "nvme_ops.gds_handle(): 1.9 GB/s"
     lanes = Variation(GPU, LANES, 2).name
     assert judged({GPU: 1.0, lanes: 1.5}, reached=GPU).findings[0].fix == "aio_handle(intra_op_parallelism=2): 1.5 GB/s"
-
-
-def test_rates_read_well() -> None:
-    assert [rate_words(rate) for rate in (12.345e9, 0.5e9, 42e6)] == ["12.3 GB/s", "0.5 GB/s", "42 MB/s"]

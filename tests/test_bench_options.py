@@ -23,7 +23,7 @@ from nvme_ops.bench import options
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.bench.options import Options, Place
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import GIB, KIB, MIB
+from nvme_ops.text import GIB, KIB, MIB
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = tempfile.gettempdir()

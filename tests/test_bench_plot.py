@@ -12,7 +12,7 @@ import pytest
 from nvme_ops.bench import options, plot, tables
 from nvme_ops.bench.measure import Row, Sample, Spread
 from nvme_ops.bench.run import Result, Scaling, contenders
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
 pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
 ANYWHERE = tempfile.gettempdir()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nvme_ops.bench.measure import Sample
-from nvme_ops.sizes import GIB
+from nvme_ops.text import GIB
 
 _CLASS = "class/powercap"
 _FIX = "sudo chmod a+r /sys/class/powercap/*/energy_uj"

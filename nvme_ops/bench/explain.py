@@ -26,7 +26,7 @@ from nvme_ops.bench.measure import Row, Spread, interleave, spread
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.free_memory import free_memory
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.sizes import GIB, MIB, size_words
+from nvme_ops.text import GIB, MIB, size_words
 
 _DESCRIPTION = """\
 Measures for about half a minute how fast a default aio_handle moves an ordinary tensor, and how fast the device is, and

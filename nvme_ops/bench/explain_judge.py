@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvme_ops.sizes import size_words
+from nvme_ops.text import rate_words, size_words
 
 # Rows, by the names that a reader sees
 FIO = "fio best"
@@ -180,11 +180,6 @@ class _Comparison:
 
     def words(self, name: str) -> str:
         return rate_words(self.median(name))
-
-
-def rate_words(rate: float) -> str:
-    """Bytes per second for a reader."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
 
 
 def _ceiling(measured: Measured, compare: _Comparison) -> str:

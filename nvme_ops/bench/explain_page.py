@@ -7,10 +7,10 @@ import textwrap
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.bench.explain_judge import FIO, rate_words
+from nvme_ops.bench.explain_judge import FIO
 from nvme_ops.bench.tables import Table, as_json, with_range
 from nvme_ops.bench.tables import as_text as table_text
-from nvme_ops.sizes import size_words
+from nvme_ops.text import rate_words, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.bench.explain import Direction, Page

@@ -14,7 +14,7 @@ from nvme_ops.bench.page_cache import cached_bytes
 from nvme_ops.report import mounts, syscalls
 from nvme_ops.report.device import devices
 from nvme_ops.report.host import Host
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 _FIEMAP = 0xC020660B  # FS_IOC_FIEMAP, linux/fs.h
 _LEAST = MIB  # one block of a default handle; below, a call's latency counts and not a rate

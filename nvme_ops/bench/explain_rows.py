@@ -21,7 +21,7 @@ from nvme_ops.bench.work import filled
 from nvme_ops.report import kernel, memory
 from nvme_ops.report.host import Host
 from nvme_ops.report.result import Status
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
 _LEAST_PASS = 64 * MIB  # a smaller file is moved several times in a pass
 _MOST_CALLS = 1024

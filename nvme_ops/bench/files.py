@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from nvme_ops.progress import byte_bar
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 _PIECE = 16 * MIB
 

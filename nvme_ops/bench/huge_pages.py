@@ -21,7 +21,7 @@ from typing import Any
 
 from nvme_ops.bench import stop
 from nvme_ops.bench.boot import boot_id
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 COUNTER = "/proc/sys/vm/nr_hugepages"
 RECORDS = "/run/nvme_ops"  # empty after a start of the machine, as the counter is

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from nvme_ops.bench.page_cache import cached_share
-from nvme_ops.sizes import GIB
+from nvme_ops.text import GIB
 
 
 class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)

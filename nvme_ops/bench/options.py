@@ -13,7 +13,7 @@ import torch
 from nvme_ops.arguments import check_output, count, positive
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import parse_size
+from nvme_ops.text import parse_size
 
 _DESCRIPTION = """\
 Moves tensors between files and memory by all engines asked for, on the same file in interleaved rounds, and says how

@@ -10,7 +10,7 @@ from nvme_ops.bench.measure import Row, spread
 from nvme_ops.bench.run import Result, contenders
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import plot as plot_tables
-from nvme_ops.sizes import size_words
+from nvme_ops.text import size_words
 
 
 def plot(result: Result, path: str) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 
 from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import PERCENTILES, Row, Sample
-from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.run import Result
-from nvme_ops.bench.tables import as_json, as_text, columns_text, plain, with_range
-from nvme_ops.sizes import GIB
+from nvme_ops.bench.tables import as_json, as_text, plain, with_range
+from nvme_ops.text import GIB, columns_text, share_words
 
 
 def text(result: Result) -> str:

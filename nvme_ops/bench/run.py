@@ -21,7 +21,7 @@ from nvme_ops.bench.scratch import scratch_folder, sweep
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 _SMALLER = "--io_size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")

@@ -11,8 +11,7 @@ from typing import Any
 
 from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import Row, Sample, Spread, paired_ratios, spread
-from nvme_ops.bench.page_cache import share_words
-from nvme_ops.sizes import GIB, size_words
+from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3}
@@ -37,12 +36,12 @@ FROM_PAGE_CACHE = "from page cache"
 
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
 COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
-    "end to end GB/s": (_end_to_end, lambda value: _short(value, 4)),
+    "end to end GB/s": (_end_to_end, lambda value: rounded(value, 4)),
     "CPU s/GiB": (lambda sample: sample.cpu_per_gib, lambda value: f"{value:.3f}"),
     "peak memory": (lambda sample: sample.peak_bytes, lambda value: size_words(int(value))),
     FROM_PAGE_CACHE: (lambda sample: sample.from_page_cache, share_words),
-    "submit us": (_submit, lambda value: _short(value, 3)),
-    "J/GiB": (_joules, lambda value: _short(value, 3)),
+    "submit us": (_submit, lambda value: rounded(value, 3)),
+    "J/GiB": (_joules, lambda value: rounded(value, 3)),
 }
 
 
@@ -91,14 +90,6 @@ def as_text(table: Table) -> str:
             line.append(with_range(spread(table.against(row, row.peer)), 3))
         lines.append([*line, row.note])
     return f"{table.title}\n{columns_text(lines)}"
-
-
-def columns_text(lines: Sequence[Sequence[str]]) -> str:
-    """Cells below each other, as wide as the widest."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
 
 
 def _columns(table: Table) -> list[str]:
@@ -204,13 +195,7 @@ def with_range(found: Spread | None, digits: int) -> str:
     """The median and, in brackets, the least and the most; ``-`` for nothing."""
     if found is None:
         return "-"
-    return f"{_short(found.median, digits)} ({_short(found.low, digits)} - {_short(found.high, digits)})"
-
-
-def _short(value: float, digits: int) -> str:
-    """At most so many significant digits, never an exponent: 2.713, 41.2, 1234."""
-    whole = len(str(int(abs(value))))
-    return f"{value:.{max(0, digits - whole)}f}"
+    return f"{rounded(found.median, digits)} ({rounded(found.low, digits)} - {rounded(found.high, digits)})"
 
 
 def plain(found: Spread | None) -> dict[str, float] | None:

@@ -1,9 +1,10 @@
-"""Sizes as people write them; units are powers of 1024."""
+"""Sizes, rates, shares and columns as people read and write them; units of sizes are powers of 1024."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
@@ -38,3 +39,27 @@ def size_words(size: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def rate_words(rate: float) -> str:
+    """Bytes per second for a reader, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
+
+
+def share_words(share: float) -> str:
+    """A share of 1 in percent; a little is not nothing."""
+    return "< 1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
+
+
+def rounded(value: float, digits: int) -> str:
+    """At most so many significant digits, never an exponent: 2.713, 41.2, 1234."""
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole)}f}"
+
+
+def columns_text(lines: Sequence[Sequence[str]]) -> str:
+    """Cells below each other, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
