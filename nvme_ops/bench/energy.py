@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from nvme_ops.bench.measure import Sample
+from nvme_ops.bench.measure import Row, Sample
 from nvme_ops.text import GIB
 
 _CLASS = "class/powercap"
@@ -98,6 +99,20 @@ class Meter:
 def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """What each part used between two readings of one meter."""
     return {part: joules - before[part] for part, joules in after.items() if part in before}
+
+
+def metered(row: Row, meter: Meter) -> None:
+    """Adds to each pass of a row the energy, and the time that its caller waits."""
+    inner = row.run
+
+    def run() -> Sample:
+        before = meter.read()
+        begin = time.perf_counter()
+        sample = inner()
+        end_to_end = time.perf_counter() - begin
+        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
+
+    row.run = run
 
 
 def total(joules: Mapping[str, float]) -> float:

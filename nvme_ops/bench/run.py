@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from nvme_ops.bench import files, machine
-from nvme_ops.bench.energy import Meter, used
+from nvme_ops.bench.energy import Meter, metered
 from nvme_ops.bench.engines import ENGINES, FIO_BEST, Contender
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread, Unavailable, interleave, spread
+from nvme_ops.bench.measure import BlockTimes, Row, Spread, Unavailable, interleave, spread
 from nvme_ops.bench.options import Options
 from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
@@ -68,7 +67,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result
         rows = crew.rows()
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
-            _instrument(row, meter)
+            metered(row, meter)
         blocks_of = {row.name: row.blocks for row in rows if row.blocks is not None}
         reference = FIO_BEST if options.reference else ""
         title = f"{'write' if options.write else 'read'}, {_work_words(options)}"
@@ -236,20 +235,6 @@ def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
         name, len(alone), spread([joint for joint, *_ in rates]), spread([sum(single) for _, *single in rates]),
         spread([joint / sum(single) for joint, *single in rates]),
     )  # fmt: skip
-
-
-def _instrument(row: Row, meter: Meter) -> None:
-    """Adds energy and the end-to-end time to what a row measures."""
-    inner = row.run
-
-    def run_and_measure() -> Sample:
-        before = meter.read()
-        begin = time.perf_counter()
-        sample = inner()
-        end_to_end = time.perf_counter() - begin
-        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
-
-    row.run = run_and_measure
 
 
 def _measure_blocks(
