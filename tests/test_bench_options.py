@@ -249,7 +249,7 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert "--plot needs matplotlib: pip install matplotlib" in refusal("--folder", ANYWHERE, "--plot", "a.png")
 
 

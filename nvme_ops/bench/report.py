@@ -134,9 +134,7 @@ def as_document(result: Result) -> dict[str, Any]:
             {
                 "engine": each.engine,
                 "devices": each.devices,
-                "rate": plain(each.rate),
-                "alone": plain(each.alone),
-                "ratio": plain(each.ratio),
+                **{name: plain(getattr(each, name)) for name in ("rate", "alone", "ratio")},
             }
             for each in result.scaling
         ],

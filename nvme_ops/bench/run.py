@@ -183,7 +183,8 @@ class _Crew:
         everyone = contenders(self._options)
         groups: dict[str, list[Contender]] = {}
         for contender in everyone:
-            groups.setdefault(contender.engine if contender.own_process else "", []).append(contender)
+            own = contender.engine in ENGINES and ENGINES[contender.engine].own_process
+            groups.setdefault(contender.engine if own else "", []).append(contender)
         made: dict[str, list[Row]] = {}
         for group, members in groups.items():
             if len(self._tasks) == 1 and not group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import textwrap
@@ -20,28 +21,16 @@ _WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
 
-def _end_to_end(sample: Sample) -> float | None:
-    return None if sample.end_to_end is None else sample.amount / sample.end_to_end / RATES["GB/s"]
-
-
-def _submit(sample: Sample) -> float | None:
-    return None if sample.submit_seconds is None else sample.submit_seconds / TIMES["us"]
-
-
-def _joules(sample: Sample) -> float | None:
-    return total(sample.joules) * GIB / sample.amount if sample.joules else None
-
-
 FROM_PAGE_CACHE = "from page cache"
 
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
 COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
-    "end to end GB/s": (_end_to_end, lambda value: rounded(value, 4)),
-    "CPU s/GiB": (lambda sample: sample.cpu_per_gib, lambda value: f"{value:.3f}"),
-    "peak memory": (lambda sample: sample.peak_bytes, lambda value: size_words(int(value))),
-    FROM_PAGE_CACHE: (lambda sample: sample.from_page_cache, share_words),
-    "submit us": (_submit, lambda value: rounded(value, 3)),
-    "J/GiB": (_joules, lambda value: rounded(value, 3)),
+    "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
+    "CPU s/GiB": (lambda each: each.cpu_per_gib, "{:.3f}".format),
+    "peak memory": (lambda each: each.peak_bytes, lambda value: size_words(int(value))),
+    FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
+    "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, lambda v: rounded(v, 3)),
+    "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, lambda v: rounded(v, 3)),
 }
 
 
@@ -136,45 +125,26 @@ def plot(tables: dict[str, list[Table]], path: str) -> bool:
 
     The tables stand in as many columns as keep the picture about as high as it is wide.
     """
-    import matplotlib  # type: ignore[import-not-found,unused-ignore]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
     if not shown:
         return False
-    columns = _in_columns(shown)
-    heights = [sum(_height(table) for _, table in column) for column in columns]
-    figure = pyplot.figure(figsize=(_WIDTH * len(columns), max(heights)), layout="constrained")
-    grids = figure.add_gridspec(1, len(columns))
-    for number, column in enumerate(columns):
-        free = max(heights) - sum(_height(table) for _, table in column)
-        ratios = [*(_height(table) for _, table in column), *([free] if free > 0 else [])]
-        places = grids[number].subgridspec(len(ratios), 1, height_ratios=ratios)
-        for place, (folder, table) in enumerate(column):
-            _draw(figure.add_subplot(places[place]), table, folder if len(tables) > 1 else "")
+    heights = [0.28 * len(table.rows) + 1.1 for _, table in shown]
+    count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
+    middles = [above - height / 2 for above, height in zip(itertools.accumulate(heights), heights, strict=True)]
+    column_of = [int(count * middle / sum(heights)) for middle in middles]
+    columns = [[place for place, of in enumerate(column_of) if of == column] for column in sorted(set(column_of))]
+    most = max(sum(heights[place] for place in column) for column in columns)
+    figure = Figure(figsize=(_WIDTH * len(columns), most), layout="constrained")
+    for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
+        ratios = [heights[place] for place in column]
+        *axes, rest = part.subplots(len(column) + 1, 1, height_ratios=[*ratios, most - sum(ratios) + 0.01])
+        rest.remove()
+        for axis, (folder, table) in zip(axes, [shown[place] for place in column], strict=True):
+            _draw(axis, table, folder if len(tables) > 1 else "")
     figure.savefig(path, dpi=80 if len(columns) == 1 else 56, bbox_inches="tight")
-    pyplot.close(figure)
     return True
-
-
-def _height(table: Table) -> float:
-    return 0.28 * len(table.rows) + 1.1
-
-
-def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
-    """In order, each about as high as the others."""
-    total = sum(_height(table) for _, table in shown)
-    count = max(1, min(len(shown), round(math.sqrt(total / _WIDTH))))
-    columns: list[list[tuple[str, Table]]] = [[]]
-    height = 0.0
-    for each in shown:
-        if len(columns) < count and height + _height(each[1]) / 2 > total * len(columns) / count:
-            columns.append([])
-        columns[-1].append(each)
-        height += _height(each[1])
-    return columns
 
 
 def _draw(axis: Any, table: Table, folder: str) -> None:
