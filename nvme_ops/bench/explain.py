@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nvme_ops.arguments import check_output, size
-from nvme_ops.bench import explain_page, explain_place, explain_rows, files, huge_pages, machine, page_cache
+from nvme_ops.bench import explain_page, explain_place, explain_rows, files, machine, page_cache
 from nvme_ops.bench.energy import Meter, metered
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Measured, judge
@@ -112,7 +112,6 @@ def _explain(given: argparse.Namespace, progress: Step | None) -> Page:
 def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
     """The file to work on, and whether it is one of ours."""
     if not explain_place.is_folder(given.path):
-        huge_pages.settle()
         yield given.path, False
         return
     explain_place.mount_of_device(given.path)
