@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nvme_ops.arguments import check_output, size
+from nvme_ops.arguments import check_output, command_line, size
 from nvme_ops.bench import explain_page, explain_place, explain_rows, files, machine, page_cache
 from nvme_ops.bench.energy import Meter, metered
 from nvme_ops.bench.engines.task import Task
@@ -60,13 +60,7 @@ def main(words: Sequence[str], progress: Step | None = None) -> tuple[int, str]:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nvme-bench explain",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line("nvme-bench explain", _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
     words_of_size = "bytes of a pass (default: what the device moves in 0.4 s, 1 GiB at most; of a smaller FILE all)"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import check_output, count, positive, size
+from nvme_ops.arguments import check_output, command_line, count, positive, size
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.bench.settings import Settings
 
@@ -86,13 +86,7 @@ class Options:
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``nvme-bench``, under the names of ``Options`` where they are the same."""
     engines = "\n".join(f"  {name:12}{engine.words}" for name, engine in ENGINES.items())
-    made = argparse.ArgumentParser(
-        prog="nvme-bench",
-        description=_DESCRIPTION,
-        epilog=f"engines:\n{engines}\n\n{_EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
     where("--folder", metavar="DIR", help="a folder for all processes")
     words = "folders, each with the number of the GPU that its process uses (on the CPU: of the process)"
