@@ -46,7 +46,10 @@ class Result:
             raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
 
 
-def run_checks(checks: Mapping[str, Callable[[], Result | Sequence[Result]]]) -> tuple[Result, ...]:
+Checks: TypeAlias = Mapping[str, Callable[[], Result | Sequence[Result]]]
+
+
+def run_checks(checks: Checks) -> tuple[Result, ...]:
     """Run every check, by the name that its line carries should it raise: that becomes a result that says so."""
     results: list[Result] = []
     for name, check in checks.items():

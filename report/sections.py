@@ -8,12 +8,12 @@ from nvme_ops.op_builder import ALL_OPS
 
 from . import backends, cufile, driver, kernel, memory, ops, toolchain, torch_info
 from .host import Host
-from .result import Result, run_checks
+from .result import Checks, Result, run_checks
 
 
 def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
     """Run every check that needs no folder; section name -> results. cuFile is opened only if ``open_driver`` asks."""
-    environment = {
+    environment: Checks = {
         "torch": torch_info.torch,
         "nvme_ops": torch_info.package,
         "ops compiled with": ops.compiled_with,

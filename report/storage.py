@@ -17,7 +17,7 @@ from .device import Device, devices_under, logical_block
 from .host import Host
 from .memory import GIB, size
 from .mounts import MEMORY, NETWORK, mount_of
-from .result import Json, Result, Status, run_checks
+from .result import Checks, Json, Result, Status, run_checks
 
 _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
 
@@ -27,7 +27,7 @@ def inspect(host: Host, folder: str) -> tuple[Result, ...]:
     first = run_checks({"directory": lambda: _directory(host, folder)})
     if not os.path.isdir(folder):
         return first
-    checks = {
+    checks: Checks = {
         "file system": lambda: _file_system(host, folder),
         "O_DIRECT": lambda: _direct(host, folder),
         "device": lambda: _device(host, folder),
