@@ -20,7 +20,6 @@ TIMES = {"us": 1e-6, "s": 1.0}
 _WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
-
 FROM_PAGE_CACHE = "from page cache"
 
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
@@ -130,21 +129,31 @@ def plot(tables: dict[str, list[Table]], path: str) -> bool:
     shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
     if not shown:
         return False
-    heights = [0.28 * len(table.rows) + 1.1 for _, table in shown]
-    count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
-    middles = [above - height / 2 for above, height in zip(itertools.accumulate(heights), heights, strict=True)]
-    column_of = [int(count * middle / sum(heights)) for middle in middles]
-    columns = [[place for place, of in enumerate(column_of) if of == column] for column in sorted(set(column_of))]
-    most = max(sum(heights[place] for place in column) for column in columns)
+    columns = _in_columns(shown)
+    most = max(sum(_height(table) for _, table in column) for column in columns)
     figure = Figure(figsize=(_WIDTH * len(columns), most), layout="constrained")
     for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
-        ratios = [heights[place] for place in column]
-        *axes, rest = part.subplots(len(column) + 1, 1, height_ratios=[*ratios, most - sum(ratios) + 0.01])
+        heights = [_height(table) for _, table in column]
+        *axes, rest = part.subplots(len(column) + 1, 1, height_ratios=[*heights, most - sum(heights) + 0.01])
         rest.remove()
-        for axis, (folder, table) in zip(axes, [shown[place] for place in column], strict=True):
+        for axis, (folder, table) in zip(axes, column, strict=True):
             _draw(axis, table, folder if len(tables) > 1 else "")
     figure.savefig(path, dpi=80 if len(columns) == 1 else 56, bbox_inches="tight")
     return True
+
+
+def _height(table: Table) -> float:
+    return 0.28 * len(table.rows) + 1.1
+
+
+def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
+    """In order, each column about as high as the others."""
+    heights = [_height(table) for _, table in shown]
+    count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
+    columns: list[list[tuple[str, Table]]] = [[] for _ in range(count)]
+    for each, height, end in zip(shown, heights, itertools.accumulate(heights), strict=True):
+        columns[int(count * (end - height / 2) / sum(heights))].append(each)
+    return [column for column in columns if column]
 
 
 def _draw(axis: Any, table: Table, folder: str) -> None:
