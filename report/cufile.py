@@ -58,16 +58,14 @@ def _line(host: Host, piece: Piece) -> Result:
             data["version"] = version = _version(Path(path))
             words = f"{version}, {words}" if version else words
         return Result(piece.name, Status.OKAY, words, data=data)
-    if piece.needed:
-        return Result(piece.name, Status.NO, piece.missing, piece.fix, data)
-    if os.environ.get(_MODE) == "off":
+    if os.environ.get(_MODE) == "off" and not piece.needed:
         return Result(piece.name, Status.INFO, piece.missing, data=data)
-    if piece.name != "nvidia-fs" or data["loaded"]:
-        return Result(piece.name, Status.WARNING, piece.missing, piece.fix, data)
-    if not peer_to_peer.obstacles(host):
-        return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
-    fix = f"{install_command('nvidia-gds')} && modprobe nvidia-fs"
-    return Result(piece.name, Status.WARNING, piece.missing, fix, data)
+    fix = piece.fix
+    if piece.name == "nvidia-fs" and not data["loaded"] and not piece.needed:
+        if not peer_to_peer.obstacles(host):
+            return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
+        fix = f"{install_command('nvidia-gds')} && modprobe nvidia-fs"
+    return Result(piece.name, Status.NO if piece.needed else Status.WARNING, piece.missing, fix, data)
 
 
 def _version(path: Path) -> str | None:

@@ -148,7 +148,7 @@ def _of_rapl(file: Path, most: int) -> Callable[[], float]:
 
 
 def _of_gpu(nvml: Any, number: int) -> Callable[[], float]:
-    """By its identity where torch tells it: NVML counts also what CUDA_VISIBLE_DEVICES hides, in its own order."""
+    """Joules of a GPU, by its identity where torch tells it: NVML counts those that CUDA_VISIBLE_DEVICES hides too."""
     identity = getattr(torch.cuda.get_device_properties(number), "uuid", None) if torch.cuda.is_available() else None
     if identity is None:
         handle = nvml.nvmlDeviceGetHandleByIndex(number)

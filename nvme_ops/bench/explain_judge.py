@@ -211,7 +211,7 @@ class _Case:
         return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
 
     def _best_variation(self, of: str, argument: str) -> Variation | None:
-        """Of those that are faster than the row ``of``."""
+        """The fastest of those that are faster than the row ``of``."""
         rows = [each for each in self.measured.variations if (each.of, each.argument) == (of, argument)]
         faster = [each for each in rows if self.faster(each.name, of)]
         return max(faster, key=lambda each: self.medians[each.name], default=None)

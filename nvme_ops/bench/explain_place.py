@@ -64,11 +64,11 @@ def inspect(path: str) -> Place:
     """What there is to know of a file. Raises NotUsable where it is too small or only to be read by the page cache."""
     mount = mount_of_device(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        file = open(path, "rb", buffering=0)  # noqa: SIM115  (below)
     except OSError as error:
         raise NotUsable(f"{path}: {error.strerror}") from error
-    try:
-        about = os.fstat(descriptor)
+    with file:
+        about = os.fstat(file.fileno())
         if about.st_size == 0:
             raise NotUsable(f"{path} is empty: there is nothing to read")
         if about.st_size < _LEAST:
@@ -80,13 +80,11 @@ def inspect(path: str) -> Place:
             about.st_size,
             f"{mount.kind} on {mount.point}" if mount else "unknown file system",
             _device_words(path, mount),
-            _alignment(descriptor),
+            _alignment(file.fileno()),
             cached_bytes(path),
-            _extents(descriptor),
+            _extents(file.fileno()),
             about.st_blocks * 512,  # stat(2) counts so whatever the file system's block
         )
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_cached_only(path: str) -> None:

@@ -60,6 +60,6 @@ def huge_pages(wanted: bool = True) -> Iterator[None]:
 
 
 def page_size() -> int:
-    """Of a huge page, in bytes."""
+    """Bytes of a huge page."""
     with open("/proc/meminfo", encoding="ascii") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Hugepagesize")), 2 * MIB)

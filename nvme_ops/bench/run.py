@@ -211,7 +211,7 @@ def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
 
 
 def _blocks(row: Row) -> BlockTimes | None:
-    """Of a row that has them; None, and a note, where they fail."""
+    """Measures a row's single blocks; None, and a note, where that fails."""
     try:
         return row.blocks() if row.blocks is not None else None
     except (Unavailable, OSError, RuntimeError, ValueError, EOFError) as error:
