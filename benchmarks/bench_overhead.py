@@ -23,7 +23,7 @@ from nvme_ops.bench.measure import Row, Sample, interleave
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import Table, as_json, as_text
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 GROUPS = {"read": "read", "write": "write"}
 BARE, BY_HAND = "bare loop around sync_pread or sync_pwrite", "fio by hand"

@@ -9,7 +9,7 @@ import torch
 from nvme_ops.bench.files import make_warm
 from nvme_ops.bench.measure import Row
 from nvme_ops.bench.work import Work, tensor_row
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 PREADV = "os.preadv in 64 MiB pieces"
 _PIECE = 64 * MIB

@@ -17,7 +17,7 @@ from benchmarks import checkpoint_rows, command
 from nvme_ops.bench import machine
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "save": "save, durably",

@@ -14,7 +14,7 @@ from nvme_ops.arguments import check_output, positive, size
 from nvme_ops.bench import files, stop
 from nvme_ops.bench.measure import interleave
 from nvme_ops.bench.tables import Table, as_json, as_text, plot
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
 

@@ -21,7 +21,7 @@ from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "load": "load by a new process, until every tensor is summed",

@@ -24,7 +24,7 @@ from nvme_ops.bench import files, machine
 from nvme_ops.bench.measure import Row, Spread, interleave, spread
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text, with_range
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "read": "read to GPU memory, of a file that is not in the page cache",

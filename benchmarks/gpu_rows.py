@@ -16,7 +16,7 @@ from nvme_ops.bench.files import make_cold, make_file, sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.remote import environment
 from nvme_ops.bench.work import Work, filled, saved_row, tensor_row
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 QUEUE_DEPTH = 128  # the default of every handle
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.page_sections import SECTIONS
 from benchmarks.page_tables import Json, markdown
-from nvme_ops.sizes import size_words
+from nvme_ops.text import size_words
 
 NOTICE = "<!-- made by `make benchmarks-page` from benchmarks/page_template.md and the results: change those -->"
 MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")

@@ -7,7 +7,7 @@ from typing import Any
 
 from nvme_ops.bench.measure import PERCENTILES, Spread
 from nvme_ops.bench.tables import COLUMNS, with_range
-from nvme_ops.sizes import size_words
+from nvme_ops.text import size_words
 
 Json = Mapping[str, Any]
 

@@ -19,7 +19,7 @@ from nvme_ops.bench.measure import interleave
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text
 from nvme_ops.bench.work import Work
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "read": "read, of a file that is not in the page cache",

@@ -15,7 +15,7 @@ from nvme_ops.bench import fio
 from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample, WrongData, latency, timed
 from nvme_ops.bench.work import Work
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 PAGE = 4096
 REQUESTS = 16384

@@ -30,7 +30,7 @@ from nvme_ops.arguments import positive, size
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.limits import free_memory
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 MEMORY = "/dev/shm"
 LEAST_SIZE = 16 * MIB

@@ -32,7 +32,7 @@ from nvme_ops.bench.measure import Spread, spread
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
-from nvme_ops.sizes import KIB, MIB, size_words
+from nvme_ops.text import KIB, MIB, size_words
 from nvme_ops.tune import options, run
 from nvme_ops.tune.duel import Contest, Duel, geometric_mean
 from nvme_ops.tune.passes import Passes

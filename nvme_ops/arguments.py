@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 
-from nvme_ops.sizes import parse_size
+from nvme_ops.text import parse_size
+
+
+def command_line(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser that shows these texts as they are written, and takes no abbreviations."""
+    return argparse.ArgumentParser(
+        prog=command,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def size(text: str) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 
 from nvme_ops.op_builder import ALL_OPS
 
-from . import aio, kernel, ops
+from . import kernel, ops
 from .host import Host
 from .packages import install_command
-from .result import Check, Json, Result, Status, run_checks
+from .result import Json, Result, Status, run_checks
 
 ORDER = ("io_uring", "libaio", "threads")  # as csrc/backends/registry.cpp
 OVERRIDE = "NVME_OPS_BACKEND"
@@ -19,22 +18,21 @@ OVERRIDE = "NVME_OPS_BACKEND"
 
 def section(host: Host) -> tuple[Result, ...]:
     """Every backend in order of preference, then the one that a handle would choose."""
-    each = [Check("io_uring", partial(kernel.io_uring, host)), Check("libaio", libaio), Check("threads", threads)]
-    results = run_checks(each)
-    return results + run_checks([Check("chosen", partial(chosen, results))])
+    results = run_checks({"io_uring": lambda: kernel.io_uring(host), "libaio": libaio, "threads": threads})
+    return results + run_checks({"chosen": lambda: chosen(results)})
 
 
 def libaio() -> Result:
     """Its header when the op is compiled, its library when it runs, and the kernel's AIO."""
     compiled_in = ops.has_libaio(ALL_OPS["async_io"])
-    library = aio.library()
+    library = kernel.libaio()
     data = {"compiled_in": compiled_in, "library": library}
     if not compiled_in:
         words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
         return Result("libaio", Status.NO, words, install_command("libaio"), data)
     if library is None:
-        return Result("libaio", Status.NO, f"{aio.SONAMES[0]} cannot be loaded", install_command("libaio"), data)
-    reason, fix = aio.kernel_context()
+        return Result("libaio", Status.NO, f"{kernel.LIBAIO[0]} cannot be loaded", install_command("libaio"), data)
+    reason, fix = kernel.aio_context()
     if reason:
         return Result("libaio", Status.NO, reason, fix, data)
     return Result("libaio", Status.OKAY, f"{library}, io_setup succeeds", data=data)

@@ -41,32 +41,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument(
-        "--path",
-        metavar="DIR",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="also report on the storage under DIR, with a small temporary file; may be given several times",
-    )
-    made.add_argument("--json", action="store_true", help="one JSON document with everything, instead of text")
-    made.add_argument(
-        "--strict",
-        metavar="OP",
-        nargs="*",
-        choices=list(ALL_OPS),
-        help="exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
-        "an NVIDIA GPU",
-    )
-    made.add_argument(
-        "--open-driver",
-        action="store_true",
-        help="also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its "
-        f"own, for {driver.LIMIT:.0f} seconds at most",
-    )
-    made.add_argument("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
-    made.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
-    made.add_argument("--version", action="version", version=f"nvme-report {torch_info.PACKAGE_VERSION}")
+    add = made.add_argument
+    words = "also report on the storage under DIR, with a small temporary file; may be given several times"
+    add("--path", metavar="DIR", action="extend", nargs="+", default=[], help=words)
+    add("--json", action="store_true", help="one JSON document with everything, instead of text")
+    words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
+    add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
+    words = "also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its own"
+    add("--open-driver", action="store_true", help=f"{words}, for {driver.LIMIT:.0f} seconds at most")
+    add("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
+    add("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
+    add("--version", action="version", version=f"nvme-report {torch_info.PACKAGE_VERSION}")
     return made
 
 
@@ -81,9 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = render.as_json(torch_info.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
     else:
-        shown = {
-            name: s for name, s in sections.items() if name not in render.OPERATORS or not options.hide_operator_status
-        }
+        hidden = render.OPERATORS if options.hide_operator_status else ()
+        shown = {name: results for name, results in sections.items() if name not in hidden}
         style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
         text = render.as_text(shown, folders, style)
     _write(text)

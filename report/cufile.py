@@ -10,7 +10,6 @@ import contextlib
 import importlib.metadata
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 from nvme_ops.op_builder import cufile
@@ -19,7 +18,7 @@ from nvme_ops.op_builder.cufile import Piece
 from . import cufile_settings, peer_to_peer, torch_info
 from .host import Host
 from .packages import install_command
-from .result import Check, Json, Result, Status, run_checks
+from .result import Json, Result, Status, run_checks
 from .toolchain import cuda_home
 
 _MODE = cufile.MODE
@@ -30,15 +29,15 @@ def section(host: Host) -> tuple[Result, ...]:
     """Every part of GPUDirect Storage; without a GPU the rest is only noted, for nothing could use it."""
     has_gpu = bool(cufile.gpu(host.root).found)
     results = run_checks(
-        [
-            Check("cuFile", partial(_pieces, host)),
-            Check("cuFile header", partial(_header, host)),
-            Check("cuFile settings", partial(_settings, host)),
-            Check("PCI peer-to-peer", partial(peer_to_peer.check, host)),
-            Check("path of GPU tensors", partial(_way, host)),
-        ]
+        {
+            "cuFile": lambda: [_line(host, piece) for piece in _needed(host)],
+            "cuFile header": lambda: _header(host),
+            "cuFile settings": lambda: _settings(host),
+            "PCI peer-to-peer": lambda: peer_to_peer.check(host),
+            "path of GPU tensors": lambda: _way(host),
+        }
     )
-    return results if has_gpu else tuple(_noted(result) for result in results)
+    return results if has_gpu else tuple(map(_noted, results))
 
 
 def _noted(result: Result) -> Result:
@@ -47,28 +46,26 @@ def _noted(result: Result) -> Result:
     return Result(result.name, Status.INFO, result.detail, data=result.data)
 
 
-def _pieces(host: Host) -> list[Result]:
-    return [_line(host, piece) for piece in cufile.pieces(*torch_info.build(), host.root)]
+def _needed(host: Host) -> list[Piece]:
+    return cufile.pieces(*torch_info.build(), host.root)
 
 
 def _line(host: Host, piece: Piece) -> Result:
     data: dict[str, Json] = dict(piece.data)
     if piece.found:
-        path = data.get("path")
-        if isinstance(path, str):
+        words = piece.found
+        if isinstance(path := data.get("path"), str):
             data["version"] = version = _version(Path(path))
-            return Result(piece.name, Status.OKAY, f"{version}, {piece.found}" if version else piece.found, data=data)
-        return Result(piece.name, Status.OKAY, piece.found, data=data)
-    if piece.needed:
-        return Result(piece.name, Status.NO, piece.missing, piece.fix, data)
-    if os.environ.get(_MODE) == "off":
+            words = f"{version}, {words}" if version else words
+        return Result(piece.name, Status.OKAY, words, data=data)
+    if os.environ.get(_MODE) == "off" and not piece.needed:
         return Result(piece.name, Status.INFO, piece.missing, data=data)
-    if piece.name != "nvidia-fs" or data["loaded"]:
-        return Result(piece.name, Status.WARNING, piece.missing, piece.fix, data)
-    if not peer_to_peer.obstacles(host):
-        return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
-    fix = f"{install_command('nvidia-gds')} && modprobe nvidia-fs"
-    return Result(piece.name, Status.WARNING, piece.missing, fix, data)
+    fix = piece.fix
+    if piece.name == "nvidia-fs" and not data["loaded"] and not piece.needed:
+        if not peer_to_peer.obstacles(host):
+            return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
+        fix = f"{install_command('nvidia-gds')} && modprobe nvidia-fs"
+    return Result(piece.name, Status.NO if piece.needed else Status.WARNING, piece.missing, fix, data)
 
 
 def _version(path: Path) -> str | None:
@@ -82,10 +79,8 @@ def _version(path: Path) -> str | None:
 
 
 def _header(host: Host) -> Result:
-    folders = [*cufile.wheel_folders("include")]
-    home = cuda_home(host)
-    folders += [Path(home, "include")] if home else []
-    for folder in [*folders, host.path("/usr/include")]:
+    toolkit = [Path(home, "include")] if (home := cuda_home(host)) else []
+    for folder in [*cufile.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
         path = str(folder / "cufile.h")
         if os.path.isfile(path):
             return Result("cuFile header", Status.OKAY, path, data={"path": path})
@@ -110,7 +105,7 @@ def _way(host: Host) -> Result:
     """What a ``gds_handle`` will do with a tensor on a GPU, as far as files and the environment tell."""
     name, mode = "path of GPU tensors", os.environ.get(_MODE) or "auto"
     settings = cufile_settings.read(host)
-    missing = [piece for piece in cufile.pieces(*torch_info.build(), host.root) if piece.needed and not piece.found]
+    missing = [piece for piece in _needed(host) if piece.needed and not piece.found]
     data: dict[str, Json] = {_MODE: mode, "paths": []}
     off = f"export {_MODE}=off  # moves them without cuFile"
     if mode not in _MODES:

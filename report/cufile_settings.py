@@ -49,14 +49,12 @@ def read(host: Host) -> Settings:
             problem, fix = f"{path} cannot be read as JSON: {error}", f"correct {path}"
     properties = document.get("properties") if isinstance(document, dict) else None
     values = properties if isinstance(properties, dict) else {}
-    forced = _environment(FORCED_BY)
-    peers = _environment(PEER_TO_PEER_BY)
     return Settings(
         path=path if named or host.exists(path) else None,
         allow_compatibility=_is_true(values.get("allow_compat_mode", True)),
-        force_compatibility=_is_true(values.get("force_compat_mode", False)) if forced is None else forced,
-        forced_by=FORCED_BY if forced else path,
-        peer_to_peer=_is_true(values.get("use_pci_p2pdma", False)) if peers is None else peers,
+        force_compatibility=_is_true(os.environ.get(FORCED_BY) or values.get("force_compat_mode", False)),
+        forced_by=FORCED_BY if _is_true(os.environ.get(FORCED_BY, "")) else path,
+        peer_to_peer=_is_true(os.environ.get(PEER_TO_PEER_BY) or values.get("use_pci_p2pdma", False)),
         problem=problem,
         fix=fix,
     )
@@ -67,11 +65,6 @@ def parse(text: str) -> object:
     for skipped in (_STRING_OR_COMMENT, _STRING_OR_COMMA):
         text = skipped.sub(lambda found: found[1] or "", text)
     return json.loads(text) if text.strip() else {}
-
-
-def _environment(name: str) -> bool | None:
-    value = os.environ.get(name)
-    return _is_true(value) if value else None
 
 
 def _is_true(value: object) -> bool:

@@ -27,14 +27,13 @@ def check(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result
     """Whether data can go straight between this file system and a GPU; a complaint only where there is a GPU."""
     reason, fix = obstacle(mount, found)
     data: dict[str, Json] = {"supported": not reason, "reason": reason}
+    words = f"not supported: {reason}"
     if mount is not None and not reason:
-        words = (
-            _DISTRIBUTED.get(mount.kind) or f"{mount.kind} on {', '.join(device.name for device in found) or 'RDMA'}"
-        )
-        return Result(_NAME, Status.OKAY if has_gpu else Status.INFO, f"supported: {words}", data=data)
+        on = f"{mount.kind} on {', '.join(device.name for device in found) or 'RDMA'}"
+        words = f"supported: {_DISTRIBUTED.get(mount.kind, on)}"
     if not has_gpu:
-        return Result(_NAME, Status.INFO, f"not supported: {reason}", data=data)
-    return Result(_NAME, Status.WARNING, f"not supported: {reason}", fix, data)
+        return Result(_NAME, Status.INFO, words, data=data)
+    return Result(_NAME, Status.WARNING if reason else Status.OKAY, words, fix, data)
 
 
 def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
@@ -51,10 +50,6 @@ def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
         return "overlay is the container's own file system", "docker run -v /mnt/nvme:/mnt/nvme ..."
     if mount.kind not in _LOCAL:
         return f"{mount.kind} is not among the file systems that NVIDIA lists", _ELSEWHERE
-    return _device_obstacle(found) or _journal_obstacle(mount) or ("", "")
-
-
-def _device_obstacle(found: Sequence[Device]) -> tuple[str, str] | None:
     if not found:
         return "the device under the file system is not known", _ELSEWHERE
     for device in found:
@@ -63,12 +58,10 @@ def _device_obstacle(found: Sequence[Device]) -> tuple[str, str] | None:
                 return f"it lies on {name}, and only NVMe devices and RAID of them are listed", _ELSEWHERE
         if not device.name.startswith("nvme"):
             return f"{device.name} is not an NVMe device ({device.kind})", _ELSEWHERE
-    return None
+    return _journal_obstacle(mount) if mount.kind == "ext4" and "data=ordered" not in mount.options else ("", "")
 
 
-def _journal_obstacle(mount: Mount) -> tuple[str, str] | None:
-    if mount.kind != "ext4" or "data=ordered" in mount.options:
-        return None
+def _journal_obstacle(mount: Mount) -> tuple[str, str]:
     other = next((option for option in mount.options if option.startswith("data=")), "")
     point = shlex.quote(mount.point)
     fix = f"umount {point} && mount -o data=ordered {shlex.quote(mount.source)} {point}"

@@ -40,14 +40,9 @@ def output(*command: str) -> str:
     """What a short command prints; OSError when it cannot run, fails or does not answer."""
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=COMMAND_TIMEOUT,
-            text=True,
-            errors="replace",
-        )
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT, text=True, errors="replace",
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{' '.join(command)}: no answer in {COMMAND_TIMEOUT:.0f} s") from error
     if done.returncode:

@@ -12,6 +12,9 @@ from .result import Result, Status
 MIB = 1 << 20
 GIB = 1 << 30
 _MEMLOCK_WANTED = 64 * MIB  # the staging ring of a busy default handle
+_RAISE_MEMLOCK = (
+    "docker run --ulimit memlock=-1 ...  # or '* - memlock unlimited' in /etc/security/limits.conf and a new login"
+)
 _SHM_WANTED = 512 * MIB  # below this ds_report warns too
 _CAP_IPC_LOCK = 14  # linux/capability.h
 _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -19,12 +22,8 @@ _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 def size(count: int) -> str:
     """A number of bytes for a reader: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.1f}".removesuffix(".0") + f" {unit}"
-        value /= 1024
-    return f"{value:.1f}".removesuffix(".0") + " TiB"
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / (1 << 10 * power):.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
 
 
 def memlock(host: Host) -> Result:
@@ -33,27 +32,17 @@ def memlock(host: Host) -> Result:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     privileged = _may_lock_anything(host)
-    data = {
-        "soft": None if unlimited else soft,
-        "hard": None if hard == resource.RLIM_INFINITY else hard,
-        "privileged": privileged,
-    }
+    limits = [None if each == resource.RLIM_INFINITY else each for each in (soft, hard)]
+    data = {"soft": limits[0], "hard": limits[1], "privileged": privileged}
     words = "unlimited" if unlimited else size(soft)
     if privileged and not unlimited:
         words += ", not binding (CAP_IPC_LOCK)"
     if unlimited or privileged or soft >= _MEMLOCK_WANTED:
         return Result(name, Status.OKAY, words, data=data)
     words += ", staging buffers may stay unregistered and tensors unlocked"
-    return Result(name, Status.WARNING, words, _memlock_fix(hard), data)
-
-
-def _memlock_fix(hard: int) -> str:
     enough = hard == resource.RLIM_INFINITY or hard >= _MEMLOCK_WANTED
-    if enough:
-        return f"ulimit -l {_MEMLOCK_WANTED // 1024}"
-    return (
-        "docker run --ulimit memlock=-1 ...  # or '* - memlock unlimited' in /etc/security/limits.conf and a new login"
-    )
+    fix = f"ulimit -l {_MEMLOCK_WANTED // 1024}" if enough else _RAISE_MEMLOCK
+    return Result(name, Status.WARNING, words, fix, data)
 
 
 def _may_lock_anything(host: Host) -> bool:

@@ -94,9 +94,8 @@ def if_needed(check: Callable[[], Result]) -> Result:
     found = check()
     if found.status is not Status.NO or any(built(builder) is None for builder in ALL_OPS.values()):
         return found
-    return replace(
-        found, status=Status.INFO, detail=f"{found.detail.partition(':')[0]}, nor needed: the ops are built", fix=""
-    )
+    words = f"{found.detail.partition(':')[0]}, nor needed: the ops are built"
+    return replace(found, status=Status.INFO, detail=words, fix="")
 
 
 def _build_fix() -> str:

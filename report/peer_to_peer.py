@@ -34,21 +34,16 @@ def check(host: Host) -> Result:
 
 def obstacles(host: Host) -> list[str]:
     """What is missing; empty when nothing is known to be."""
-    problems = []
-    if not kernel_has_it(host):
-        problems.append(f"the kernel lacks {_OPTION}")
-    version = host.read_or(cufile.DRIVER_VERSION)
-    number = re.search(r"Kernel Module.*?(\d+)\.", version)
-    if "Open Kernel Module" not in version or number is None or int(number[1]) < _LEAST_DRIVER:
-        problems.append(f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later")
-    if platform.machine() == "x86_64" and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"):
-        problems.append(f"its option {_STATIC_BAR} is not set")
-    if host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y":
-        problems.append("nvme_core.multipath is on")
-    settings = cufile_settings.read(host)
-    if not settings.peer_to_peer:
-        problems.append(f"use_pci_p2pdma is not set in {settings.path or cufile_settings.DEFAULT}")
-    return problems
+    settings, x86 = cufile_settings.read(host), platform.machine() == "x86_64"
+    driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(cufile.DRIVER_VERSION))
+    problems = {
+        f"the kernel lacks {_OPTION}": not kernel_has_it(host),
+        f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": not driver or int(driver[1]) < _LEAST_DRIVER,
+        f"its option {_STATIC_BAR} is not set": x86 and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"),
+        "nvme_core.multipath is on": host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y",
+        f"use_pci_p2pdma is not set in {settings.path or cufile_settings.DEFAULT}": not settings.peer_to_peer,
+    }
+    return [words for words, there in problems.items() if there]
 
 
 def kernel_has_it(host: Host) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from .result import Json, Result, Status
 
@@ -22,6 +23,8 @@ _ENVIRONMENT_WIDTH = 33
 _COLOURS = {Status.OKAY: "\033[92m", Status.WARNING: "\033[93m", Status.NO: "\033[91m", Status.FAIL: "\033[91m"}
 _END = "\033[0m"
 
+Sections: TypeAlias = Mapping[str, Sequence[Result]]  # or what lies under each folder
+
 
 @dataclass(frozen=True)
 class Style:
@@ -31,7 +34,7 @@ class Style:
     fixes: bool = True  # warnings and what to do about them; False for --hide_errors_and_warnings
 
 
-def as_text(sections: Mapping[str, Sequence[Result]], storage: Mapping[str, Sequence[Result]], style: Style) -> str:
+def as_text(sections: Sections, storage: Sections, style: Style) -> str:
     """The report for a reader; a section that is not given is left out."""
     lines: list[str] = []
     if BUILD in sections or OPS in sections:
@@ -49,15 +52,14 @@ def as_text(sections: Mapping[str, Sequence[Result]], storage: Mapping[str, Sequ
     return "\n".join([*lines, LINE, *([verdict(sections)] if sections.get(OPS) else []), LINE]) + "\n"
 
 
-def verdict(sections: Mapping[str, Sequence[Result]]) -> str:
+def verdict(sections: Sections) -> str:
     """One line: what can be used here, and how."""
     chosen = next((each.detail for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
     words, ready = [], True
     for op in sections.get(OPS, ()):
-        usable = not op.status.needs_fix or op.status is Status.WARNING
         if not op.data.get("expected", True):
             words.append(f"{op.name}: no GPU here")
-        elif not usable:
+        elif op.status in (Status.NO, Status.FAIL):
             ready = False
             words.append(f"{op.name}: {op.detail}")
         elif op.name == "async_io":
@@ -67,7 +69,7 @@ def verdict(sections: Mapping[str, Sequence[Result]]) -> str:
     return f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
 
 
-def _has_gpu(sections: Mapping[str, Sequence[Result]]) -> bool:
+def _has_gpu(sections: Sections) -> bool:
     return any(each.name == "GPU" and not each.status.needs_fix for each in sections.get(CUFILE, ()))
 
 
@@ -127,12 +129,7 @@ def _paint(text: str, status: Status, style: Style) -> str:
     return f"{_COLOURS[status]}{text}{_END}" if style.colour and status in _COLOURS else text
 
 
-def as_json(
-    version: str,
-    unusable: Sequence[str],
-    sections: Mapping[str, Sequence[Result]],
-    storage: Mapping[str, Sequence[Result]],
-) -> str:
+def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: Sections) -> str:
     """One JSON document: every result under its section and name, fixes included."""
     document: dict[str, Json] = {
         "schema": 1,
@@ -146,11 +143,6 @@ def as_json(
 
 def _results(results: Sequence[Result]) -> dict[str, Json]:
     return {
-        result.name: {
-            "status": result.status.value,
-            "detail": result.detail,
-            "fix": result.fix,
-            "data": result.data,
-        }
-        for result in results
+        each.name: {"status": each.status.value, "detail": each.detail, "fix": each.fix, "data": each.data}
+        for each in results
     }

@@ -46,22 +46,17 @@ class Result:
             raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
 
 
-@dataclass(frozen=True)
-class Check:
-    """A function that returns results, and the name that its line carries should it raise."""
-
-    name: str
-    run: Callable[[], Result | Sequence[Result]]
+Checks: TypeAlias = Mapping[str, Callable[[], Result | Sequence[Result]]]
 
 
-def run_checks(checks: Sequence[Check]) -> tuple[Result, ...]:
-    """Run every check; one that raises becomes a result that says so."""
+def run_checks(checks: Checks) -> tuple[Result, ...]:
+    """Run every check, by the name that its line carries should it raise: that becomes a result that says so."""
     results: list[Result] = []
-    for check in checks:
+    for name, check in checks.items():
         try:
-            outcome = check.run()
+            outcome = check()
         except (Exception, SystemExit) as error:  # a builder or a library may call sys.exit
-            outcome = _failed(check.name, error)
+            outcome = _failed(name, error)
         results.extend([outcome] if isinstance(outcome, Result) else outcome)
     return tuple(results)
 

@@ -6,33 +6,33 @@ from functools import partial
 
 from nvme_ops.op_builder import ALL_OPS
 
-from . import aio, backends, cufile, driver, kernel, memory, ops, toolchain, torch_info
+from . import backends, cufile, driver, kernel, memory, ops, toolchain, torch_info
 from .host import Host
-from .result import Check, Result, run_checks
+from .result import Checks, Result, run_checks
 
 
 def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
     """Run every check that needs no folder; section name -> results. cuFile is opened only if ``open_driver`` asks."""
-    environment = [
-        Check("torch", torch_info.torch),
-        Check("nvme_ops", torch_info.package),
-        Check("ops compiled with", ops.compiled_with),
-        Check("C++ compiler", partial(ops.if_needed, toolchain.compiler)),
-        Check("Python headers", partial(ops.if_needed, toolchain.python_headers)),
-        Check("CUDA", partial(toolchain.cuda, host)),
-        Check("kernel", partial(kernel.version, host)),
-        Check("io_uring sysctl", partial(kernel.io_uring_sysctl, host)),
-        Check("seccomp", partial(kernel.seccomp, host)),
-        Check("aio-max-nr", partial(aio.limit, host)),
-        Check("memlock limit", partial(memory.memlock, host)),
-        Check("huge pages (hugetlb)", partial(memory.reserved, host)),
-        Check("transparent huge pages", partial(memory.transparent, host)),
-        Check("shared memory (/dev/shm) size", partial(memory.shared, host)),
-    ]
+    environment: Checks = {
+        "torch": torch_info.torch,
+        "nvme_ops": torch_info.package,
+        "ops compiled with": ops.compiled_with,
+        "C++ compiler": lambda: ops.if_needed(toolchain.compiler),
+        "Python headers": lambda: ops.if_needed(toolchain.python_headers),
+        "CUDA": lambda: toolchain.cuda(host),
+        "kernel": lambda: kernel.version(host),
+        "io_uring sysctl": lambda: kernel.io_uring_sysctl(host),
+        "seccomp": lambda: kernel.seccomp(host),
+        "aio-max-nr": lambda: kernel.aio_limit(host),
+        "memlock limit": lambda: memory.memlock(host),
+        "huge pages (hugetlb)": lambda: memory.reserved(host),
+        "transparent huge pages": lambda: memory.transparent(host),
+        "shared memory (/dev/shm) size": lambda: memory.shared(host),
+    }
     return {
-        "build": run_checks([Check("ninja", toolchain.ninja)]),
-        "ops": run_checks([Check(name, partial(ops.row, builder)) for name, builder in ALL_OPS.items()]),
+        "build": run_checks({"ninja": toolchain.ninja}),
+        "ops": run_checks({name: partial(ops.row, builder) for name, builder in ALL_OPS.items()}),
         "backends": backends.section(host),
-        "cufile": cufile.section(host) + (run_checks([Check("cuFile driver", driver.check)]) if open_driver else ()),
+        "cufile": cufile.section(host) + (run_checks({"cuFile driver": driver.check}) if open_driver else ()),
         "environment": run_checks(environment),
     }

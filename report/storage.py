@@ -9,32 +9,31 @@ import shlex
 import stat
 import tempfile
 from dataclasses import asdict
-from functools import partial
 
 from nvme_ops.op_builder import cufile
 
 from . import gds_storage, syscalls
-from .device import devices_under, logical_block
+from .device import Device, devices_under, logical_block
 from .host import Host
 from .memory import GIB, size
 from .mounts import MEMORY, NETWORK, mount_of
-from .result import Check, Json, Result, Status, run_checks
+from .result import Checks, Json, Result, Status, run_checks
 
 _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
 
 
 def inspect(host: Host, folder: str) -> tuple[Result, ...]:
     """Every result about one folder; a single one where it is no folder that we can look into."""
-    first = run_checks([Check("directory", partial(_directory, host, folder))])
+    first = run_checks({"directory": lambda: _directory(host, folder)})
     if not os.path.isdir(folder):
         return first
-    checks = [
-        Check("file system", partial(_file_system, host, folder)),
-        Check("O_DIRECT", partial(_direct, host, folder)),
-        Check("device", partial(_device, host, folder)),
-        Check("GPUDirect Storage", partial(_gds, host, folder)),
-        Check("free space", partial(_free, folder)),
-    ]
+    checks: Checks = {
+        "file system": lambda: _file_system(host, folder),
+        "O_DIRECT": lambda: _direct(host, folder),
+        "device": lambda: _device(host, folder),
+        "GPUDirect Storage": lambda: _gds(host, folder),
+        "free space": lambda: _free(folder),
+    }
     return first + run_checks(checks)
 
 
@@ -126,19 +125,15 @@ def _direct_result(folder: str, refusal: OSError | None) -> Result:
 
 def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
     said = syscalls.direct_io_alignment(descriptor)
-    if said and said.offset:
-        words = f"{said.memory} bytes in memory, {said.offset} in the file (statx)"
-        return Result(
-            "alignment", Status.INFO, words, data={"memory": said.memory, "offset": said.offset, "source": "statx"}
-        )
-    if said and direct:
+    memory, offset, source = (said.memory, said.offset, "statx") if said else (None, None, None)
+    words = f"{memory} bytes in memory, {offset} in the file (statx)"
+    if said and direct and not offset:
         words = "statx: none of its files is reached past the page cache"
-        return Result("alignment", Status.INFO, words, data={"memory": 0, "offset": 0, "source": "statx"})
-    block = logical_block(host, os.fstat(descriptor).st_dev)
-    if block is None or not direct:
-        return Result("alignment", Status.INFO, "none needed", data={"memory": None, "offset": None, "source": None})
-    data: dict[str, Json] = {"memory": block, "offset": block, "source": "logical block"}
-    return Result("alignment", Status.INFO, f"{block} bytes (the device's logical block)", data=data)
+    elif not offset:
+        memory = offset = logical_block(host, os.fstat(descriptor).st_dev) if direct else None
+        source = "logical block" if offset else None
+        words = f"{offset} bytes (the device's logical block)" if offset else "none needed"
+    return Result("alignment", Status.INFO, words, data={"memory": memory, "offset": offset, "source": source})
 
 
 def _gds(host: Host, folder: str) -> Result:
@@ -151,28 +146,27 @@ def _device(host: Host, folder: str) -> Result:
     found = devices_under(host, folder, mount)
     if not found:
         return _no_device(mount.kind if mount else "unknown")
-    words = "; ".join(_words(device.name, device.kind, device.model, device.stack) for device in found)
-    data: dict[str, Json] = {
-        "kind": found[0].kind,
-        "devices": [{**asdict(device), "stack": list(device.stack)} for device in found],
-    }
+    words = "; ".join(map(_words, found))
+    devices = [{**asdict(device), "stack": list(device.stack)} for device in found]
+    data: dict[str, Json] = {"kind": found[0].kind, "devices": devices}
     if any(device.kind == "rotational" for device in found):
         return Result("device", Status.WARNING, f"{words}: a rotating disk", _LIST_DISKS, data)
     return Result("device", Status.INFO, words, data=data)
 
 
-def _words(name: str, kind: str, model: str, stack: tuple[str, ...]) -> str:
-    way = f" (through {', '.join(stack[:-1])})" if len(stack) > 1 else ""
-    return f"{name}, {kind}{f', {model}' if model else ''}{way}"
+def _words(device: Device) -> str:
+    way = f" (through {', '.join(device.stack[:-1])})" if len(device.stack) > 1 else ""
+    return ", ".join(filter(None, (device.name, device.kind, device.model))) + way
 
 
 def _no_device(file_system: str) -> Result:
     kind = "memory" if file_system in MEMORY else "network" if file_system in NETWORK else "unknown"
-    data: dict[str, Json] = {"kind": kind, "devices": []}
-    if kind == "network":
-        return Result("device", Status.INFO, f"network file system ({file_system})", data=data)
-    words = f"none, {file_system} lives in memory" if kind == "memory" else f"none found behind {file_system}"
-    return Result("device", Status.INFO, words, data=data)
+    words = {
+        "network": f"network file system ({file_system})",
+        "memory": f"none, {file_system} lives in memory",
+        "unknown": f"none found behind {file_system}",
+    }[kind]
+    return Result("device", Status.INFO, words, data={"kind": kind, "devices": []})
 
 
 def _free(folder: str) -> Result:
@@ -181,8 +175,8 @@ def _free(folder: str) -> Result:
     data = {"free": free, "total": total, "free_inodes": space.f_favail if space.f_files else None}
     words = f"{size(free)} of {size(total)}"
     fix = f"df -h {shlex.quote(folder)}; df -i {shlex.quote(folder)}  # then make room"
-    if space.f_files and not space.f_favail:
-        return Result("free space", Status.WARNING, f"{words}, but no inode is left for a new file", fix, data)
-    if total and free < GIB:
+    no_inode = space.f_files and not space.f_favail
+    words += ", but no inode is left for a new file" if no_inode else ""
+    if no_inode or (total and free < GIB):
         return Result("free space", Status.WARNING, words, fix, data)
     return Result("free space", Status.OKAY, words, data=data)

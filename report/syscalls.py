@@ -66,14 +66,8 @@ def direct_io_alignment(descriptor: int) -> Alignment | None:
     """What ``statx(STATX_DIOALIGN)`` says of an open file; None where kernel or file system do not say."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     try:
-        _call(
-            "statx",
-            ctypes.c_long(descriptor),
-            b"",
-            ctypes.c_long(_AT_EMPTY_PATH),
-            ctypes.c_long(_STATX_DIOALIGN),
-            buffer,
-        )
+        flags, mask = ctypes.c_long(_AT_EMPTY_PATH), ctypes.c_long(_STATX_DIOALIGN)
+        _call("statx", ctypes.c_long(descriptor), b"", flags, mask, buffer)
     except OSError as error:
         if error.errno == errno.ENOSYS:
             return None

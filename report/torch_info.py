@@ -28,18 +28,11 @@ def problem() -> Result | None:
 def _import() -> ModuleType | Result:
     try:
         return importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            words = "not installed: no op can be compiled or loaded"
-            return Result("torch", Status.NO, words, _INSTALL, {"error": str(error)})
-        return _broken(error)
     except Exception as error:  # a half-installed torch raises whatever it likes
-        return _broken(error)
-
-
-def _broken(error: Exception) -> Result:
-    words = f"cannot be imported: {type(error).__name__}: {error}"
-    return Result("torch", Status.NO, words, f"{_INSTALL} --force-reinstall", {"error": str(error)})
+        words, fix = f"cannot be imported: {type(error).__name__}: {error}", f"{_INSTALL} --force-reinstall"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            words, fix = "not installed: no op can be compiled or loaded", _INSTALL
+        return Result("torch", Status.NO, words, fix, {"error": str(error)})
 
 
 def build() -> tuple[str, str | None]:
@@ -78,11 +71,9 @@ def _version(version: str) -> Result:
 
 def package() -> list[Result]:
     """Where nvme_ops is, its version, and the Python that runs it."""
-    path = str(next(iter(_PACKAGE.__path__)))
+    path, python = str(next(iter(_PACKAGE.__path__))), f"{platform.python_version()}, {sys.executable}"
     return [
         Result("nvme_ops install path", Status.INFO, path, data={"path": path}),
         Result("nvme_ops version", Status.INFO, PACKAGE_VERSION, data={"version": PACKAGE_VERSION}),
-        Result(
-            "python", Status.INFO, f"{platform.python_version()}, {sys.executable}", data={"executable": sys.executable}
-        ),
+        Result("python", Status.INFO, python, data={"executable": sys.executable}),
     ]

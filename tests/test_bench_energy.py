@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from conftest import give_up_root, in_child, open_to_all
 
-from nvme_ops.bench.energy import Meter, per_gib, total, used
-from nvme_ops.bench.measure import Sample
-from nvme_ops.sizes import GIB
+from nvme_ops.bench.energy import Meter, total, used
 
 RANGE = 262_143_328_850  # microjoules, of a real processor
 
@@ -161,12 +159,6 @@ def test_a_counter_that_goes_away_is_left_out(tmp_path: Path) -> None:
     before = meter.read()
     file.unlink()
     assert used(before, meter.read()) == {"package-1": 0.0}
-
-
-def test_energy_is_told_per_gib() -> None:
-    sample = Sample(1.0, GIB // 2, joules={"package-0": 3.0, "dram-0": 0.5})
-    assert per_gib(sample) == {"package-0": 6.0, "dram-0": 1.0}
-    assert per_gib(Sample(1.0, GIB)) == {}
 
 
 def test_a_sum_counts_nothing_twice() -> None:

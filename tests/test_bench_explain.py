@@ -20,7 +20,7 @@ from nvme_ops.bench import explain, explain_place, explain_rows, files, page_cac
 from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
 from nvme_ops.report import mounts
 from nvme_ops.report.host import Host
-from nvme_ops.sizes import GIB, MIB
+from nvme_ops.text import GIB, MIB
 
 # The place
 
@@ -73,7 +73,7 @@ def test_holes_and_extents_are_seen(file: Path) -> None:
     assert place.size == 64 * MIB
     assert place.stored < 16 * MIB
     assert place.extents is None or place.extents >= 1
-    assert place.words()
+    assert place.file_system
 
 
 def refused(*words: str) -> str:

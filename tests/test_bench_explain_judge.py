@@ -19,9 +19,8 @@ from nvme_ops.bench.explain_judge import (
     Variation,
     judge,
     least_difference,
-    rate_words,
 )
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
 SMALL, LARGE = Variation(LOCKED, "block_size", 256 * KIB), Variation(LOCKED, "block_size", 4 * MIB)
 LOW, HIGH = Variation(LOCKED, "queue_depth", 32), Variation(LOCKED, "queue_depth", 512)
@@ -93,6 +92,7 @@ def test_findings_come_in_the_order_of_what_they_cost() -> None:
     # seconds for each GB: 1 - 0.77 - 0.5 - 0.33
     assert names(found) == ["memory copies", "page faults", "queue depth"]
     assert [finding.share for finding in found.findings] == pytest.approx([0.404, 0.346, 0.25], abs=0.02)
+    assert found.verdict.endswith("most is lost to: memory copies (40% of the gap)")
 
 
 @pytest.mark.parametrize(
@@ -247,5 +247,72 @@ def test_what_makes_gpu_memory_faster_is_advised() -> None:
     assert judged({GPU: 1.0, lanes: 1.5}, reached=GPU).findings[0].fix == "aio_handle(intra_op_parallelism=2): 1.5 GB/s"
 
 
-def test_rates_read_well() -> None:
-    assert [rate_words(rate) for rate in (12.345e9, 0.5e9, 42e6)] == ["12.3 GB/s", "0.5 GB/s", "42 MB/s"]
+@pytest.mark.parametrize(("busy", "named"), [(0.84, False), (0.85, True)])
+def test_a_core_is_busy_from_85_percent_on(busy: float, named: bool) -> None:
+    for gigabytes, row in (
+        ({FIO: 3.5}, LOCKED),
+        ({FIO: 3.5, TWO.name: 3.5}, LOCKED),
+        ({KEPT: 1.0, NEW: 1.0, NEW_TWO.name: 1.6}, NEW),
+    ):
+        assert ("CPU" in names(judged(gigabytes, busy={row: busy}))) is named
+
+
+def test_a_busy_core_does_not_explain_what_another_depth_makes_faster() -> None:
+    assert names(judged({FIO: 2.6, HIGH.name: 2.6}, busy={LOCKED: 0.97})) == ["queue depth"]
+
+
+def test_of_the_best_setting_the_busy_core_counts() -> None:
+    found = judged({FIO: 4.0, HIGH.name: 3.0}, busy={LOCKED: 0.3, HIGH.name: 0.97})
+    assert sorted(names(found)) == ["CPU", "queue depth"]
+    assert "it keeps 97% of a core busy" in next(each.evidence for each in found.findings if each.name == "CPU")
+
+
+def test_nothing_is_called_uncertain_that_is_within_5_percent_of_the_ceiling() -> None:
+    steady = (1.0, 1.0, 1.0)
+    assert judged({FIO: 2.05}, steady).verdict.endswith("98% of its ceiling of 2.05 GB/s")
+
+
+def test_a_round_in_which_two_rows_are_equal_counts_against_a_difference() -> None:
+    rates = rows({}, (1.0, 1.0, 1.0))
+    rates[FIO] = [3e9, 3e9, 2e9]
+    assert judge(Measured(False, NEW, rates, {}, VARIATIONS)).findings == []
+
+
+def test_writes_copy_from_the_gpu() -> None:
+    rates = {FIO: [2e9] * 3, LOCKED: [2e9] * 3, GPU: [1e9] * 3}
+    assert names(judge(Measured(True, GPU, rates))) == ["copy from the GPU"]
+
+
+def test_rates_of_the_processor_that_are_unknown_are_not_told() -> None:
+    found = judge(Measured(False, NEW, rows({NEW: 0.8, KEPT: 1.2, NEW_TWO.name: 0.8}), {}, VARIATIONS))
+    assert names(found) == ["page faults", "memory copies"]
+    assert [finding.evidence for finding in found.findings if "one core" in finding.evidence] == []
+
+
+def test_no_share_is_more_than_the_gap() -> None:
+    found = judged({NEW: 1.0, NEW_TWO.name: 1.0, KEPT: 0.5})
+    assert [(finding.name, finding.share) for finding in found.findings] == [("memory copies", 1.0)]
+
+
+def test_no_share_is_negative_where_rounds_failed() -> None:
+    rates: dict[str, list[float | None]] = {
+        FIO: [9e9] * 3,
+        NEW: [1e9] * 3,
+        KEPT: [1e9, 5e9, 5e9],
+        LOCKED: [2e9, None, None],
+    }
+    found = {finding.name: finding.share for finding in judge(Measured(False, NEW, rates)).findings}
+    assert found["memory copies"] == 0.0
+
+
+def test_all_that_the_system_refuses_is_named() -> None:
+    (found,) = judged({FIO: 4.0}, hindrances=(("no io_uring", "allow it"), ("no huge pages", "reserve them"))).findings
+    assert found.evidence.endswith("; no io_uring; no huge pages")
+    assert found.fix == "allow it; reserve them"
+
+
+@pytest.mark.parametrize("faster", [{NEW_TWO.name: 3.0}, {HIGH.name: 2.02}], ids=["an ordinary tensor", "by chance"])
+def test_what_is_not_surely_faster_with_page_locked_memory_is_no_ceiling(faster: dict[str, float]) -> None:
+    rates = rows(faster)
+    rates[FIO] = []
+    assert judge(Measured(False, NEW, rates, {}, VARIATIONS)).ceiling == LOCKED

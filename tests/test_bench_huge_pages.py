@@ -5,12 +5,12 @@ A file stands for the kernel's counter; ``test_two_at_once_give_their_huge_pages
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,15 +24,11 @@ WANTED = pages.SIZE // pages.page_size()
 
 
 class Counter:
-    """A file with a number, as /proc/sys/vm/nr_hugepages, with memory for so many."""
+    """A file with a number, as /proc/sys/vm/nr_hugepages."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.file, self.records, self.most = folder / "nr_hugepages", folder / "records", 1 << 30
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.there = 0
-        inner = pages._set
-        monkeypatch.setattr(pages, "COUNTER", str(self.file))
-        monkeypatch.setattr(pages, "RECORDS", str(self.records))
-        monkeypatch.setattr(pages, "_set", lambda counter, count: inner(counter, min(self.most, count)))
 
     @property
     def there(self) -> int:
@@ -42,46 +38,43 @@ class Counter:
     def there(self, count: int) -> None:
         self.file.write_text(f"{count}\n")
 
+    def becomes(self, count: int) -> bool:
+        """Within ten seconds: a process that keeps them outlives the one that it keeps them for."""
+        end = time.monotonic() + 10
+        while self.there != count and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.there == count
+
 
 @pytest.fixture
 def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
-    return Counter(tmp_path, monkeypatch)
+    monkeypatch.setattr(pages, "COUNTER", str(tmp_path / "nr_hugepages"))
+    return Counter(tmp_path / "nr_hugepages")
 
 
 HOLDER = """
     import sys
     from nvme_ops.bench import huge_pages as pages
-    pages.COUNTER, pages.RECORDS = sys.argv[1:3]
-    inner = pages._set
-    def kill_before(counter, count):
-        import os, signal
-        os.kill(os.getpid(), signal.SIGKILL)
-    def kill_after(counter, count):
-        inner(counter, count)
-        kill_before(counter, count)
-    when = sys.argv[3]
-    if when.endswith("reserved"):
-        pages._set = {"before": kill_before, "after": kill_after}[when.split()[0]]
+    pages.COUNTER = sys.argv[1]
     with pages.huge_pages():
         print("reserved", flush=True)
-        if when == "alive":
-            sys.stdin.readline()
-        pages._set = kill_before if when.startswith("before") else kill_after
+        sys.stdin.readline()
 """
 
 
 @pytest.fixture
-def hold(counter: Counter) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """A process that holds huge pages until a line is sent to it, or is killed when the counter is changed."""
+def hold(counter: Counter) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """A process that holds huge pages until a line is sent to it, in a session of its own."""
     started = []
 
-    def start(when: str = "alive") -> subprocess.Popen[str]:
+    def start() -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(HOLDER), str(counter.file), str(counter.records), when],
+            [sys.executable, "-c", textwrap.dedent(HOLDER), str(counter.file)],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         started.append(process)
         assert process.stdout is not None
@@ -94,81 +87,54 @@ def hold(counter: Counter) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("there", "most"), [(0, 1000), (7, 1000), (7, 20)], ids=["none", "some", "not all to be had"])
-def test_they_are_as_many_as_before(counter: Counter, there: int, most: int) -> None:
-    counter.there, counter.most = there, most
+@pytest.mark.parametrize("there", [0, 7])
+def test_they_are_as_many_as_before(counter: Counter, there: int) -> None:
+    counter.there = there
     with huge_pages():
-        assert counter.there == min(most, there + WANTED)
+        assert counter.there == there + WANTED
     assert counter.there == there
-    assert not counter.records.exists()
 
 
-def test_a_process_that_is_killed_gets_its_own_given_back_by_the_next(
-    counter: Counter, hold: Callable[..., subprocess.Popen[str]]
+def test_an_error_in_the_block_gives_them_back_too(counter: Counter) -> None:
+    with pytest.raises(RuntimeError), huge_pages():
+        raise RuntimeError
+    assert counter.there == 0
+
+
+def test_what_others_reserve_meanwhile_stays(counter: Counter) -> None:
+    with huge_pages():
+        counter.there += 3
+    assert counter.there == 3
+
+
+def test_what_others_take_back_meanwhile_is_not_taken_twice(counter: Counter) -> None:
+    with huge_pages():
+        counter.there = 5
+    assert counter.there == 0
+
+
+def test_no_more_is_given_back_than_was_to_be_had(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without memory for all of them: it sets its counter to less than was written."""
+    most = "os.pwrite(counter, b'%d\\n' % min(20, int(os.pread(counter, 64, 0))), 0)\n    changed ="
+    monkeypatch.setattr(pages, "_KEEPER", pages._KEEPER.replace("changed =", most))
+    counter.there = 17
+    with huge_pages():
+        assert counter.there == 20
+    assert counter.there == 17
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_those_of_a_run_that_is_ended_are_given_back_and_no_others(
+    counter: Counter, hold: Callable[[], subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     counter.there = 7
-    alive, killed = hold(), hold()
+    alive, ended = hold(), hold()
     assert counter.there == 7 + 2 * WANTED
-    pages.settle()
-    assert counter.there == 7 + 2 * WANTED, "both are alive"
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    with huge_pages():
-        assert counter.there == 7 + 2 * WANTED
-    assert counter.there == 7 + WANTED
-    alive.kill()
-    alive.wait()
-    pages.settle()
+    os.killpg(ended.pid, number)  # a terminal tells all processes of a session
+    ended.wait()
+    assert counter.becomes(7 + WANTED)
+    alive.communicate("\n")
     assert counter.there == 7
-    assert not counter.records.exists()
-
-
-@pytest.mark.parametrize("when", ["before reserved", "after reserved", "before given back", "after given back"])
-def test_a_kill_at_any_moment_is_settled_exactly(
-    counter: Counter, hold: Callable[..., subprocess.Popen[str]], when: str
-) -> None:
-    counter.there = 7
-    assert hold(when).wait() == -signal.SIGKILL
-    assert len(list(counter.records.iterdir())) == 1
-    pages.settle()
-    assert counter.there == 7
-    assert not counter.records.exists()
-
-
-def test_those_of_an_earlier_start_of_the_machine_are_gone_already(
-    counter: Counter, hold: Callable[..., subprocess.Popen[str]]
-) -> None:
-    killed = hold()
-    killed.kill()
-    killed.wait()
-    (record,) = counter.records.iterdir()
-    record.write_text(json.dumps({**json.loads(record.read_text()), "boot": "another one"}))
-    counter.there = 500
-    pages.settle()
-    assert counter.there == 500
-    assert not counter.records.exists()
-
-
-def test_files_of_others_stay(counter: Counter) -> None:
-    counter.records.mkdir(mode=0o700)
-    names = ["huge-pages", "huge-pages-0123456789abcde", "huge-pages-0123456789abcdef.json"]
-    for name in names:
-        (counter.records / name).write_text("{}")
-    with huge_pages():
-        pass
-    assert sorted(entry.name for entry in counter.records.iterdir()) == names
-
-
-@pytest.mark.parametrize("how", ["writable", "a link"])
-def test_records_that_others_could_write_are_not_trusted(counter: Counter, tmp_path: Path, how: str) -> None:
-    if how == "a link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        counter.records.symlink_to(tmp_path / "elsewhere")
-    else:
-        counter.records.mkdir()
-        counter.records.chmod(0o777)
-    with huge_pages():
-        assert counter.there == 0, "what could not be given back for certain is not reserved"
 
 
 def test_without_the_right_to_reserve_them_the_block_runs_all_the_same(counter: Counter, tmp_path: Path) -> None:
@@ -180,7 +146,6 @@ def test_without_the_right_to_reserve_them_the_block_runs_all_the_same(counter: 
     def body() -> None:
         give_up_root()
         assert os.geteuid() == NOBODY
-        pages.settle()
         with huge_pages():
             assert counter.there == 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import resource
 import zlib
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import in_child
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_ops.bench import files, tables
@@ -32,7 +31,7 @@ from nvme_ops.bench.measure import (
     timed,
 )
 from nvme_ops.bench.work import Work, tensor_row
-from nvme_ops.sizes import GIB, KIB, MIB, parse_size, size_words
+from nvme_ops.text import GIB, MIB
 
 
 def seconds(*values: float) -> list[Sample | None]:
@@ -63,38 +62,6 @@ def test_timed_counts_the_cpu_of_this_process() -> None:
     sample = timed(lambda: sum(range(2_000_000)), 1)
     assert sample.cpu_seconds is not None
     assert sample.cpu_seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("64M", 64 * MIB), ("1g", GIB), ("1.5GiB", 3 * GIB // 2), ("2 KB", 2048)]
-)
-def test_sizes_are_understood(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "M", "1X", "1e3", "1 G 2", pytest.param("9" * 400, id="huge")])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
-
-
-def test_sizes_read_well() -> None:
-    assert [size_words(size) for size in (0, 512, 3 * MIB // 2, 64 * GIB)] == ["0 B", "512 B", "1.5 MiB", "64 GiB"]
-
-
-@given(st.integers(1, 2**50), st.sampled_from([("", 1), ("K", KIB), ("m", MIB), ("Gi", GIB), ("T", GIB * KIB)]))
-def test_whole_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
-    word, factor = unit
-    assert parse_size(f" {number} {word}b " if word else f"{number}") == number * factor
-
-
-@given(st.integers(1, 9999 << 40))
-@example(GIB - 1)
-def test_sizes_in_words_are_sizes(size: int) -> None:
-    words = size_words(size)
-    assert re.fullmatch(r"\d+(\.\d+)? (B|KiB|MiB|GiB|TiB)", words)
-    assert math.isclose(parse_size(words), size, rel_tol=1e-3)
-    assert float(words.split()[0]) < 1024 or words.endswith("TiB")
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.2, 1), (0.21, 2), (0.5, 3), (0.9, 5), (0.999, 5), (1.0, 5)])

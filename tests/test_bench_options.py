@@ -23,7 +23,7 @@ from nvme_ops.bench import options
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.bench.options import Options, Place
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import GIB, KIB, MIB
+from nvme_ops.text import GIB, KIB, MIB
 
 ROOT = Path(__file__).parent.parent
 ANYWHERE = tempfile.gettempdir()
@@ -249,7 +249,7 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     assert "--plot needs matplotlib: pip install matplotlib" in refusal("--folder", ANYWHERE, "--plot", "a.png")
 
 

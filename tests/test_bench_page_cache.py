@@ -20,13 +20,13 @@ from nvme_ops.bench import files, options, page_cache, report
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample, interleave
-from nvme_ops.bench.page_cache import cached_share, share_words
+from nvme_ops.bench.page_cache import cached_share
 from nvme_ops.bench.ranks import combined
 from nvme_ops.bench.run import Result
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table, as_text
 from nvme_ops.bench.work import filled
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 from nvme_ops.tune import options as tune_options
 from nvme_ops.tune import report as tune_report
 from nvme_ops.tune.passes import Passes
@@ -83,11 +83,6 @@ def test_the_share_of_a_file_or_of_its_begin_is_known(file: str) -> None:
 def test_an_empty_file_has_none(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert cached_share(str(tmp_path / "empty")) is None
-
-
-@pytest.mark.parametrize(("share", "words"), [(0, "0 %"), (0.004, "< 1 %"), (0.5, "50 %"), (1, "100 %")])
-def test_a_little_is_not_nothing(share: float, words: str) -> None:
-    assert share_words(share) == words
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

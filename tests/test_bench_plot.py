@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 from nvme_ops.bench import options, plot, tables
 from nvme_ops.bench.measure import Row, Sample, Spread
 from nvme_ops.bench.run import Result, Scaling, contenders
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
-pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
 ANYWHERE = tempfile.gettempdir()
 PNG = b"\x89PNG\r\n"
 
@@ -29,19 +29,19 @@ def result(*words: str, rates: Sequence[float | None] = ()) -> Result:
 
 
 def axis_of(monkeypatch: pytest.MonkeyPatch, path: Path, found: Result) -> Any:
-    """What is drawn, kept open beyond the file."""
+    """What is drawn."""
     kept: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", kept.append)
+    save = figure.Figure.savefig
+
+    def keep(drawn: Any, *words: Any, **more: Any) -> None:
+        kept.append(drawn)
+        save(drawn, *words, **more)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
     assert plot.plot(found, str(path))
     monkeypatch.undo()
     assert path.read_bytes().startswith(PNG)
     return kept[0].axes[0]
-
-
-@pytest.fixture(autouse=True)
-def _figures_are_closed() -> Iterator[None]:
-    yield
-    pyplot.close("all")
 
 
 def points(line: Any) -> dict[float, float]:

@@ -15,7 +15,7 @@ from nvme_ops.bench import options, report, tables
 from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread
 from nvme_ops.bench.ranks import combined
 from nvme_ops.bench.run import COLUMNS, Result, Scaling, contenders, scaling_of
-from nvme_ops.sizes import GIB, KIB, MIB
+from nvme_ops.text import GIB, KIB, MIB
 
 ANYWHERE = tempfile.gettempdir()
 GB = 10**9

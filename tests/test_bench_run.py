@@ -29,7 +29,7 @@ from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Result
 from nvme_ops.progress import Step
-from nvme_ops.sizes import GIB, MIB
+from nvme_ops.text import GIB, MIB
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "nvme_ops.bench"]

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from conftest import NOBODY, REPOSITORY, give_up_root, in_child, open_to_all
 
-from nvme_ops.bench import files, huge_pages, scratch
-from nvme_ops.bench.boot import boot_id
-from nvme_ops.bench.scratch import scratch_folder, sweep
+from nvme_ops.bench import files, scratch
+from nvme_ops.bench.scratch import boot_id, scratch_folder, sweep
 
 NAME = "nvme_ops-bench-0123456789abcdef"
 HOLDER = """
@@ -29,11 +28,6 @@ HOLDER = """
         print(place, flush=True)
         sys.stdin.readline()
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_huge_pages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "RECORDS", str(tmp_path_factory.mktemp("records")))
 
 
 @pytest.fixture

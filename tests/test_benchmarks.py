@@ -20,7 +20,7 @@ from nvme_ops.bench import files
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.measure import interleave
 from nvme_ops.bench.work import Work
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ import torch
 import nvme_ops
 from benchmarks import checkpoint, checkpoint_rows
 from nvme_ops.bench.measure import interleave
-from nvme_ops.sizes import GIB, MIB
+from nvme_ops.text import GIB, MIB
 
 
 def test_a_state_dict_has_the_size_asked_for() -> None:

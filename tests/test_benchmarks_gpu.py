@@ -27,7 +27,7 @@ from nvme_ops.bench import files, gdsio
 from nvme_ops.bench.measure import Row, Sample, Spread, Unavailable, WrongData, interleave
 from nvme_ops.bench.remote import Remote, environment
 from nvme_ops.bench.tables import Table
-from nvme_ops.sizes import GIB, MIB
+from nvme_ops.text import GIB, MIB
 
 pytest_plugins = ("fake_cufile.fixtures",)
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import page, page_render, page_tables
 from benchmarks.page_sections import SECTIONS
-from nvme_ops.sizes import GIB
+from nvme_ops.text import GIB
 
 DESCRIPTION = {
     "machine": {"cpu": "4 x Example", "memory": "8 GiB", "kernel": "6.1.2", "deepspeed": "0.19.8"},

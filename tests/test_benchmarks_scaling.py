@@ -16,7 +16,7 @@ from benchmarks import scaling
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample, Spread, WrongData
 from nvme_ops.bench.run import Scaling
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,7 +22,7 @@ from benchmarks import throttled, throttled_group
 from benchmarks.throttled_group import Group, controller
 from nvme_ops import aio_handle
 from nvme_ops.bench.files import NotUsable
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 ROOT = Path(__file__).parent.parent
 PREFIX = "nvme_ops-throttled-"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.report import aio, backends, kernel, ops, syscalls
+from nvme_ops.report import backends, kernel, ops, syscalls
 from nvme_ops.report.host import Host
 from nvme_ops.report.result import Result, Status
 
@@ -38,11 +38,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 if libc.prctl(22, 2, header):
     sys.exit(77)
-from nvme_ops.report import aio, kernel
+from nvme_ops.report import kernel
 from nvme_ops.report.host import Host
 host = Host()
 ring = kernel.io_uring(host)
-print(json.dumps([ring.status.value, ring.detail, ring.fix, kernel.seccomp(host).detail, *aio.kernel_context()]))
+print(json.dumps([ring.status.value, ring.detail, ring.fix, kernel.seccomp(host).detail, *kernel.aio_context()]))
 """
 
 
@@ -166,7 +166,7 @@ def test_an_io_uring_older_than_its_plain_reads_is_refused(monkeypatch: pytest.M
 def test_an_unknown_architecture_is_no_crash(monkeypatch: pytest.MonkeyPatch, make_host: MakeHost) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
     complaint(kernel.io_uring(make_host()))
-    assert aio.kernel_context()[1]
+    assert kernel.aio_context()[1]
     with open(__file__, "rb") as file:
         assert syscalls.direct_io_alignment(file.fileno()) is None
 
@@ -193,16 +193,16 @@ def test_the_kernel_version_is_shown(make_host: MakeHost) -> None:
 
 def test_aio_requests_that_are_nearly_used_up_are_a_warning(make_host: MakeHost) -> None:
     host = make_host(**{"sys__fs__aio-max-nr": "65536", "sys__fs__aio-nr": "65000"})
-    assert "65000 in use" in complaint(aio.limit(host), Status.WARNING)
+    assert "65000 in use" in complaint(kernel.aio_limit(host), Status.WARNING)
     host = make_host(**{"sys__fs__aio-max-nr": "65536", "sys__fs__aio-nr": "0"})
-    assert aio.limit(host).status is Status.OKAY
+    assert kernel.aio_limit(host).status is Status.OKAY
 
 
 def test_an_exhausted_aio_max_nr_is_recognised() -> None:
     most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
     if most >= 1 << 21:
         pytest.skip(f"fs.aio-max-nr={most} cannot be exceeded by one context")
-    reason, fix = aio.kernel_context(most + 1)
+    reason, fix = kernel.aio_context(most + 1)
     assert "used up [EAGAIN]" in reason
     assert fix == "sysctl -w fs.aio-max-nr=1048576"
 
@@ -210,7 +210,7 @@ def test_an_exhausted_aio_max_nr_is_recognised() -> None:
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENOMEM, errno.EAGAIN])
 def test_every_failure_of_io_setup_has_a_fix(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, "io_setup", code)
-    reason, fix = aio.kernel_context()
+    reason, fix = kernel.aio_context()
     assert errno.errorcode[code] in reason
     assert fix
 
@@ -223,7 +223,7 @@ def test_libaio_is_looked_for_under_both_its_names(monkeypatch: pytest.MonkeyPat
         raise OSError("not here")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert aio.library() is None
+    assert kernel.libaio() is None
     assert asked == ["libaio.so.1", "libaio.so.1t64"]
 
 
@@ -232,8 +232,8 @@ def libaio_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What the libaio check finds, for a test to change; everything is there to begin with."""
     parts: dict[str, object] = {"header": True, "library": "libaio.so.1", "kernel": ("", "")}
     monkeypatch.setattr(ops, "has_libaio", lambda builder: parts["header"])
-    monkeypatch.setattr(aio, "library", lambda: parts["library"])
-    monkeypatch.setattr(aio, "kernel_context", lambda: parts["kernel"])
+    monkeypatch.setattr(kernel, "libaio", lambda: parts["library"])
+    monkeypatch.setattr(kernel, "aio_context", lambda: parts["kernel"])
     return parts
 
 

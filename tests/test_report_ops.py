@@ -12,7 +12,7 @@ from made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
 from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt, sources
 from nvme_ops.report import ops, packages
-from nvme_ops.report.result import Check, Result, Status, run_checks
+from nvme_ops.report.result import Result, Status, run_checks
 
 
 class MadeUp(OpBuilder):
@@ -69,7 +69,7 @@ def prebuild(folder: Path, builder: OpBuilder, **changes: str) -> None:
 
 
 def row(builder: OpBuilder) -> Result:
-    (result,) = run_checks([Check(builder.name, lambda: ops.row(builder))])
+    (result,) = run_checks({builder.name: lambda: ops.row(builder)})
     assert result.fix or not result.status.needs_fix
     return result
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nvme_ops.report import render
 from nvme_ops.report.host import Host
-from nvme_ops.report.result import Check, Json, Result, Status, run_checks
+from nvme_ops.report.result import Json, Result, Status, run_checks
 from nvme_ops.report.sections import collect
 
 REPORT = Path(__file__).parent.parent / "report"
 
 
-def raising(error: BaseException) -> Check:
+def raising(error: BaseException) -> dict[str, Callable[[], Result]]:
     def run() -> Result:
         raise error
 
-    return Check("the check", run)
+    return {"the check": run}
 
 
 @pytest.mark.parametrize("status", [Status.WARNING, Status.NO, Status.FAIL])
@@ -36,7 +37,7 @@ def test_what_is_in_order_needs_no_fix(status: Status) -> None:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3), MemoryError(), OSError(5, "I/O error")])
 def test_a_crashing_check_is_a_line_and_the_next_one_runs(error: BaseException) -> None:
-    results = run_checks([raising(error), Check("next", lambda: Result("next", Status.OKAY))])
+    results = run_checks({**raising(error), "next": lambda: Result("next", Status.OKAY)})
     assert [result.name for result in results] == ["the check", "next"]
     assert results[0].status is Status.FAIL
     assert results[0].detail.startswith(f"{type(error).__name__}: ")
@@ -45,7 +46,7 @@ def test_a_crashing_check_is_a_line_and_the_next_one_runs(error: BaseException) 
 
 def test_ctrl_c_is_not_a_crashing_check() -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_checks([raising(KeyboardInterrupt())])
+        run_checks(raising(KeyboardInterrupt()))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_ctrl_c_is_not_a_crashing_check() -> None:
     ],
 )
 def test_an_unreadable_kernel_file_is_a_warning_that_names_it(error: OSError, fix: str) -> None:
-    (result,) = run_checks([raising(error)])
+    (result,) = run_checks(raising(error))
     assert result.status is Status.WARNING
     assert str(error.filename) in result.detail
     assert fix in result.fix
@@ -95,7 +96,7 @@ def test_every_warning_of_an_op_stands_under_its_row() -> None:
 
 
 def test_an_op_whose_check_crashed_is_a_line_of_the_table() -> None:
-    results = run_checks([raising(ZeroDivisionError("by zero"))])
+    results = run_checks(raising(ZeroDivisionError("by zero")))
     assert "the check .............. [FAIL] ZeroDivisionError: by zero" in render.as_text(
         {"ops": results}, {}, render.Style()
     )

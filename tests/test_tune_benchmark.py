@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import tuning
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Axis, combinations
 

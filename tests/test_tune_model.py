@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 from nvme_ops.tune.model import Model
 from nvme_ops.tune.search import Axis, combinations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 from nvme_ops.tune import options
 from nvme_ops.tune.options import Options
 from nvme_ops.tune.search import combinations

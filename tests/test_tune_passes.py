@@ -12,7 +12,7 @@ from conftest import contents, run_python
 from nvme_ops import aio_handle
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 from nvme_ops.tune import passes
 from nvme_ops.tune.passes import Passes
 

@@ -12,7 +12,7 @@ import torch
 from test_tune_search import BUDGET, MadeUpDevice
 
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 from nvme_ops.tune import options, report, run
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.identity import Identity

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 from nvme_ops.tune.search import DEFAULT, Axis, Search, axes, combinations
 
 BUDGET = 45.0

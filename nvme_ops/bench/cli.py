@@ -52,7 +52,3 @@ def _explain(words: Sequence[str]) -> int:
 def _say(words: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,36 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from nvme_ops.bench.measure import Sample
-from nvme_ops.sizes import GIB
+from nvme_ops.bench.measure import Row, Sample
 
 _CLASS = "class/powercap"
 _FIX = "sudo chmod a+r /sys/class/powercap/*/energy_uj"
 _PACKAGE = "package-"
-
-
-@dataclass
-class _Counter:
-    """One file of microjoules that starts again at 0 after ``most``."""
-
-    file: Path
-    most: int
-    last: int
-    total: int = field(default=0)  # since the counter was found
-
-    def joules(self) -> float:
-        now = int(self.file.read_text(encoding="ascii"))
-        self.total += now - self.last if now >= self.last else self.most - self.last + now
-        self.last = now
-        return self.total / 1e6
 
 
 class Meter:
@@ -52,10 +36,9 @@ class Meter:
     """
 
     def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
-        self._counters, self._why_no_rapl = _rapl(Path(sysfs))
-        self._nvml: Any = nvml
-        self._gpus: dict[str, Any] = {}  # NVML's handles
-        self._why_no_gpu = self._find_gpus(dict.fromkeys(gpus)) if gpus else ""
+        self._parts, why_not = _rapl(Path(sysfs))
+        self._gone: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement does not fail for these
+        self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
 
     def read(self) -> dict[str, float]:
         """Joules by part: ``package-0``, ``dram-0``, ``psys``, ``gpu-0``. Only differences of two readings matter.
@@ -64,33 +47,29 @@ class Meter:
         ``psys``, the whole platform, holds the packages and their memory: see ``total``.
         """
         joules = {}
-        for part, counter in self._counters.items():
-            with contextlib.suppress(OSError, ValueError):  # gone meanwhile: a measurement does not fail for that
-                joules[part] = counter.joules()
-        for part, handle in self._gpus.items():
-            with contextlib.suppress(self._nvml.NVMLError):
-                joules[part] = self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        for part, tell in self._parts.items():
+            with contextlib.suppress(*self._gone):
+                joules[part] = tell()
         return joules
 
     def unavailable(self) -> str:
         """Why nothing can be told, beginning with ``not available``; empty where any part tells."""
-        if self._counters or self._gpus:
-            return ""
-        return "not available: " + "; ".join(reason for reason in (self._why_no_rapl, self._why_no_gpu) if reason)
+        return "" if self._parts else "not available: " + "; ".join(filter(None, self._why_not))
 
-    def _find_gpus(self, numbers: Mapping[int, None]) -> str:
+    def _find_gpus(self, numbers: Sequence[int], module: ModuleType | None) -> str:
         """Keeps those that tell their energy; returns why others do not."""
         try:
-            self._nvml = self._nvml or importlib.import_module("pynvml")
+            nvml: Any = module or importlib.import_module("pynvml")
         except ImportError:
             return "the GPU's energy needs NVML: pip install nvidia-ml-py"
+        self._gone += (nvml.NVMLError,)
         try:
-            self._nvml.nvmlInit()
+            nvml.nvmlInit()
             for number in numbers:
-                handle = _handle(self._nvml, number)
-                self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # before Volta there is no counter
-                self._gpus[f"gpu-{number}"] = handle
-        except self._nvml.NVMLError as error:
+                tell = _of_gpu(nvml, number)
+                tell()  # before Volta there is no counter
+                self._parts[f"gpu-{number}"] = tell
+        except nvml.NVMLError as error:
             return f"NVML: {error}"
         return ""
 
@@ -100,31 +79,38 @@ def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, f
     return {part: joules - before[part] for part, joules in after.items() if part in before}
 
 
+def metered(row: Row, meter: Meter) -> None:
+    """Adds to each pass of a row the energy, and the time that its caller waits."""
+    inner = row.run
+
+    def run() -> Sample:
+        before = meter.read()
+        begin = time.perf_counter()
+        sample = inner()
+        end_to_end = time.perf_counter() - begin
+        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
+
+    row.run = run
+
+
 def total(joules: Mapping[str, float]) -> float:
     """The sum in which nothing counts twice: packages and their memory are left out where ``psys`` holds them."""
     platform = any(part.startswith("psys") for part in joules)
     return sum(value for part, value in joules.items() if not (platform and part.startswith((_PACKAGE, "dram"))))
 
 
-def per_gib(sample: Sample) -> dict[str, float]:
-    """Joules per GiB that was moved, by part; empty where nothing was told."""
-    return {part: joules * GIB / sample.amount for part, joules in sample.joules.items()}
-
-
-def _rapl(sysfs: Path) -> tuple[dict[str, _Counter], str]:
-    """The packages, their memory and the whole platform; cores and graphics are within the packages."""
+def _rapl(sysfs: Path) -> tuple[dict[str, Callable[[], float]], str]:
+    """The packages, their memory and the whole platform, which hold all else; or why there are none."""
     folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # AMD's too; intel-rapl-mmio shows the same once more
     if not folders:
         return {}, f"no RAPL in {sysfs / _CLASS} (a virtual machine, or the module intel_rapl_msr is not loaded)"
-    found: dict[str, _Counter] = {}
+    found: dict[str, Callable[[], float]] = {}
     why = f"no package among the counters in {sysfs / _CLASS}"
     for folder in folders:
         try:
             part = _part(folder)
-            if part is None or part in found:
-                continue
-            most = int((folder / "max_energy_range_uj").read_text(encoding="ascii"))
-            found[part] = _Counter(folder / "energy_uj", most, int((folder / "energy_uj").read_text(encoding="ascii")))
+            if part is not None and part not in found:
+                found[part] = _of_rapl(folder / "energy_uj", int(_text(folder / "max_energy_range_uj")))
         except PermissionError:
             why = f"RAPL is readable by root only: {_FIX}"
         except (OSError, ValueError) as error:
@@ -134,18 +120,38 @@ def _rapl(sysfs: Path) -> tuple[dict[str, _Counter], str]:
 
 def _part(folder: Path) -> str | None:
     """Its name, with the number of the package where the kernel leaves that out; None for what another part holds."""
-    name = (folder / "name").read_text(encoding="ascii").strip()
+    name = _text(folder / "name")
     if name.startswith((_PACKAGE, "psys")):
         return name
     if name != "dram":
         return None
     above = folder.parent / folder.name.rpartition(":")[0] / "name"  # intel-rapl:0:1 lies in intel-rapl:0
-    return f"dram-{above.read_text(encoding='ascii').strip().removeprefix(_PACKAGE)}"
+    return f"dram-{_text(above).removeprefix(_PACKAGE)}"
 
 
-def _handle(nvml: Any, number: int) -> Any:
-    """By its identity where torch tells it: NVML counts also what CUDA_VISIBLE_DEVICES hides, in its own order."""
+def _text(file: Path) -> str:
+    return file.read_text(encoding="ascii").strip()
+
+
+def _of_rapl(file: Path, most: int) -> Callable[[], float]:
+    """Joules since this call, of a file of microjoules that starts again at 0 after ``most``."""
+    last, counted = int(_text(file)), 0
+
+    def tell() -> float:
+        nonlocal last, counted
+        now = int(_text(file))
+        counted += now - last if now >= last else most - last + now
+        last = now
+        return counted / 1e6
+
+    return tell
+
+
+def _of_gpu(nvml: Any, number: int) -> Callable[[], float]:
+    """Joules of a GPU, by its identity where torch tells it: NVML counts those that CUDA_VISIBLE_DEVICES hides too."""
     identity = getattr(torch.cuda.get_device_properties(number), "uuid", None) if torch.cuda.is_available() else None
     if identity is None:
-        return nvml.nvmlDeviceGetHandleByIndex(number)
-    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}")
+        handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    else:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}")
+    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3

@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvme_ops.sizes import size_words
+from nvme_ops.text import rate_words, size_words
 
 # Rows, by the names that a reader sees
 FIO = "fio best"
@@ -28,6 +28,8 @@ NEW = "torch.empty, new"
 GPU = "GPU tensor"
 GDS = "GPU tensor, gds_handle"
 
+LANES = "intra_op_parallelism"
+
 #: Differences below this are of no use to anybody, however sure.
 LEAST = 0.03
 _SURE = 2.5  # standard errors; some eight comparisons are made
@@ -35,6 +37,7 @@ _SPREAD_OF_MEDIAN = 1.2533  # of n normal values: sqrt(pi / 2) of that of their 
 _MEDIAN_DIFFERENCE = 0.9539  # of two normal values of spread 1: sqrt(2) * 0.6745
 _PLAINLY = 0.95  # of the ceiling; less may be so by noise only
 _BUSY = 0.85  # of a core; a thread that waits less does not wait for the device
+_WITHOUT_COPY = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
 
 Rates = Sequence[float | None]  # bytes per second, round by round; None where a pass failed
 
@@ -49,12 +52,10 @@ class Variation:
 
     @property
     def name(self) -> str:
-        """Of the row."""
-        words = size_words(self.value) if self.argument == "block_size" else str(self.value)
-        return f"{self.of}, {words} lanes" if self.argument == LANES else f"{self.of}, {self.argument} {words}"
-
-
-LANES = "intra_op_parallelism"
+        """The name of the row."""
+        if self.argument == LANES:
+            return f"{self.of}, {self.value} lanes"
+        return f"{self.of}, {self.argument} {size_words(self.value) if self.argument == 'block_size' else self.value}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Measured:
     """What was measured in one direction."""
 
     write: bool
-    reached: str  # the row of a default handle and an ordinary tensor
+    reached: str  # NEW, KEPT or GPU: the row of a default handle and an ordinary tensor
     rates: Mapping[str, Rates]
     busy: Mapping[str, float] = field(default_factory=dict)  # CPU seconds for each second, by row
     variations: Sequence[Variation] = ()
@@ -97,46 +98,34 @@ class Judgement:
 
 def judge(measured: Measured) -> Judgement:
     """Needs rates of ``measured.reached`` and of ``LOCKED``; any other row may be missing."""
-    noise = least_difference(measured.rates)
-    compare = _Comparison(measured.rates, noise, measured.reached)
-    compare.ceiling = ceiling = _ceiling(measured, compare)
-    fraction = compare.median(measured.reached) / compare.median(ceiling)
-    findings: list[Finding] = []
-    if compare.faster(ceiling, measured.reached):
-        found = [*_memory(measured, compare), *_settings(measured, compare), *_processor(measured, compare)]
-        found += _rest(measured, compare, bool(found))
-        greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
-        findings = sorted(greatest.values(), key=lambda finding: -finding.share)
-    direction = "write" if measured.write else "read"
-    rate, most = compare.words(measured.reached), compare.words(ceiling)
+    case = _Case(measured)
+    reached, ceiling = case.medians[measured.reached], case.medians[case.ceiling]
+    findings = case.findings() if case.faster(case.ceiling, measured.reached) else []
+    verdict = "write: " if measured.write else "read: "
+    verdict += "" if findings else "the device is the limit: "
+    verdict += f"{rate_words(reached)} reached, {reached / ceiling:.0%} of {'the' if findings else 'its'} ceiling of "
+    verdict += rate_words(ceiling)
     if findings:
-        first = findings[0]
-        verdict = (
-            f"{direction}: {rate} reached, {fraction:.0%} of the ceiling of {most}; "
-            f"most is lost to: {first.name} ({first.share:.0%} of the gap)"
-        )
-    else:
-        verdict = f"{direction}: the device is the limit: {rate} reached, {fraction:.0%} of its ceiling of {most}"
-        if fraction < _PLAINLY:
-            verdict += ", as far as this run can tell"
-    return Judgement(verdict, measured.reached, ceiling, fraction, noise, findings)
+        verdict += f"; most is lost to: {findings[0].name} ({findings[0].share:.0%} of the gap)"
+    elif reached / ceiling < _PLAINLY:
+        verdict += ", as far as this run can tell"
+    return Judgement(verdict, measured.reached, case.ceiling, reached / ceiling, case.noise, findings)
 
 
 def least_difference(rates: Mapping[str, Rates]) -> float:
     """By how much the medians of two rows must differ to count; LEAST where the run was quiet."""
-    rows = [_around_median(row) for row in rates.values() if any(rate is not None for rate in row)]
-    count = max((len(row) for row in rows), default=0)
-    rounds = [[row[number] for row in rows if number < len(row)] for number in range(count)]
-    levels = [statistics.median([value for value in taken if value is not None] or [0.0]) for taken in rounds]
+    rows = [_around_median(row) for row in rates.values() if any(row)]
+    rounds = ([value for value in taken if value is not None] for taken in zip(*rows, strict=True))
+    levels = [statistics.median(values or [0.0]) for values in rounds]
     differences = []
     for row in rows:
-        left = [None if value is None else value - level for value, level in zip(row, levels, strict=False)]
+        left = [None if value is None else value - level for value, level in zip(row, levels, strict=True)]
         pairs = itertools.pairwise(left)
         differences += [abs(after - before) for before, after in pairs if before is not None and after is not None]
     if not differences:
         return LEAST
     spread = statistics.median(differences) / _MEDIAN_DIFFERENCE
-    return max(LEAST, math.expm1(_SURE * _SPREAD_OF_MEDIAN * spread * math.sqrt(2 / count)))
+    return max(LEAST, math.expm1(_SURE * _SPREAD_OF_MEDIAN * spread * math.sqrt(2 / len(levels))))
 
 
 def _around_median(row: Rates) -> list[float | None]:
@@ -145,170 +134,131 @@ def _around_median(row: Rates) -> list[float | None]:
     return [None if rate is None else math.log(rate / middle) for rate in row]
 
 
-class _Comparison:
-    """Rows against each other; ``ceiling`` is known after the first comparisons."""
+class _Case:
+    """The rates of one direction against each other."""
 
-    def __init__(self, rates: Mapping[str, Rates], noise: float, reached: str) -> None:
-        self._rates, self.noise, self._reached = rates, noise, reached
-        self.ceiling = ""
+    def __init__(self, measured: Measured) -> None:
+        self.measured, self.noise = measured, least_difference(measured.rates)
+        known = {name: [rate for rate in row if rate is not None] for name, row in measured.rates.items()}
+        self.medians = {name: statistics.median(rates) for name, rates in known.items() if rates}
+        # page-locked memory with the default settings, or with others that are faster
+        settings = [each.name for each in measured.variations if each.of == LOCKED]
+        self.own = self._fastest([LOCKED, *(name for name in settings if self.faster(name, LOCKED))])
+        # of all rows the fastest would be one by chance
+        fio = self.medians.get(FIO, 0.0)
+        self.ceiling = self.own if self.medians[self.own] > fio * (1 + self.noise) else FIO
 
-    def has(self, name: str) -> bool:
-        return any(rate is not None for rate in self._rates.get(name, ()))
-
-    def median(self, name: str) -> float:
-        return statistics.median(rate for rate in self._rates[name] if rate is not None)
-
-    def ratios(self, name: str, other: str) -> list[float]:
-        """Round by round."""
-        pairs = zip(self._rates.get(name, ()), self._rates.get(other, ()), strict=False)
-        return [mine / theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+    def _fastest(self, names: Sequence[str]) -> str:
+        return max(names, key=self.medians.__getitem__)
 
     def faster(self, name: str, other: str) -> bool:
-        """Beyond the noise, and in all rounds but one in five."""
-        ratios = self.ratios(name, other)
+        """Whether a row is faster beyond the noise, and in all rounds but one in five."""
+        rounds = zip(self.measured.rates.get(name, ()), self.measured.rates.get(other, ()), strict=False)
+        ratios = [mine / theirs for mine, theirs in rounds if mine is not None and theirs is not None]
         against = sum(ratio <= 1 for ratio in ratios)
         return bool(ratios) and statistics.median(ratios) > 1 + self.noise and against <= len(ratios) // 5
 
-    def fastest(self, names: Iterable[str]) -> str:
-        return max((name for name in names if self.has(name)), key=self.median)
-
-    def share(self, slow: str, fast: str) -> float:
-        """The seconds saved by ``fast`` for ``slow``, of those that lie between what was reached and the ceiling."""
-        gap = 1 / self.median(self._reached) - 1 / self.median(self.ceiling)
-        saved = 1 / self.median(slow) - 1 / self.median(fast)
-        return min(1.0, max(0.0, saved / gap)) if gap > 0 else 0.0
-
     def words(self, name: str) -> str:
-        return rate_words(self.median(name))
+        return rate_words(self.medians[name])
 
+    def findings(self) -> list[Finding]:
+        """Each part once, those first that cost most."""
+        found = [*self._memory(), *self._settings(), *self._processor()]
+        found += self._rest(bool(found))
+        greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
+        return sorted(greatest.values(), key=lambda finding: -finding.share)
 
-def rate_words(rate: float) -> str:
-    """Bytes per second for a reader."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
+    def _finding(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> Finding:
+        """``share``: the seconds saved by ``fast`` for ``slow``, of those between what was reached and the ceiling."""
+        gap = 1 / self.medians[self.measured.reached] - 1 / self.medians[self.ceiling]
+        saved = 1 / self.medians[slow] - 1 / self.medians[fast]
+        return Finding(name, min(1.0, max(0.0, saved / gap)) if gap > 0 else 0.0, evidence, fix)
 
-
-def _ceiling(measured: Measured, compare: _Comparison) -> str:
-    """Fio; where page-locked memory is faster, or fio missing, that. The fastest of many would be one by chance."""
-    own = _best_setting(measured, compare)
-    if not compare.has(FIO) or compare.median(own) > compare.median(FIO) * (1 + compare.noise):
-        return own
-    return FIO
-
-
-def _best_setting(measured: Measured, compare: _Comparison) -> str:
-    """Page-locked memory with the default settings, or with others that are faster."""
-    settings = [each.name for each in measured.variations if each.of == LOCKED]
-    return compare.fastest([LOCKED, *(name for name in settings if compare.faster(name, LOCKED))])
-
-
-def _memory(measured: Measured, compare: _Comparison) -> list[Finding]:
-    """The steps from one kind of memory to the next better one."""
-    found = []
-    if compare.faster(KEPT, NEW) and measured.reached == NEW:
-        better = compare.has(EMPTY) and compare.faster(EMPTY, NEW)
-        other = f", or take nvme_ops.empty(...), new each time: {compare.words(EMPTY)}" if better else ""
-        found.append(
-            Finding(
-                "page faults", compare.share(NEW, KEPT),
-                f"a new torch.empty for each pass {compare.words(NEW)}, one that is kept {compare.words(KEPT)}"
-                + _rate_of("one core makes new pages at", measured.new_page_rate),
-                f"keep the tensor and read into it again{other}",
-            )
-        )  # fmt: skip
-    if compare.faster(LOCKED, KEPT) and measured.reached in (KEPT, NEW):
-        found.append(
-            Finding(
-                "memory copies", compare.share(KEPT, LOCKED),
-                f"an ordinary tensor that is kept {compare.words(KEPT)}, page-locked memory, without a copy, "
-                + compare.words(LOCKED) + _rate_of("one core copies", measured.copy_rate),
-                "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)",
-            )
-        )  # fmt: skip
-    if not found and measured.reached == NEW and compare.faster(LOCKED, NEW):
-        found.append(
-            Finding(
-                "page faults and memory copies", compare.share(NEW, LOCKED),
-                f"a new torch.empty for each pass {compare.words(NEW)}, page-locked memory {compare.words(LOCKED)}; "
-                "the noise hides which of the two",
-                "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)",
-            )
-        )  # fmt: skip
-    if measured.reached == GPU and compare.faster(LOCKED, GPU):
-        lanes = next((each for each in measured.variations if (each.of, each.argument) == (GPU, LANES)), None)
-        fix = "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
-        if compare.faster(GDS, GPU):
-            fix = f"nvme_ops.gds_handle(): {compare.words(GDS)}"
-        elif lanes and compare.faster(lanes.name, GPU):
-            fix = f"aio_handle({LANES}={lanes.value}): {compare.words(lanes.name)}"
-        found.append(
-            Finding(
-                "copy to the GPU" if not measured.write else "copy from the GPU", compare.share(GPU, LOCKED),
-                f"GPU memory {compare.words(GPU)}, host memory {compare.words(LOCKED)}"
-                + _rate_of("the copy alone", measured.device_copy_rate),
-                fix,
-            )
-        )  # fmt: skip
-    return found
-
-
-def _settings(measured: Measured, compare: _Comparison) -> list[Finding]:
-    """Of each argument the best value, where it beats the default with page-locked memory."""
-    names = {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}
-    found = []
-    for argument, name in names.items():
-        rows = [each for each in measured.variations if (each.of, each.argument) == (LOCKED, argument)]
-        better = [each for each in rows if compare.faster(each.name, LOCKED)]
-        if not better:
-            continue
-        best = max(better, key=lambda each: compare.median(each.name))
-        busy = measured.busy.get(LOCKED, 0.0)
-        cpu = argument == LANES and busy >= _BUSY
-        found.append(
-            Finding(
-                "CPU" if cpu else name, compare.share(LOCKED, best.name),
-                f"the default {compare.words(LOCKED)}, {best.name} {compare.words(best.name)}"
-                + (f"; one lane keeps {busy:.0%} of a core busy" if cpu else ""),
-                f"aio_handle({argument}={best.value}), or search all settings: nvme-tune",
-            )
-        )  # fmt: skip
-    return found
-
-
-def _processor(measured: Measured, compare: _Comparison) -> list[Finding]:
-    """A core that is busy all the time with an ordinary tensor: more of them help where the tensor must stay."""
-    busy = measured.busy.get(measured.reached, 0.0)
-    lanes = [each for each in measured.variations if (each.of, each.argument) == (measured.reached, LANES)]
-    if busy < _BUSY or measured.reached == LOCKED:
-        return []
-    for each in lanes:
-        if compare.faster(each.name, measured.reached):
-            evidence = (
-                f"one lane keeps {busy:.0%} of a core busy at {compare.words(measured.reached)}, "
-                f"{each.value} lanes reach {compare.words(each.name)}"
-            )
-            fix = f"aio_handle({LANES}={each.value}), where the tensor has to stay what it is"
-            return [Finding("CPU", compare.share(measured.reached, each.name), evidence, fix)]
-    return []
-
-
-def _rest(measured: Measured, compare: _Comparison, found: bool) -> list[Finding]:
-    """What page-locked memory and the best setting do not reach either."""
-    best = _best_setting(measured, compare)
-    if not compare.faster(compare.ceiling, best):
-        if found:
+    def _step(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> list[Finding]:
+        """A finding where ``fast`` is faster; ``evidence`` has a place for each of the two rates."""
+        if not self.faster(fast, slow):
             return []
-        evidence = f"{measured.reached} {compare.words(measured.reached)}; no single step is beyond the noise"
-        return [Finding("several small parts", 1.0, evidence, "take more rounds to tell them apart: --rounds 9")]
-    evidence = f"{best} {compare.words(best)}, {compare.ceiling} {compare.words(compare.ceiling)}"
-    share = compare.share(best, compare.ceiling)
-    if measured.hindrances:
-        refusals = "; ".join(words for words, _ in measured.hindrances)
-        fixes = "; ".join(fix for _, fix in measured.hindrances)
-        return [Finding("what the system refuses", share, f"{evidence}; {refusals}", fixes)]
-    if (busy := measured.busy.get(best, 0.0)) >= _BUSY:
-        evidence += f"; it keeps {busy:.0%} of a core busy"
-        return [Finding("CPU", share, evidence, "a larger block_size, and fewer other programs on this processor")]
-    return [Finding("settings", share, f"{evidence}; no other setting tried comes closer", "search all: nvme-tune")]
+        return [self._finding(name, slow, fast, evidence.format(self.words(slow), self.words(fast)), fix)]
+
+    def _memory(self) -> list[Finding]:
+        """The steps from one kind of memory to the next better one."""
+        measured = self.measured
+        if measured.reached == GPU:
+            name = "copy from the GPU" if measured.write else "copy to the GPU"
+            evidence = "GPU memory {}, host memory {}" + _rate_of("the copy alone", measured.device_copy_rate)
+            return self._step(name, GPU, LOCKED, evidence, self._gpu_fix())
+        found = []
+        if measured.reached == NEW:
+            fix = "keep the tensor and read into it again"
+            if self.faster(EMPTY, NEW):
+                fix += f", or take nvme_ops.empty(...), new each time: {self.words(EMPTY)}"
+            evidence = "a new torch.empty for each pass {}, one that is kept {}"
+            evidence += _rate_of("one core makes new pages at", measured.new_page_rate)
+            found += self._step("page faults", NEW, KEPT, evidence, fix)
+        evidence = "an ordinary tensor that is kept {}, page-locked memory, without a copy, {}"
+        evidence += _rate_of("one core copies", measured.copy_rate)
+        found += self._step("memory copies", KEPT, LOCKED, evidence, _WITHOUT_COPY)
+        if not found:
+            evidence = "a new torch.empty for each pass {}, page-locked memory {}; the noise hides which of the two"
+            found = self._step("page faults and memory copies", NEW, LOCKED, evidence, _WITHOUT_COPY)
+        return found
+
+    def _gpu_fix(self) -> str:
+        if self.faster(GDS, GPU):
+            return f"nvme_ops.gds_handle(): {self.words(GDS)}"
+        if lanes := self._best_variation(GPU, LANES):
+            return f"aio_handle({LANES}={lanes.value}): {self.words(lanes.name)}"
+        return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
+
+    def _best_variation(self, of: str, argument: str) -> Variation | None:
+        """The fastest of those that are faster than the row ``of``."""
+        rows = [each for each in self.measured.variations if (each.of, each.argument) == (of, argument)]
+        faster = [each for each in rows if self.faster(each.name, of)]
+        return max(faster, key=lambda each: self.medians[each.name], default=None)
+
+    def _settings(self) -> list[Finding]:
+        """Of each argument the best value, where it beats the default with page-locked memory."""
+        busy, found = self.measured.busy.get(LOCKED, 0.0), []
+        for argument, name in {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}.items():
+            if best := self._best_variation(LOCKED, argument):
+                evidence = f"the default {self.words(LOCKED)}, {best.name} {self.words(best.name)}"
+                if argument == LANES and busy >= _BUSY:
+                    name, evidence = "CPU", f"{evidence}; one lane keeps {busy:.0%} of a core busy"
+                fix = f"aio_handle({argument}={best.value}), or search all settings: nvme-tune"
+                found.append(self._finding(name, LOCKED, best.name, evidence, fix))
+        return found
+
+    def _processor(self) -> list[Finding]:
+        """A core that is busy all the time with an ordinary tensor: more of them help where the tensor must stay."""
+        reached = self.measured.reached
+        busy, lanes = self.measured.busy.get(reached, 0.0), self._best_variation(reached, LANES)
+        if busy < _BUSY or lanes is None:
+            return []
+        evidence = (
+            f"one lane keeps {busy:.0%} of a core busy at {self.words(reached)}, "
+            f"{lanes.value} lanes reach {self.words(lanes.name)}"
+        )
+        fix = f"aio_handle({LANES}={lanes.value}), where the tensor has to stay what it is"
+        return [self._finding("CPU", reached, lanes.name, evidence, fix)]
+
+    def _rest(self, found: bool) -> list[Finding]:
+        """What page-locked memory and the best setting do not reach either."""
+        reached, own, busy = self.measured.reached, self.own, self.measured.busy.get(self.own, 0.0)
+        if not self.faster(self.ceiling, own):
+            evidence = f"{reached} {self.words(reached)}; no single step is beyond the noise"
+            fix = "take more rounds to tell them apart: --rounds 9"
+            return [] if found else [Finding("several small parts", 1.0, evidence, fix)]
+        evidence = f"{own} {self.words(own)}, {self.ceiling} {self.words(self.ceiling)}"
+        if self.measured.hindrances:
+            refusals, fixes = map("; ".join, zip(*self.measured.hindrances, strict=True))
+            name, evidence, fix = "what the system refuses", f"{evidence}; {refusals}", fixes
+        elif busy >= _BUSY:
+            evidence += f"; it keeps {busy:.0%} of a core busy"
+            name, fix = "CPU", "a larger block_size, and fewer other programs on this processor"
+        else:
+            evidence += "; no other setting tried comes closer"
+            name, fix = "settings", "search all: nvme-tune"
+        return [self._finding(name, own, self.ceiling, evidence, fix)]
 
 
 def _rate_of(words: str, rate: float) -> str:

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from nvme_ops.bench.explain_judge import FIO, rate_words
+from nvme_ops.bench.explain_judge import FIO, Judgement, Measured
+from nvme_ops.bench.explain_place import Place
+from nvme_ops.bench.measure import Row, Spread
 from nvme_ops.bench.tables import Table, as_json, with_range
 from nvme_ops.bench.tables import as_text as table_text
-from nvme_ops.sizes import size_words
-
-if TYPE_CHECKING:
-    from nvme_ops.bench.explain import Direction, Page
+from nvme_ops.text import rate_words, size_words
 
 _WIDTH = 120
 _NOTE = 50
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What was measured and judged in one direction."""
+
+    rows: list[Row]
+    measured: Measured
+    judgement: Judgement
+
+
+@dataclass
+class Page:
+    """All that the page tells."""
+
+    place: Place
+    scratch: bool  # the file is one of ours
+    size: int  # bytes of a pass
+    rounds: int
+    machine: dict[str, str]
+    energy: str  # why there is none
+    as_found: Spread | None  # GB/s, before the page cache was emptied
+    still_cached: int | None  # bytes that stayed in the page cache all the same
+    hindrances: list[tuple[str, str]] = field(default_factory=list)
+    directions: list[Direction] = field(default_factory=list)
 
 
 def as_text(page: Page) -> str:
@@ -84,29 +108,25 @@ def _findings(direction: Direction) -> list[str]:
         lines += _wrapped("", f"The ceiling is this package's own best with page-locked memory: {why}.")
     words = f"Differences below {judgement.noise:.0%} are not told from noise (more --rounds tell more)."
     if not any("one core" in finding.evidence for finding in judgement.findings):
-        rates = rate_words(measured.copy_rate), rate_words(measured.new_page_rate)
-        words += f" One core copies {rates[0]} and makes new pages at {rates[1]}."
-    lines += _wrapped("", words)
-    return lines
+        copied, made = rate_words(measured.copy_rate), rate_words(measured.new_page_rate)
+        words += f" One core copies {copied} and makes new pages at {made}."
+    return lines + _wrapped("", words)
 
 
 def _surroundings(page: Page) -> list[str]:
-    place = page.place
-    lines = []
+    place, about, lines = page.place, page.machine, []
     if not page.scratch:
         extents = "" if place.extents is None else f" in {place.extents} extent{'' if place.extents == 1 else 's'}"
         lines.append(f"file: {place.path}, {size_words(place.size)}{extents}; {_cache_words(page)}")
     if place.stored < place.size:
-        lines.append(
-            f"caution: {size_words(place.size - place.stored)} of it are not on the device (holes or compression)"
-        )
+        missing = size_words(place.size - place.stored)
+        lines.append(f"caution: {missing} of it are not on the device (holes or compression)")
     if page.still_cached is not None and page.still_cached > page.size // 50:
         lines.append(f"caution: {size_words(page.still_cached)} of it stay in the page cache: others map them")
     lines += [f"refused: {words}; fix: {fix}" for words, fix in page.hindrances]
     if page.energy:
         lines.append(f"energy: {page.energy}")
-    lines.append(f"place: {place.words()}")
-    about = page.machine
+    lines.append(f"place: {', '.join(filter(None, (place.file_system, place.device, place.alignment)))}")
     lines.append(
         f"machine: {about['cpu']}; {about['memory']}; kernel {about['kernel']}; python {about['python']}; "
         f"torch {about['torch']}; {about['backends']}"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
+import timeit
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 
 import nvme_ops
 from nvme_ops.bench import fio
-from nvme_ops.bench.energy import Meter, used
+from nvme_ops.bench.engines import unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import EMPTY, FIO, GDS, GPU, KEPT, LANES, LOCKED, NEW, Variation
 from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
@@ -21,7 +20,7 @@ from nvme_ops.bench.work import filled
 from nvme_ops.report import kernel, memory
 from nvme_ops.report.host import Host
 from nvme_ops.report.result import Status
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 
 _LEAST_PASS = 64 * MIB  # a smaller file is moved several times in a pass
 _MOST_CALLS = 1024
@@ -35,44 +34,31 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """All rows of one direction."""
-
-    rows: list[Row]
-    reached: str
-    variations: list[Variation]
+def reached(task: Task) -> str:
+    """The row that everything is judged by: a default handle and an ordinary tensor."""
+    return GPU if task.gpu is not None else KEPT if task.write else NEW
 
 
-def make_rows(task: Task, meter: Meter) -> Rows:
+def variations(task: Task) -> list[Variation]:
+    """The rows with other settings than the default."""
+    return [*(Variation(LOCKED, argument, value) for argument, value in _SETTINGS), Variation(reached(task), LANES, 2)]
+
+
+def make_rows(task: Task) -> list[Row]:
     """Rows over ``task.size`` bytes from the beginning of its file, which is only written when ``task.write``."""
-    reached = GPU if task.gpu is not None else KEPT if task.write else NEW
-    default = task.handle
-    rows = [
-        _fio_row(task),
-        _row(task, LOCKED, default, lambda: task.locked),
-    ]
-    if task.gpu is None:
-        if not task.write:
-            rows.append(_row(task, EMPTY, default, lambda: nvme_ops.empty(task.size, dtype=torch.uint8)))
-        rows.append(_row(task, KEPT, default, lambda: task.pageable))
-        if not task.write:
-            rows.append(_row(task, NEW, default, lambda: torch.empty(task.size, dtype=torch.uint8)))
-    else:
-        rows += [_row(task, GPU, default, lambda: task.buffer), _gds_row(task)]
-    variations = [Variation(LOCKED, argument, value) for argument, value in _SETTINGS]
-    variations.append(Variation(reached, LANES, 2))
-    for each in variations:
+    ordinary = [GPU] if task.gpu is not None else [KEPT] if task.write else [EMPTY, KEPT, NEW]
+    rows = [_fio_row(task), *(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
+    if task.gpu is not None:
+        rows.append(_gds_row(task))
+    for each in variations(task):
         handle = nvme_ops.aio_handle(**{each.argument: each.value})  # type: ignore[arg-type]
-        rows.append(_row(task, each.name, handle, _memory_of(task, each.of)))
-    for row in rows:
-        _instrument(row, meter)
-    return Rows(rows, reached, variations)
+        rows.append(_row(task, each.name, handle, each.of))
+    return rows
 
 
 def as_found_row(task: Task) -> Row:
     """The default handle and an ordinary tensor, with whatever of the file lies in the page cache."""
-    row = _row(task, "as found", task.handle, _memory_of(task, NEW if task.gpu is None else GPU))
+    row = _row(task, "as found", task.handle, NEW if task.gpu is None else GPU)
     row.before = lambda: None
     return row
 
@@ -132,14 +118,14 @@ def new_page_rate(task: Task) -> float:
     count = max(min(task.size, _COPIED), _LEAST_PASS)  # less might come from memory that was used before
     tensor = torch.empty(0)
 
+    def make() -> None:
+        nonlocal tensor
+        tensor = torch.empty(count, dtype=torch.uint8)
+
     def touch() -> None:
         tensor[::4096] = 1
 
-    seconds = []
-    for _ in range(3):
-        tensor = torch.empty(count, dtype=torch.uint8)
-        seconds.append(_seconds(touch))
-    return count / min(seconds)
+    return count / _best_of_three(touch, make)
 
 
 def device_copy_rate(task: Task) -> float:
@@ -157,23 +143,25 @@ def device_copy_rate(task: Task) -> float:
     return count / _best_of_three(copy)
 
 
+def _best_of_three(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    return min(timeit.repeat(work, before, number=1, repeat=3))
+
+
 def calls(size: int) -> int:
     """How often a file of this size is moved in a pass."""
     return max(1, min(_MOST_CALLS, _LEAST_PASS // size))
 
 
-def _memory_of(task: Task, row: str) -> Callable[[], torch.Tensor]:
-    return {
+def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
+    """The tensor of this kind is asked for in each call: what it costs to make is part of the pass."""
+    start = handle.sync_pwrite if task.write else handle.sync_pread
+    memory: Callable[[], torch.Tensor] = {
         LOCKED: lambda: task.locked,
+        EMPTY: lambda: nvme_ops.empty(task.size, dtype=torch.uint8),
         KEPT: lambda: task.pageable,
         NEW: lambda: torch.empty(task.size, dtype=torch.uint8),
         GPU: lambda: task.buffer,
-    }[row]
-
-
-def _row(task: Task, name: str, handle: nvme_ops.aio_handle, memory: Callable[[], torch.Tensor]) -> Row:
-    """``memory`` is asked for its tensor in each call: what it costs to make is part of the pass."""
-    start = handle.sync_pwrite if task.write else handle.sync_pread
+    }[kind]
 
     def move() -> None:
         for _ in range(calls(task.size)):
@@ -189,15 +177,9 @@ def _row(task: Task, name: str, handle: nvme_ops.aio_handle, memory: Callable[[]
 
 def _gds_row(task: Task) -> Row:
     try:
-        handle = nvme_ops.gds_handle()
+        return _row(task, GDS, nvme_ops.gds_handle(), GPU)
     except RuntimeError as error:
-        reason = Unavailable(str(error).splitlines()[0])
-
-        def give_up() -> None:
-            raise reason
-
-        return Row(GDS, lambda: Sample(1, 1), give_up)
-    return _row(task, GDS, handle, lambda: task.buffer)
+        return unavailable(GDS, Unavailable(str(error).splitlines()[0]))
 
 
 def _fio_row(task: Task) -> Row:
@@ -212,24 +194,3 @@ def _fio_row(task: Task) -> Row:
     pattern = "write" if task.write else "read"
     made.run = fio.first_that_runs(made, fio.variants(shape), pattern, lambda: task.path, task.size * calls(task.size))
     return made
-
-
-def _instrument(row: Row, meter: Meter) -> None:
-    run = row.run
-
-    def run_and_meter() -> Sample:
-        before = meter.read()
-        sample = run()
-        return replace(sample, joules=used(before, meter.read()))
-
-    row.run = run_and_meter
-
-
-def _best_of_three(work: Callable[[], object]) -> float:
-    return min(_seconds(work) for _ in range(3))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

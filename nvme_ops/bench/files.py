@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from nvme_ops.progress import byte_bar
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 _PIECE = 16 * MIB
 
@@ -40,22 +40,18 @@ def make_file(path: str, size: int) -> None:
     with byte_bar(size, f"writing {size_words(size)}") as told, open(path, "wb", buffering=0) as file:
         for start in range(0, size, _PIECE):
             piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
-            end = min(_PIECE, size - start)
-            written = 0
-            while written < end:
-                written += file.write(content[written:end])
-            told(end)
+            left = content[: size - start]
+            while left:
+                left = left[file.write(left) :]
+            told(min(_PIECE, size - start))
         os.fsync(file.fileno())
 
 
 def make_cold(path: str) -> None:
     """Writes back what is dirty and drops the file from the page cache (on tmpfs there is nowhere to drop it to)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def make_warm(path: str) -> None:
@@ -66,11 +62,8 @@ def make_warm(path: str) -> None:
 
 def sync(path: str) -> None:
     """What was written to ``path`` is on the device when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
 
 
 def checksum(path: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from nvme_ops.bench import stop
 from nvme_ops.bench.huge_pages import huge_pages
 from nvme_ops.bench.measure import PERCENTILES, BlockTimes, Row, Sample, Unavailable
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 _PAGE = 4096
 

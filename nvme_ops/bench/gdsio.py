@@ -42,14 +42,9 @@ def run(path: str, size: int, write: bool, way: int, gpu: int, block_size: int, 
     ]  # fmt: skip
     try:
         done = subprocess.run(
-            stop.tied(command),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            cwd=os.path.dirname(os.path.abspath(path)),  # cuFile leaves its log where it works
-            timeout=_LIMIT,
-        )
+            stop.tied(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_LIMIT, cwd=os.path.dirname(os.path.abspath(path)),  # cuFile leaves its log where it works
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"gdsio: not done after {_LIMIT} s") from None
     return read_output(done.returncode, done.stdout + done.stderr)

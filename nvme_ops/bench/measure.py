@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from nvme_ops.bench.page_cache import cached_share
-from nvme_ops.sizes import GIB
+from nvme_ops.text import GIB
 
 
 class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)
@@ -70,9 +71,8 @@ class BlockTimes:
     @classmethod
     def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
         """From the seconds of each block."""
-        made = ({share: percentile(values, share) for share in PERCENTILES} if values else {} for values in
-                (complete, submit))  # fmt: skip
-        return cls(len(complete), *made)
+        times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
+        return cls(len(complete), *times)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -146,12 +146,7 @@ def interleave(
                     row.run()
                 if not warmups:
                     row.before()
-                try:
-                    row.check()
-                except WrongData as error:
-                    row.wrong = True
-                    row.note = f"WRONG DATA: {error}"
-                    continue
+                row.check()
                 able.append(row)
         for number in range(rounds):
             first = number % len(able) if able else 0
@@ -162,19 +157,16 @@ def interleave(
                     row.prepare()
                     row.samples[-1] = row.measure()
     finally:
-        for row in rows:
-            row.run, row.before, row.check, row.reads = (
-                _over,
-                _nothing,
-                _nothing,
-                None,
-            )  # the tensors that these hold can go
+        for row in rows:  # the tensors that these hold can go
+            row.run, row.before, row.check, row.reads = _over, _nothing, _nothing, None
 
 
 @contextmanager
 def _kept_as_note(row: Row) -> Iterator[None]:
     try:
         yield
+    except WrongData as error:
+        row.wrong, row.note = True, f"WRONG DATA: {error}"
     except Unavailable as reason:
         row.note = str(reason)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
@@ -198,24 +190,22 @@ def timed(work: Callable[[], object], amount: int) -> Sample:
     work()
     seconds = time.perf_counter() - start
     used = _cpu_seconds() - cpu
-    peak = None if before is None else max(0, (_status("VmHWM") or 0) - before)
-    return Sample(seconds, amount, used, peak_bytes=peak)
+    return Sample(seconds, amount, used, peak_bytes=None if before is None else max(0, _peak() - before))
 
 
 def _forget_peak() -> int | None:
     """Resident bytes now, from which the kernel's high-water mark starts anew; None where it cannot."""
     try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # resets VmHWM: proc_pid_clear_refs(5)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: proc_pid_clear_refs(5)
     except OSError:
         return None
-    return _status("VmHWM")
+    return _peak()
 
 
-def _status(name: str) -> int | None:
-    """Bytes of a line of /proc/self/status."""
+def _peak() -> int:
+    """The high-water mark in bytes."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), 0)
 
 
 def latency(work: Callable[[], object]) -> float:

@@ -21,11 +21,6 @@ def handles_read_it() -> bool:
     return os.environ.get("NVME_OPS_CACHE") != "direct"
 
 
-def share_words(share: float) -> str:
-    """In percent; a little is not nothing."""
-    return "< 1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
-
-
 def cached_bytes(path: str, size: int = 0) -> int | None:
     """How much of the first ``size`` bytes, or of all, lies in the page cache; None where the kernel does not tell."""
     with open(path, "rb") as file:

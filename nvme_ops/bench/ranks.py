@@ -22,25 +22,23 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
     """The row ``number`` of all these processes, begun at the same time, as one row: their sum."""
     row = Row(name, lambda: Sample(1, 1))
 
-    def ask(command: str) -> list[Any]:
+    def ask(command: str) -> Any:
         answers, asked = [], []
-        failure: Exception | None = None
+        failures: list[Exception] = []
         for remote in remotes:
             try:
                 remote.send(number, command)
                 asked.append(remote)
             except Unavailable as error:
-                failure = error
+                failures.append(error)
         for remote in asked:  # all answers are taken, or the next question would get an old one
             try:
-                answer, note = remote.receive()
+                answer, row.note = remote.receive()
+                answers.append(answer)
             except (Unavailable, RuntimeError, WrongData) as error:
-                failure = error
-                continue
-            row.note = note
-            answers.append(answer)
-        if failure is not None:
-            raise failure
+                failures.append(error)
+        if failures:
+            raise failures[-1]
         return answers
 
     def run() -> Sample:
@@ -48,13 +46,7 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
         samples = ask("run")
         return combined(samples, time.perf_counter() - begin)
 
-    def before() -> None:
-        ask("before")
-
-    def check() -> None:
-        ask("check")
-
-    row.run, row.before, row.check = run, before, check
+    row.run, row.before, row.check = run, lambda: ask("before"), lambda: ask("check")
     return row
 
 

@@ -62,8 +62,7 @@ class Remote:
     ) -> None:
         self._make, self._arguments, self._variables = make, arguments, variables or {}
         self._limits = [limit, first_limit]  # the last one applies; the first answer takes one away
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
         self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._over = ""
 
@@ -90,68 +89,65 @@ class Remote:
 
     def close(self, patience: float = _PATIENCE) -> None:
         """Ends the process, however it is, and what it started; after so many seconds for what it is at."""
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.join(patience)  # it leaves when the pipe is closed
-            if self._process.is_alive():
-                stop.kill_group(self._process)
-            self._process.join()
+        if self._running is not None:
+            process, pipe = self._running
+            pipe.close()
+            process.join(patience)  # it leaves when the pipe is closed
+            if process.is_alive():
+                stop.kill_group(process)
+            process.join()
         self._said.close()
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self._pipe, theirs = context.Pipe()
+        pipe, theirs = context.Pipe()
         said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
         process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
         # Ctrl-C is meant for the parent alone; and what is started is known before anything can end the run
         with environment(**self._variables), stop.deferred(), _without_ctrl_c():
             process.start()
-            self._process = process
+            self._running = process, pipe
         theirs.close()
-        return self._pipe
+        return pipe
 
     def send(self, number: int, command: str) -> None:
         """Asks the row of that number. Raises Unavailable when the process is gone."""
         if self._over:
             raise Unavailable(self._over)
-        pipe = self._pipe or self._start()
+        pipe = self._running[1] if self._running else self._start()
         try:
             pipe.send((number, command))
         except OSError:
-            self._ended()
+            self._give_up()
 
     def receive(self) -> tuple[Any, str]:
         """The answer and the row's note, or what the row raised. Raises Unavailable when the process is gone."""
-        if self._over:
-            raise Unavailable(self._over)
-        pipe = self._pipe
-        if pipe is None:
-            raise Unavailable("nothing was asked")
+        if self._over or self._running is None:
+            raise Unavailable(self._over or "nothing was asked")
+        pipe = self._running[1]
         try:
             if not pipe.poll(self._limits[-1]):
                 self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
             kind, answer, note = pipe.recv()
         except (EOFError, OSError):
-            self._ended()
+            self._give_up()
         if len(self._limits) > 1:
             self._limits.pop()
         if kind is not None:
             raise kind(answer)
         return answer, note
 
-    def _ended(self) -> NoReturn:
-        if self._process is None:
-            self._give_up("it has no process")
-        self._process.join(_PATIENCE)
-        self._give_up(f"its process ended with status {self._process.exitcode}")
-
-    def _give_up(self, reason: str) -> NoReturn:
+    def _give_up(self, reason: str = "") -> NoReturn:
+        """Without a reason it is the end of the process, which has closed the pipe."""
+        if self._running is not None:
+            process = self._running[0]
+            if not reason:
+                process.join(_PATIENCE)
+                reason = f"its process ended with status {process.exitcode}"
+            if process.is_alive():
+                stop.kill_group(process)
         words = [line.strip() for line in self._said if line.strip()]
         self._over = f"{reason} ({words[-1]})" if words else reason
-        if self._process is not None and self._process.is_alive():
-            stop.kill_group(self._process)
         raise Unavailable(self._over)
 
 

@@ -8,50 +8,39 @@ from dataclasses import asdict
 from typing import Any
 
 from nvme_ops.bench.energy import total
-from nvme_ops.bench.measure import PERCENTILES, Row, Sample
-from nvme_ops.bench.page_cache import share_words
+from nvme_ops.bench.measure import PERCENTILES, Row
 from nvme_ops.bench.run import Result
-from nvme_ops.bench.tables import as_json, as_text, columns_text, plain, with_range
-from nvme_ops.sizes import GIB
+from nvme_ops.bench.tables import as_json, as_text, plain, with_range
+from nvme_ops.text import GIB, columns_text, share_words
 
 
 def text(result: Result) -> str:
     """Everything for a reader."""
-    parts = ["; ".join(f"{name} {words}" for name, words in result.machine.items())]
-    parts += [
-        f"{folder}: " + "; ".join(f"{name} {words}" for name, words in place.items())
-        for folder, place in result.places.items()
+    about = {"": result.machine, **{f"{folder}: ": place for folder, place in result.places.items()}}
+    parts = [
+        "\n".join(label + "; ".join(map(" ".join, words.items())) for label, words in about.items()),
+        as_text(result.table),
+        _page_cache_text(result),
+        _blocks_text(result) if result.blocks else "",
+        _scaling_text(result) if result.scaling else "",
+        ds_io_lines(result),
+        f"energy: {result.energy}" if result.energy else "",
+        "interrupted: this is what was measured until then; the files are removed" if result.interrupted else "",
     ]
-    parts = ["\n".join(parts), as_text(result.table)]
-    if found := _page_cache_text(result):
-        parts.append(found)
-    if result.blocks:
-        parts.append(_blocks_text(result))
-    if result.scaling:
-        parts.append(_scaling_text(result))
-    if lines := ds_io_lines(result):
-        parts.append(lines)
-    if result.energy:
-        parts.append(f"energy: {result.energy}")
-    if result.interrupted:
-        parts.append("interrupted: this is what was measured until then; the files are removed")
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def from_page_cache(row: Row) -> float | None:
     """The share of all bytes that a row read which lay in the page cache; None for writes, and reads past it."""
-    known = [sample for sample in row.samples if sample is not None and sample.from_page_cache is not None]
-    if not known:
-        return None
-    return sum((each.from_page_cache or 0) * each.amount for each in known) / sum(each.amount for each in known)
+    known = [each for each in row.samples if each is not None and each.from_page_cache is not None]
+    cached = sum((each.from_page_cache or 0) * each.amount for each in known)
+    return cached / sum(each.amount for each in known) if known else None
 
 
 def _page_cache_text(result: Result) -> str:
     shares = {row.name: from_page_cache(row) for row in result.table.rows}
     found = ", ".join(f"{name} {share_words(share)}" for name, share in shares.items() if share)
-    if not found:
-        return ""
-    return f"read from the page cache: {found}. So far memory was measured, not the device."
+    return f"read from the page cache: {found}. So far memory was measured, not the device." if found else ""
 
 
 def ds_io_lines(result: Result) -> str:
@@ -63,15 +52,10 @@ def ds_io_lines(result: Result) -> str:
     figures = {row.name: ds_io_figures(row) for row in measured}
     if len(measured) > 1:
         head = ["as ds_io counts (GB = GiB)", *next(iter(figures.values()))]
-        return columns_text(
-            [head, *([name, *(f"{value:.4g}" for value in row.values())] for name, row in figures.items())]
-        )
-    found = figures[measured[0].name]
-    split = (name.split() for name in found)
-    return "\n".join(
-        f"{kind} {direction} {what} = {value} {unit}"
-        for (kind, what, unit), value in zip(split, found.values(), strict=True)
-    )
+        lines = [[name, *(f"{value:.4g}" for value in row.values())] for name, row in figures.items()]
+        return columns_text([head, *lines])
+    split = ((*name.split(), value) for name, value in figures[measured[0].name].items())
+    return "\n".join(f"{kind} {direction} {what} = {value} {unit}" for kind, what, unit, value in split)
 
 
 def ds_io_figures(row: Row) -> dict[str, float]:
@@ -79,7 +63,7 @@ def ds_io_figures(row: Row) -> dict[str, float]:
     samples = [sample for sample in row.samples if sample is not None]
     amount = sum(sample.amount for sample in samples) / GIB
     task = sum(sample.seconds for sample in samples)
-    end_to_end = sum(_end_to_end(sample) for sample in samples)
+    end_to_end = sum(sample.seconds if sample.end_to_end is None else sample.end_to_end for sample in samples)
     return {
         "Task Latency sec": task,
         "Task Speed GB/sec": amount / task,
@@ -88,20 +72,14 @@ def ds_io_figures(row: Row) -> dict[str, float]:
     }
 
 
-def _end_to_end(sample: Sample) -> float:
-    return sample.seconds if sample.end_to_end is None else sample.end_to_end
-
-
 def _blocks_text(result: Result) -> str:
-    options = result.options
     head = ["us", *(f"p{100 * share:g}" for share in PERCENTILES), "submit p50", "submit p99", ""]
     lines = [head]
     for name, times in result.blocks.items():
         submit = [f"{1e6 * times.submit[share]:.1f}" if times.submit else "-" for share in (0.5, 0.99)]
         complete = [f"{1e6 * times.complete[share]:.0f}" for share in PERCENTILES]
         lines.append([name, *complete, *submit, f"{times.count} blocks"])
-    what = "write" if options.write else "read"
-    cached = ", from the page cache" if options.cached else ""
+    what, cached = "write" if result.options.write else "read", ", from the page cache" if result.options.cached else ""
     title = f"latency of single blocks, {what} at random places, one after the other{cached}"
     return f"{title}\n{columns_text(lines)}"
 
@@ -135,9 +113,7 @@ def as_document(result: Result) -> dict[str, Any]:
             {
                 "engine": each.engine,
                 "devices": each.devices,
-                "rate": plain(each.rate),
-                "alone": plain(each.alone),
-                "ratio": plain(each.ratio),
+                **{name: plain(getattr(each, name)) for name in ("rate", "alone", "ratio")},
             }
             for each in result.scaling
         ],

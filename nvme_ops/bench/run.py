@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from nvme_ops.bench import files, machine
-from nvme_ops.bench.energy import Meter, used
+from nvme_ops.bench.energy import Meter, metered
 from nvme_ops.bench.engines import ENGINES, FIO_BEST, Contender
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread, Unavailable, interleave, spread
+from nvme_ops.bench.measure import BlockTimes, Row, Spread, Unavailable, interleave, spread
 from nvme_ops.bench.options import Options
 from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
@@ -21,7 +20,7 @@ from nvme_ops.bench.scratch import scratch_folder, sweep
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 _SMALLER = "--io_size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")
@@ -68,27 +67,26 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result
         rows = crew.rows()
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
-            _instrument(row, meter)
-        blocks_of = {row.name: row.blocks for row in rows if row.blocks is not None}
-        reference = FIO_BEST if options.reference else ""
-        title = f"{'write' if options.write else 'read'}, {_work_words(options)}"
-        result = Result(
-            options, machine.machine(), {place.folder: machine.place(place.folder) for place in options.places},
-            Table("write" if options.write else "read", title, "GB/s", rows, reference, COLUMNS),
-            energy=meter.unavailable(),
-        )  # fmt: skip
+            metered(row, meter)
+        places = {place.folder: machine.place(place.folder) for place in options.places}
+        group, reference = "write" if options.write else "read", FIO_BEST if options.reference else ""
+        table = Table(group, f"{group}, {_work_words(options)}", "GB/s", rows, reference, COLUMNS)
+        result = Result(options, machine.machine(), places, table, energy=meter.unavailable())
         step: Step
         try:
-            with progress_bar(len(rows) * (1 + options.loops) + len(blocks_of)) as step:
+            with progress_bar(len(rows) * (1 + options.loops) + sum(row.blocks is not None for row in rows)) as step:
                 interleave(rows, options.loops, step, options.warmup_loops)
-                if len(options.settings) == 1:
-                    result.blocks = _measure_blocks(rows, blocks_of, step)
+                for row in rows if len(options.settings) == 1 else ():
+                    if row.blocks is not None and any(row.samples):
+                        step(f"single blocks: {row.name}")
+                        if times := _blocks(row):
+                            result.blocks[row.name] = times
         except KeyboardInterrupt:
             result.interrupted = True
             crew.stop()
         for row in rows:
             row.blocks = None
-        result.scaling = crew.scaling()
+        result.scaling = [scaling_of(*each) for each in crew.scaling]
         return result
 
 
@@ -97,22 +95,17 @@ def contenders(options: Options) -> list[Contender]:
     made = [Contender(FIO_BEST, options.settings[0], FIO_BEST)] if options.reference else []
     for engine in options.engines:
         takes = ENGINES[engine].takes
-        distinct = dict.fromkeys(_only(settings, takes) for settings in options.settings)
-        for settings in distinct:
-            swept = [name for name in options.swept if name in takes]
-            words = ", ".join(f"{name} {_value(getattr(settings, name))}" for name in swept)
-            made.append(Contender(engine, settings, f"{engine}, {words}" if words else engine))
+        swept = [name for name in options.swept if name in takes]
+        # the defaults stand for what makes no difference
+        same = [Settings(**{name: getattr(settings, name) for name in takes}) for settings in options.settings]
+        for settings in dict.fromkeys(same):
+            words = [f"{name} {_value(getattr(settings, name))}" for name in swept]
+            made.append(Contender(engine, settings, ", ".join([engine, *words])))
     return made
 
 
-def _only(settings: Settings, takes: Sequence[str]) -> Settings:
-    """With the defaults for what makes no difference."""
-    return replace(Settings(), **{each.name: getattr(settings, each.name) for each in fields(settings)
-                                  if each.name in takes})  # fmt: skip
-
-
-def _value(value: object) -> str:
-    return size_words(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 1024 else str(value)
+def _value(value: int) -> str:
+    return size_words(value) if value >= 1024 else str(value)
 
 
 def _work_words(options: Options) -> str:
@@ -127,15 +120,17 @@ def _work_words(options: Options) -> str:
 
 def _make_files(options: Options, stack: contextlib.ExitStack, say: Callable[[str], None]) -> list[Task]:
     copies = 1 + sum(ENGINES[engine].own_file for engine in options.engines)
-    needed = Counter(place.folder for place in options.places)
+    processes = Counter(place.folder for place in options.places)
+    needed = {folder: count * options.size * copies * options.files for folder, count in processes.items()}
     for folder in needed:
         sweep(folder)  # it counts as free space
-    _check_space(needed, options.size * copies * options.files)
+    together: Counter[int] = Counter()  # folders of one file system share what is free there
+    for folder, size in needed.items():
+        together[device := os.stat(folder).st_dev] += size
+        files.require_space(folder, together[device] + 64 * MIB, _SMALLER)
     scratch = {
-        folder: stack.enter_context(
-            scratch_folder(folder, count * options.size * copies * options.files + 64 * MIB, _SMALLER)
-        )
-        for folder, count in needed.items()
+        folder: stack.enter_context(scratch_folder(folder, size + 64 * MIB, _SMALLER))
+        for folder, size in needed.items()
     }
     tasks = []
     for number, place in enumerate(options.places):
@@ -146,30 +141,13 @@ def _make_files(options: Options, stack: contextlib.ExitStack, say: Callable[[st
                 files.make_file(path, options.size)
             except OSError as error:
                 raise files.NotUsable(f"{place.folder}: {error.strerror}") from error
-        tasks.append(
-            Task(
-                paths[0],
-                options.size,
-                options.write,
-                place.device if options.gpu else None,
-                options.cached,
-                options.validate,
-                options.pageable,
-                options.use_gds,
-                options.slow_bounce_buffer,
-                tuple(paths[1:]),
-            )
-        )
+        gpu = place.device if options.gpu else None
+        task = Task(
+            paths[0], options.size, options.write, gpu, options.cached, options.validate, options.pageable,
+            options.use_gds, options.slow_bounce_buffer, tuple(paths[1:]),
+        )  # fmt: skip
+        tasks.append(task)
     return tasks
-
-
-def _check_space(processes: Counter[str], each: int) -> None:
-    """Folders of one file system share what is free there."""
-    together: Counter[int] = Counter()
-    for folder, count in processes.items():
-        device = os.stat(folder).st_dev
-        together[device] += count * each
-        files.require_space(folder, together[device] + 64 * MIB, _SMALLER)
 
 
 class _Crew:
@@ -177,14 +155,15 @@ class _Crew:
 
     def __init__(self, options: Options, tasks: list[Task], stack: contextlib.ExitStack) -> None:
         self._options, self._tasks, self._stack = options, tasks, stack
-        self._scaling: list[tuple[str, Row, list[Row]]] = []
+        self.scaling: list[tuple[str, Row, list[Row]]] = []  # engine, the first devices at once, each of them alone
         self._remotes: list[Remote] = []
 
     def rows(self) -> list[Row]:
         everyone = contenders(self._options)
         groups: dict[str, list[Contender]] = {}
         for contender in everyone:
-            groups.setdefault(contender.engine if contender.own_process else "", []).append(contender)
+            own = contender.engine in ENGINES and ENGINES[contender.engine].own_process
+            groups.setdefault(contender.engine if own else "", []).append(contender)
         made: dict[str, list[Row]] = {}
         for group, members in groups.items():
             if len(self._tasks) == 1 and not group:
@@ -211,21 +190,14 @@ class _Crew:
             return [remotes[0].row(name, number)]
         if not self._options.scaling:
             return [joint_row(name, remotes, number)]
-        places = self._options.places
-        alone = [
-            joint_row(f"{name}, {place.folder} alone", [remote], number)
-            for place, remote in zip(places, remotes, strict=True)
-        ]
+        each = zip(self._options.places, remotes, strict=True)
+        alone = [joint_row(f"{name}, {place.folder} alone", [remote], number) for place, remote in each]
         together = []
         for count in range(2, len(remotes) + 1):
             label = name if count == len(remotes) else f"{name}, the first {count}"
             together.append(joint_row(label, remotes[:count], number))
-            self._scaling.append((name, together[-1], alone[:count]))
+            self.scaling.append((name, together[-1], alone[:count]))
         return alone + together
-
-    def scaling(self) -> list[Scaling]:
-        """By engine and number of devices; round by round, as far as it went."""
-        return [scaling_of(name, together, alone) for name, together, alone in self._scaling]
 
 
 def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
@@ -238,33 +210,10 @@ def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
     )  # fmt: skip
 
 
-def _instrument(row: Row, meter: Meter) -> None:
-    """Adds energy and the end-to-end time to what a row measures."""
-    inner = row.run
-
-    def run_and_measure() -> Sample:
-        before = meter.read()
-        begin = time.perf_counter()
-        sample = inner()
-        end_to_end = time.perf_counter() - begin
-        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
-
-    row.run = run_and_measure
-
-
-def _measure_blocks(
-    rows: Sequence[Row], blocks_of: dict[str, Callable[[], BlockTimes | None]], step: Step
-) -> dict[str, BlockTimes]:
-    found = {}
-    for row in rows:
-        if row.name not in blocks_of or not any(row.samples):
-            continue
-        step(f"single blocks: {row.name}")
-        try:
-            times = blocks_of[row.name]()
-        except (Unavailable, OSError, RuntimeError, ValueError, EOFError) as error:
-            row.note = row.note or f"single blocks: {error}".splitlines()[0]
-            continue
-        if times is not None:
-            found[row.name] = times
-    return found
+def _blocks(row: Row) -> BlockTimes | None:
+    """Measures a row's single blocks; None, and a note, where that fails."""
+    try:
+        return row.blocks() if row.blocks is not None else None
+    except (Unavailable, OSError, RuntimeError, ValueError, EOFError) as error:
+        row.note = row.note or f"single blocks: {error}".splitlines()[0]
+        return None

@@ -18,9 +18,9 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from nvme_ops.bench import huge_pages, stop
-from nvme_ops.bench.boot import boot_id
+from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable, require_space
 from nvme_ops.report.host import Host
 from nvme_ops.report.mounts import mount_of
@@ -57,20 +57,23 @@ def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") 
     finally:
         with stop.deferred():
             _end(place)
-            huge_pages.settle()  # those of processes that were killed meanwhile
 
 
 def sweep(folder: str) -> None:
-    """Removes what killed runs left in ``folder``, and gives back the huge pages that they had reserved.
-
-    What is not certain to be that stays, without a word.
-    """
-    huge_pages.settle()
+    """Removes what killed runs left in ``folder``. What is not certain to be that stays, without a word."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if _NAME.fullmatch(name):
                 with contextlib.suppress(OSError):
                     _remove_if_dead(os.path.join(folder, name))
+
+
+def boot_id() -> str:
+    """Which start of the kernel this is, the same in all containers; ``unknown`` where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"
 
 
 def _new_name(folder: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nvme_ops.sizes import MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import textwrap
@@ -11,8 +12,7 @@ from typing import Any
 
 from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import Row, Sample, Spread, paired_ratios, spread
-from nvme_ops.bench.page_cache import share_words
-from nvme_ops.sizes import GIB, size_words
+from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3}
@@ -20,29 +20,16 @@ TIMES = {"us": 1e-6, "s": 1.0}
 _WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
-
-def _end_to_end(sample: Sample) -> float | None:
-    return None if sample.end_to_end is None else sample.amount / sample.end_to_end / RATES["GB/s"]
-
-
-def _submit(sample: Sample) -> float | None:
-    return None if sample.submit_seconds is None else sample.submit_seconds / TIMES["us"]
-
-
-def _joules(sample: Sample) -> float | None:
-    return total(sample.joules) * GIB / sample.amount if sample.joules else None
-
-
 FROM_PAGE_CACHE = "from page cache"
 
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
 COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
-    "end to end GB/s": (_end_to_end, lambda value: _short(value, 4)),
-    "CPU s/GiB": (lambda sample: sample.cpu_per_gib, lambda value: f"{value:.3f}"),
-    "peak memory": (lambda sample: sample.peak_bytes, lambda value: size_words(int(value))),
-    FROM_PAGE_CACHE: (lambda sample: sample.from_page_cache, share_words),
-    "submit us": (_submit, lambda value: _short(value, 3)),
-    "J/GiB": (_joules, lambda value: _short(value, 3)),
+    "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
+    "CPU s/GiB": (lambda each: each.cpu_per_gib, "{:.3f}".format),
+    "peak memory": (lambda each: each.peak_bytes, lambda value: size_words(int(value))),
+    FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
+    "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, lambda v: rounded(v, 3)),
+    "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, lambda v: rounded(v, 3)),
 }
 
 
@@ -93,14 +80,6 @@ def as_text(table: Table) -> str:
     return f"{table.title}\n{columns_text(lines)}"
 
 
-def columns_text(lines: Sequence[Sequence[str]]) -> str:
-    """Cells below each other, as wide as the widest."""
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
 def _columns(table: Table) -> list[str]:
     """Those of which any row knows something; of the page cache, those from which something was read."""
     wanted = table.columns if table.unit == "GB/s" else ()
@@ -145,26 +124,21 @@ def plot(tables: dict[str, list[Table]], path: str) -> bool:
 
     The tables stand in as many columns as keep the picture about as high as it is wide.
     """
-    import matplotlib  # type: ignore[import-not-found,unused-ignore]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
     if not shown:
         return False
     columns = _in_columns(shown)
-    heights = [sum(_height(table) for _, table in column) for column in columns]
-    figure = pyplot.figure(figsize=(_WIDTH * len(columns), max(heights)), layout="constrained")
-    grids = figure.add_gridspec(1, len(columns))
-    for number, column in enumerate(columns):
-        free = max(heights) - sum(_height(table) for _, table in column)
-        ratios = [*(_height(table) for _, table in column), *([free] if free > 0 else [])]
-        places = grids[number].subgridspec(len(ratios), 1, height_ratios=ratios)
-        for place, (folder, table) in enumerate(column):
-            _draw(figure.add_subplot(places[place]), table, folder if len(tables) > 1 else "")
+    most = max(sum(_height(table) for _, table in column) for column in columns)
+    figure = Figure(figsize=(_WIDTH * len(columns), most), layout="constrained")
+    for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
+        heights = [_height(table) for _, table in column]
+        *axes, rest = part.subplots(len(column) + 1, 1, height_ratios=[*heights, most - sum(heights) + 0.01])
+        rest.remove()
+        for axis, (folder, table) in zip(axes, column, strict=True):
+            _draw(axis, table, folder if len(tables) > 1 else "")
     figure.savefig(path, dpi=80 if len(columns) == 1 else 56, bbox_inches="tight")
-    pyplot.close(figure)
     return True
 
 
@@ -173,17 +147,13 @@ def _height(table: Table) -> float:
 
 
 def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
-    """In order, each about as high as the others."""
-    total = sum(_height(table) for _, table in shown)
-    count = max(1, min(len(shown), round(math.sqrt(total / _WIDTH))))
-    columns: list[list[tuple[str, Table]]] = [[]]
-    height = 0.0
-    for each in shown:
-        if len(columns) < count and height + _height(each[1]) / 2 > total * len(columns) / count:
-            columns.append([])
-        columns[-1].append(each)
-        height += _height(each[1])
-    return columns
+    """In order, each column about as high as the others."""
+    heights = [_height(table) for _, table in shown]
+    count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
+    columns: list[list[tuple[str, Table]]] = [[] for _ in range(count)]
+    for each, height, end in zip(shown, heights, itertools.accumulate(heights), strict=True):
+        columns[int(count * (end - height / 2) / sum(heights))].append(each)
+    return [column for column in columns if column]
 
 
 def _draw(axis: Any, table: Table, folder: str) -> None:
@@ -204,13 +174,7 @@ def with_range(found: Spread | None, digits: int) -> str:
     """The median and, in brackets, the least and the most; ``-`` for nothing."""
     if found is None:
         return "-"
-    return f"{_short(found.median, digits)} ({_short(found.low, digits)} - {_short(found.high, digits)})"
-
-
-def _short(value: float, digits: int) -> str:
-    """At most so many significant digits, never an exponent: 2.713, 41.2, 1234."""
-    whole = len(str(int(abs(value))))
-    return f"{value:.{max(0, digits - whole)}f}"
+    return f"{rounded(found.median, digits)} ({rounded(found.low, digits)} - {rounded(found.high, digits)})"
 
 
 def plain(found: Spread | None) -> dict[str, float] | None:

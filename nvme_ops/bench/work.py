@@ -21,6 +21,7 @@ class Work:
     size: int
     write: bool
     written: int = field(default=0, init=False)  # how many checked writes there were, to tell them apart
+    _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
@@ -42,10 +43,12 @@ class Work:
         """From ``nvme_ops.empty``."""
         return filled(nvme_ops.empty(self.size, dtype=torch.uint8))
 
-    @functools.cached_property
+    @property
     def content(self) -> int:
         """The checksum of the file as the first pass finds it; rows that write do not use it."""
-        return checksum(self.path)
+        if self.path not in self._contents:
+            self._contents[self.path] = checksum(self.path)
+        return self._contents[self.path]
 
     def set_out(self, path: str = "") -> None:
         """The same starting point for every pass, of this file or of one at ``path``."""

@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from nvme_ops import __version__
-from nvme_ops.bench.tables import columns_text
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.contents import Contents, compare, contents, damaged
 from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.progress import byte_bar
-from nvme_ops.sizes import size_words
+from nvme_ops.text import columns_text, size_words
 
 _EPILOG = """\
 examples:

@@ -12,7 +12,7 @@ from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import state_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.sizes import size_of
+from nvme_ops.text import size_of
 
 
 class Plan(Protocol):

@@ -26,8 +26,8 @@ from nvme_ops._native import native
 from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
 from nvme_ops.handle import aio_handle
-from nvme_ops.sizes import GIB, KIB, MIB
 from nvme_ops.tensors import empty
+from nvme_ops.text import GIB, KIB, MIB
 from nvme_ops.tune import store
 from nvme_ops.tune.duel import Rates
 from nvme_ops.tune.identity import Identity

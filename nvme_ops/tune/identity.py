@@ -13,7 +13,7 @@ from pathlib import Path
 from nvme_ops.report.device import Device, devices, devices_under
 from nvme_ops.report.host import Host
 from nvme_ops.report.mounts import MEMORY, NETWORK, Mount, mount_of
-from nvme_ops.sizes import size_words
+from nvme_ops.text import size_words
 
 #: Between storage and CPU memory, GPU memory through page-locked memory, GPU memory through cuFile.
 WAYS = ("cpu", "gpu", "gds")

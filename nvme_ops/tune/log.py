@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from nvme_ops.bench.files import NotUsable
-from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import size_words
+from nvme_ops.text import share_words, size_words
 
 FILE = "passes.jsonl"
 

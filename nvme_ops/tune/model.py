@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 #: How far apart two values are: doublings (for switches: changes) over which rates become unlike each other.
 _REACH = (2.5, 3.0, 2.0, 2.0, 1.5)  # block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism

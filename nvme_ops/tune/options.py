@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import check_output, positive
-from nvme_ops.sizes import parse_size, size_words
+from nvme_ops.text import parse_size, size_words
 from nvme_ops.tune.passes import LEAST as LEAST_PASS
 from nvme_ops.tune.search import MOST_CANDIDATES, Axis, axes
 

@@ -12,7 +12,7 @@ from nvme_ops.bench.files import make_cold, sync
 from nvme_ops.bench.page_cache import cached_share, handles_read_it
 from nvme_ops.bench.settings import Settings
 from nvme_ops.handle import aio_handle
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 
 DIRECTIONS = ("write", "read")
 LEAST = 32 * MIB  # of a pass: less would mostly measure how it begins and ends

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, replace
 from typing import Any
 
-from nvme_ops.bench.page_cache import share_words
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import size_words
+from nvme_ops.text import columns_text, share_words, size_words
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.run import Result, Tuned
 from nvme_ops.tune.search import DEFAULT, Outcome
@@ -77,13 +77,9 @@ def _device(tuned: Tuned) -> str:
         for settings, label in shown.items()
         if (rates := outcome.rates.get(settings))
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         f"{' '.join(tuned.folders)}: {tuned.identity.words()}",
-        *(
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ),
+        textwrap.indent(columns_text(rows), "  "),
         f"  {_verdict(outcome)}",
         f"  {sum(outcome.passes.values())} passes in {tuned.seconds:.0f} s"
         + ("" if outcome.complete else ", after which the final was cut short"),

@@ -18,7 +18,7 @@ from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import filled
 from nvme_ops.handle import aio_handle
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.sizes import MIB
+from nvme_ops.text import MIB
 from nvme_ops.tune.duel import Contest, Duel, Rates
 from nvme_ops.tune.identity import Identity, identify
 from nvme_ops.tune.log import Log

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from nvme_ops.bench.settings import Settings
-from nvme_ops.sizes import KIB, MIB
+from nvme_ops.text import KIB, MIB
 from nvme_ops.tune.duel import LEAST_GAIN, LEAST_ROUNDS, Contest, Duel, Rates, beyond_noise, geometric_mean
 from nvme_ops.tune.model import Belief, Model
 

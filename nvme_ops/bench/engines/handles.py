@@ -1,4 +1,4 @@
-"""A row of an ``aio_handle`` or ``gds_handle``, this package's or DeepSpeed's: the calls are the same."""
+"""Rows of an ``aio_handle`` or ``gds_handle``, this package's or DeepSpeed's: the calls are the same."""
 
 from __future__ import annotations
 
@@ -10,11 +10,42 @@ from typing import Any
 
 import torch
 
+import nvme_ops
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import BlockTimes, Row, Sample
+from nvme_ops.bench.measure import BlockTimes, Row, Sample, Unavailable
+from nvme_ops.bench.page_cache import handles_read_it
+from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import tensor_row
 
 BLOCKS, SECONDS = 512, 1.0  # single blocks end with whichever comes first
+
+
+def aio(task: Task, name: str, settings: Settings) -> Row:
+    """This package's ``aio_handle``. To GPU memory it takes its own bounce path."""
+    handle = nvme_ops.aio_handle(**settings.as_json())
+    made = handle_row(task, name, handle, not handles_read_it())
+    made.note = handle.backend
+    return made
+
+
+def gds(task: Task, name: str, settings: Settings) -> Row:
+    """This package's ``gds_handle``; its note is the path of the last transfer. Raises Unavailable without cuFile."""
+    if task.gpu is None:
+        raise Unavailable("moves GPU memory only: --gpu")
+    handle = nvme_ops.gds_handle(**settings.as_json())
+    made = handle_row(task, name, handle, not handles_read_it())
+    run = made.run
+
+    def run_and_note() -> Sample:
+        sample = run()
+        statistics = handle.path_statistics()
+        made.note = f"{statistics['last']} ({statistics['why']})"
+        if statistics["last"] != "bounce":  # cuFile reads from the device
+            made.found = None
+        return sample
+
+    made.run = run_and_note
+    return made
 
 
 def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> Row:
@@ -44,10 +75,7 @@ def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> 
     row = tensor_row(task, name, lambda: task.buffer, through, past_cache=past_cache)
     run = row.run
 
-    def run_and_tell() -> Sample:
-        return replace(run(), submit_seconds=submitted)
-
-    row.run = run_and_tell
+    row.run = lambda: replace(run(), submit_seconds=submitted)
     row.blocks = lambda: block_times(task, handle)
     return row
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from nvme_ops.bench.files import checksum, make_cold, make_warm
+from nvme_ops.bench.files import make_cold, make_warm
 from nvme_ops.bench.measure import Row
 from nvme_ops.bench.work import Work, filled
 
@@ -26,7 +26,6 @@ class Task(Work):
     use_gds: bool = False
     slow_bounce_buffer: bool = False
     more_paths: tuple[str, ...] = ()  # with them each pass takes the next file
-    _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def buffer(self) -> torch.Tensor:
@@ -43,13 +42,6 @@ class Task(Work):
         """Returns when the device of the tensor is done."""
         if self.gpu is not None:
             torch.cuda.synchronize(self.gpu)
-
-    @property
-    def content(self) -> int:
-        """The checksum of the file that is read."""
-        if self.path not in self._contents:
-            self._contents[self.path] = checksum(self.path)
-        return self._contents[self.path]
 
 
 def over_files(task: Task, row: Row) -> Row:

@@ -1,0 +1,75 @@
+"""Sizes, rates, shares and columns: as they are read, and as they are written."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nvme_ops.text import GIB, KIB, MIB, columns_text, parse_size, rate_words, rounded, share_words, size_of, size_words
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("64M", 64 * MIB), ("1g", GIB), ("1.5GiB", 3 * GIB // 2), ("2 KB", 2048)]
+)
+def test_sizes_are_understood(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "M", "1X", "1e3", "1 G 2", pytest.param("9" * 400, id="huge")])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_sizes_read_well() -> None:
+    assert [size_words(size) for size in (0, 512, 3 * MIB // 2, 64 * GIB)] == ["0 B", "512 B", "1.5 MiB", "64 GiB"]
+
+
+@given(st.integers(1, 2**50), st.sampled_from([("", 1), ("K", KIB), ("m", MIB), ("Gi", GIB), ("T", GIB * KIB)]))
+def test_whole_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
+    word, factor = unit
+    assert parse_size(f" {number} {word}b " if word else f"{number}") == number * factor
+
+
+@given(st.integers(1, 9999 << 40))
+@example(GIB - 1)
+def test_sizes_in_words_are_sizes(size: int) -> None:
+    words = size_words(size)
+    assert re.fullmatch(r"\d+(\.\d+)? (B|KiB|MiB|GiB|TiB)", words)
+    assert math.isclose(parse_size(words), size, rel_tol=1e-3)
+    assert float(words.split()[0]) < 1024 or words.endswith("TiB")
+
+
+@pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), ("2 GiB", 2 * GIB), ("1.5kb", 1500), (7, 7)])
+def test_sizes_of_hugging_face_tell_powers_of_1000_from_powers_of_1024(size: int | str, count: int) -> None:
+    assert size_of(size) == count
+
+
+@pytest.mark.parametrize(("size", "words"), [("5G", "'5G' is not a size"), (0, "must be at least 1 byte, not 0")])
+def test_other_sizes_of_hugging_face_are_refused(size: int | str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        size_of(size)
+
+
+@pytest.mark.parametrize(("share", "words"), [(0, "0 %"), (0.004, "< 1 %"), (0.5, "50 %"), (1, "100 %")])
+def test_a_little_is_not_nothing(share: float, words: str) -> None:
+    assert share_words(share) == words
+
+
+def test_rates_read_well() -> None:
+    assert [rate_words(rate) for rate in (12.345e9, 0.5e9, 42e6)] == ["12.3 GB/s", "0.5 GB/s", "42 MB/s"]
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "words"), [(2.7129, 4, "2.713"), (41.25, 3, "41.2"), (1234.5, 3, "1234"), (0.5, 3, "0.50")]
+)
+def test_values_are_rounded_without_an_exponent(value: float, digits: int, words: str) -> None:
+    assert rounded(value, digits) == words
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_end_without_blanks() -> None:
+    assert columns_text([["", "b", "c"], ["long", "x", ""]]) == "      b  c\nlong  x"
