@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 
@@ -10,6 +9,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.bench.files import make_cold
+from nvme_ops.bench.measure import timed
 from nvme_ops.op_builder import AsyncIOBuilder
 
 
@@ -27,41 +27,25 @@ def staging(path: str, size: int) -> dict[str, int | None]:
     seen, ended = [engine.staging_bytes()], threading.Event()
 
     def watch() -> None:
-        while not ended.is_set():
+        while not ended.wait(0.0005):
             seen.append(engine.staging_bytes())
-            time.sleep(0.0005)
 
-    start = _reset_peak()
+    def read() -> None:
+        handle.async_pread(tensor, path)  # a blocking call's own staging memory cannot be asked for meanwhile
+        handle.wait()
+
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        handle.async_pread(tensor, path)  # a blocking call's own staging memory cannot be asked for meanwhile
-        handle.wait()
+        peak = timed(read, size).peak_bytes
     finally:
         ended.set()
         watcher.join()
-    peak = _status("VmHWM")
     time.sleep(0.2)  # the lane's thread gives its memory back after it has told the waiting one
     return {
         "idle_before": seen[0],
         "busy": max(seen),
         "idle_after": engine.staging_bytes(),
         "pool_kept": native.pool_statistics()["cached_bytes"],
-        "peak_resident_growth": peak - start if peak is not None and start is not None else None,
+        "peak_resident_growth": peak,
     }
-
-
-def _reset_peak() -> int | None:
-    """Lets the peak start anew at what is resident now, and returns that; None where that cannot be done."""
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    except OSError:
-        return None
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int | None:
-    with open("/proc/self/status", encoding="ascii") as file:
-        found = re.search(rf"^{name}:\s+(\d+) kB", file.read(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-from nvme_ops.bench import stop
+from benchmarks.command import in_new_process, show_progress
 from nvme_ops.bench.measure import Row, Sample, Unavailable
+
+BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
 
 # prints the seconds from torch's import to the first handle
 _PROGRAM = """
@@ -23,25 +20,21 @@ from {builder} import AsyncIOBuilder
 AsyncIOBuilder().load().aio_handle()
 print("\\n", time.perf_counter() - start)
 """
-BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
 
 
-def rows(scratch: str, packages: tuple[str, ...], rounds: int, progress: Callable[[str], None]) -> list[Row]:
+def rows(scratch: str, packages: list[str], rounds: int) -> list[Row]:
     """For each package: the whole process from an empty cache, once, then what a warm start takes beyond torch."""
-    return [row for package in packages for row in _measured(scratch, package, rounds, progress)]
+    return [row for package in packages for row in _measured(scratch, package, rounds)]
 
 
-def _measured(scratch: str, package: str, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+def _measured(scratch: str, package: str, rounds: int) -> list[Row]:
     extensions = os.path.join(scratch, f"extensions-{package}")
-    run = partial(first_handle, BUILDERS[package], extensions)
-    cold = Row(f"{package}, empty cache, whole process", lambda: run()[0])
-    warm = Row(f"{package}, warm, beyond importing torch", lambda: run()[1])
+    cold = Row(f"{package}, empty cache, whole process", lambda: first_handle(package, extensions)[0])
+    warm = Row(f"{package}, warm, beyond importing torch", lambda: first_handle(package, extensions)[1])
     try:
-        progress(f"building {package} from an empty cache")
-        cold.samples.append(cold.run())
-        for number in range(rounds):
-            progress(f"round {number + 1} of {rounds}: {warm.name}")
-            warm.samples.append(warm.run())
+        for number, row in enumerate([cold] + rounds * [warm]):
+            show_progress(f"round {number} of {rounds}: {row.name}")
+            row.samples.append(row.run())
     except Unavailable as reason:
         cold.note = warm.note = str(reason)
     finally:
@@ -49,33 +42,12 @@ def _measured(scratch: str, package: str, rounds: int, progress: Callable[[str],
     return [cold, warm]
 
 
-def first_handle(builder: str, extensions: str) -> tuple[Sample, Sample]:
+def first_handle(package: str, extensions: str) -> tuple[Sample, Sample]:
     """The time of a new process that makes one handle: all of it, and what came after importing torch.
 
-    Raises:
-        Unavailable: it did not come to a handle; with the last line that it said.
+    Raises Unavailable with the last line that it said when it did not come to a handle.
     """
-    environment = {
-        "DS_ACCELERATOR": "cpu",
-        **os.environ,
-        "TORCH_EXTENSIONS_DIR": extensions,
-        "CCACHE_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        ),
-        # ninja may stand beside an interpreter whose environment is not activated
-        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]),
-    }
     start = time.perf_counter()
-    done = subprocess.run(
-        stop.tied([sys.executable, "-c", _PROGRAM.format(builder=builder)]),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        words = done.stderr.strip().splitlines()
-        raise Unavailable(f"no handle: {words[-1] if words else f'exit status {done.returncode}'}")
-    return Sample(seconds, 1), Sample(float(done.stdout.strip().splitlines()[-1]), 1)
+    program = _PROGRAM.format(builder=BUILDERS[package])
+    beyond_torch = in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
+    return Sample(time.perf_counter() - start, 1), Sample(float(beyond_torch), 1)

@@ -18,8 +18,8 @@ import pytest
 import torch
 from conftest import in_child, refusal
 
-from benchmarks import throttled, throttled_group
-from benchmarks.throttled_group import Group, controller
+from benchmarks import throttled
+from benchmarks.throttled import Group, controller
 from nvme_ops import aio_handle
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.sizes import MIB
@@ -262,12 +262,12 @@ def test_the_controller_is_handed_down_and_taken_back(tmp_path: Path) -> None:
     control = tmp_path / "cgroup.subtree_control"
     control.write_text("cpu")
     with contextlib.ExitStack() as stack:
-        throttled_group._hand_down(stack, control)
+        throttled._hand_down(stack, control)
         assert control.read_text() == "+io"
     assert control.read_text() == "-io"
     control.write_text("cpu io")
     with contextlib.ExitStack() as stack:
-        throttled_group._hand_down(stack, control)
+        throttled._hand_down(stack, control)
     assert control.read_text() == "cpu io"
 
 
