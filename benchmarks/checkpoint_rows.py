@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 
 import nvme_ops
+from benchmarks.file_rows import FIO_BEST, load_through_us, save_through_us
 from nvme_ops.bench import fio
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.files import make_cold, make_file, make_warm, sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.checkpoint import freeing
 
-FIO_BEST = "fio best"
 SAFETENSORS = "safetensors"
 COPY = "copy_ into tensors that exist"
 
@@ -62,8 +62,10 @@ class Contender:
 
 def contenders(work: Work) -> list[Contender]:
     """All of them; those of packages that are not installed too."""
-    safetensors = _module("safetensors.torch")
-    dcp, our_dcp = _module("torch.distributed.checkpoint"), _module("nvme_ops.dcp")
+    safetensors, dcp, our_dcp = (  # imported when first called: they may be missing
+        functools.partial(importlib.import_module, name)
+        for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
+    )
     made = [
         Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load),
         Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors",
@@ -71,7 +73,7 @@ def contenders(work: Work) -> list[Contender]:
         Contender("nvme_ops, mmap=True", ".safetensors", None, functools.partial(nvme_ops.load, mmap=True),
                   saved_by="nvme_ops .safetensors"),
         Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load),
-        Contender("torch with nvme_ops.open", ".through.pt", _torch_save_through_us, _torch_load_through_us),
+        Contender("torch with nvme_ops.open", ".through.pt", save_through_us, load_through_us),
         Contender("nvme_ops.dcp", ".nvme_ops.dcp", lambda tensors, path: our_dcp().save(dict(tensors), path),
                   lambda path: _into_new(work, lambda targets: our_dcp().load(targets, path))),
         Contender("torch.save, torch.load", ".torch.pt", _durably(torch.save), torch.load),
@@ -93,11 +95,6 @@ def contenders(work: Work) -> list[Contender]:
     return made
 
 
-def _module(name: str) -> Callable[[], Any]:
-    """Imports it when first called: it may be missing."""
-    return functools.partial(importlib.import_module, name)
-
-
 def _files(path: str) -> list[str]:
     """A file, or those of a folder."""
     return [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
@@ -112,17 +109,6 @@ def _durably(save: Save) -> Save:
             sync(name)
 
     return save_and_sync
-
-
-def _torch_save_through_us(tensors: Tensors, path: str) -> None:
-    with nvme_ops.open(path, "w") as file:
-        torch.save(tensors, cast(Any, file))
-        file.sync()
-
-
-def _torch_load_through_us(path: str) -> Tensors:
-    with nvme_ops.open(path) as file:
-        return cast(Tensors, torch.load(cast(Any, file)))
 
 
 class _Lent(dict[str, torch.Tensor]):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import IO, cast
+from functools import partial
+from typing import IO, Any, cast
 
 import torch
 
@@ -77,23 +78,23 @@ def plain_rows(task: Task) -> list[Row]:
     """NumPy and torch through the page cache. What is written there reaches the device by an ``fsync``, timed too."""
     names = ("numpy tofile + fsync", "torch.save + fsync") if task.write else ("python readinto", "torch.load")
     rows = [make_row(Contender(engine, Settings(), name), task) for engine, name in zip(_PLAIN, names, strict=True)]
-    return [*rows, _torch_row_through_us(task)]
+    name = "torch.save to nvme_ops.open + sync" if task.write else "torch.load from nvme_ops.open"
+    path = f"{task.path}.pt"  # the other torch row's, which has been checked before this one's first pass
+    save, load = partial(save_through_us, task.buffer, path), partial(load_through_us, path)
+    return [*rows, saved_row(task, name, path, lambda: task.buffer, save, load, [])]
 
 
-def _torch_row_through_us(work: Work) -> Row:
-    path = f"{work.path}.pt"  # the other torch row's, which has been checked before this one's first pass
+def save_through_us(value: object, path: str) -> None:
+    """``torch.save`` to ``nvme_ops.open``; on the device when it returns."""
+    with nvme_ops.open(path, "w") as file:
+        torch.save(value, cast(IO[bytes], file))
+        file.sync()
 
-    def save() -> None:
-        with nvme_ops.open(path, "w") as file:
-            torch.save(work.pageable, cast(IO[bytes], file))
-            file.sync()
 
-    def load() -> torch.Tensor:
-        with nvme_ops.open(path) as file:
-            return cast(torch.Tensor, torch.load(cast(IO[bytes], file)))
-
-    name = "torch.save to nvme_ops.open + sync" if work.write else "torch.load from nvme_ops.open"
-    return saved_row(work, name, path, lambda: work.pageable, save, load, [])
+def load_through_us(path: str) -> Any:
+    """``torch.load`` from ``nvme_ops.open``."""
+    with nvme_ops.open(path) as file:
+        return torch.load(cast(IO[bytes], file))
 
 
 def cached_rows(work: Work) -> list[Row]:

@@ -25,7 +25,7 @@ from nvme_ops.arguments import positive, size
 from nvme_ops.bench import files, fio, machine
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Spread, WrongData, interleave, timed
+from nvme_ops.bench.measure import Row, WrongData, interleave, timed
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Scaling, scaling_of
@@ -132,8 +132,7 @@ class Rows:
 
     def all(self) -> list[Row]:
         """In the order of the table. With one device fio's is the first of those alone."""
-        found = [*self.alone, *self.together.values()]
-        return list({id(row): row for row in found}.values())
+        return self.alone + [row for row in self.together.values() if row is not self.alone[0]]
 
     def scaling(self) -> list[Scaling]:
         """Over the sum of the first so many devices alone, round by round."""
@@ -162,19 +161,14 @@ def make_rows(stack: contextlib.ExitStack, devices: Devices, size: int, write: b
         row.name = row.name or f"{name}, {count} {'device' if count == 1 else 'devices'}"
     rows = Rows(alone, together)
     for row in rows.all():
-        row.before, row.check = partial(_settle, row.before), partial(_unlimited, devices, row.check)
+        row.before, row.check = partial(_settled, row.before), devices.unlimited()(row.check)
     return rows
 
 
-def _settle(before: Callable[[], None]) -> None:
+def _settled(before: Callable[[], None]) -> None:
     """With a pause, or who begins soon after another would get the time in between as credit from the kernel."""
     before()
     time.sleep(_PAUSE)
-
-
-def _unlimited(devices: Devices, check: Callable[[], None]) -> None:
-    with devices.unlimited():
-        check()
 
 
 def measure(given: argparse.Namespace) -> command.Run:
@@ -207,14 +201,11 @@ def scaling_text(title: str, found: Sequence[Scaling], rows: Sequence[Row]) -> s
     """The rate of so many devices at once, and over the sum of each alone; then what rows had to say."""
     lines = [["", "devices", "GB/s (min - max)", "/ sum of each alone", ""]]
     for each in found:
-        words = "" if each.ratio is None or "nvme_ops" not in each.engine else _judged(each.ratio)
+        judged = each.ratio if "nvme_ops" in each.engine else None
+        words = f"aim {LEAST:g}: {'reached' if judged.median >= LEAST else 'missed'}" if judged else ""
         lines.append([each.engine, str(each.devices), with_range(each.rate, 4), with_range(each.ratio, 3), words])
     notes = [f"{row.name}: {row.note}" for row in rows if row.note not in ("", "io_uring")]
     return "\n".join([title, columns_text(lines), *notes])
-
-
-def _judged(ratio: Spread) -> str:
-    return f"aim {LEAST:g}: {'reached' if ratio.median >= LEAST else 'missed'}"
 
 
 def draw(found: dict[str, list[Scaling]], path: str) -> None:
@@ -231,13 +222,11 @@ def draw(found: dict[str, list[Scaling]], path: str) -> None:
         names = list(dict.fromkeys(each.engine for each in scaling))
         for place, name in enumerate(names):
             beside = 0.06 * (place - (len(names) - 1) / 2)  # or they hide each other
-            points = [
-                (each.devices + beside, each.rate.median, each.rate.median - each.rate.low,
-                 each.rate.high - each.rate.median)
-                for each in scaling if each.engine == name and each.rate is not None
-            ]  # fmt: skip
-            places, medians, below, above = zip(*points, strict=True) if points else ((), (), (), ())
-            axis.errorbar(places, medians, yerr=[below, above], fmt="o", capsize=3, markersize=4, label=name)
+            for each in scaling:
+                if each.engine == name and (rate := each.rate):
+                    spread = [[rate.median - rate.low], [rate.high - rate.median]]
+                    axis.errorbar(each.devices + beside, rate.median, spread, fmt="o", capsize=3, markersize=4,
+                                  color=f"C{place}", label=name if each.devices == max(ideal) else None)  # fmt: skip
         axis.set(title=group, xlabel="devices at once", xticks=sorted(ideal), ylim=(0, None))
         axis.grid(visible=True, alpha=0.3)
     axes[0][0].set_ylabel("GB/s: median, least and most")
