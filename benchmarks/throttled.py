@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
@@ -64,7 +65,7 @@ class Group:
 
 
 def join(processes: str) -> None:
-    """Puts this process into the cgroup of that file ``cgroup.procs``."""
+    """Puts this process, and its children and threads from now on, into the cgroup of that file ``cgroup.procs``."""
     Path(processes).write_text("0", encoding="ascii")  # 0 is the one that writes
 
 
@@ -90,18 +91,17 @@ def _hand_down(stack: contextlib.ExitStack, control: Path) -> None:
 
 def controller(mounts: str) -> tuple[Path, int]:
     """The hierarchy in which I/O can be limited, and its version. ``mounts``: the text of /proc/self/mounts."""
-    first: tuple[Path, int] | None = None
+    found = {}
     for line in mounts.splitlines():
         _, point, kind, options, *_ = line.split()
-        if kind == "cgroup2":
-            known = Path(point, "cgroup.controllers")
-            if known.exists() and "io" in known.read_text(encoding="ascii").split():
-                return Path(point), 2
+        known = Path(point, "cgroup.controllers")
+        if kind == "cgroup2" and known.exists() and "io" in known.read_text(encoding="ascii").split():
+            found[2] = Path(point)
         elif kind == "cgroup" and "blkio" in options.split(","):
-            first = Path(point), 1
-    if first is None:
+            found[1] = Path(point)
+    if not found:
         raise NotUsable("no cgroup can limit I/O here: neither version 2 with its controller io nor version 1's blkio")
-    return first
+    return found[max(found)], max(found)
 
 
 def end_processes(group: Group) -> None:
@@ -123,13 +123,11 @@ def _remove(group: Group) -> None:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            os.rmdir(group.path)
+            return os.rmdir(group.path)
         except OSError:  # a process in it has not quite ended
             if time.monotonic() > end:
                 raise
             time.sleep(0.02)
-        else:
-            return
 
 
 def _write(file: Path, words: str) -> None:
@@ -147,10 +145,6 @@ class Devices:
     rate: int  # bytes per second
     group: Group
     numbers: list[str]
-
-    def join(self) -> None:
-        """Puts this process under the limits; its children and threads that are made from now on are with it."""
-        join(str(self.group.processes))
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -270,19 +264,22 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def with_folders(words: Sequence[str], folders: Sequence[str]) -> list[str]:
     """A word that has ``{folder}`` in it once for each folder, and ``{number}`` in it the folder's number."""
     made = []
-    for word in words:
-        pattern = word.replace("{folders}", "{folder}")
-        if "{folder}" in pattern:
-            made += [pattern.replace("{folder}", each).replace("{number}", str(n)) for n, each in enumerate(folders)]
-        else:
-            made.append(word)
+    for word in (word.replace("{folders}", "{folder}") for word in words):
+        each = [
+            word.replace("{folder}", place).replace("{number}", str(number)) for number, place in enumerate(folders)
+        ]
+        made += each if "{folder}" in word else [word]
     return made
 
 
 def _run_limited(words: Sequence[str], devices: Devices) -> int:
     environment = {**os.environ, FOLDERS: ":".join(devices.folders)}
     try:
-        started = subprocess.Popen(with_folders(words, devices.folders), env=environment, preexec_fn=devices.join)
+        started = subprocess.Popen(
+            with_folders(words, devices.folders),
+            env=environment,
+            preexec_fn=partial(join, str(devices.group.processes)),
+        )
     except OSError as error:
         print(f"throttled.py: {words[0]}: {error.strerror}", file=sys.stderr)
         return 127

@@ -19,7 +19,7 @@ import torch
 from conftest import in_child, refusal
 
 from benchmarks import throttled
-from benchmarks.throttled import Group, controller
+from benchmarks.throttled import Group, controller, join
 from nvme_ops import aio_handle
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.sizes import MIB
@@ -94,7 +94,7 @@ def test_direct_io_of_the_op_is_counted_in_the_group(usable: None) -> None:
         path, size = Path(devices.folders[0]) / "data", 8 * MIB
 
         def write_and_read() -> None:
-            devices.join()
+            join(str(devices.group.processes))
             handle = aio_handle()
             data = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
             handle.sync_pwrite(data, path)
@@ -127,12 +127,12 @@ def _limits(group: Group) -> list[str]:
 
 
 def test_who_joined_leaves_at_the_end(usable: None, nothing_left: Callable[[], None]) -> None:
-    def join() -> None:
+    def joined() -> None:
         with throttled.throttled(1, 64 * MIB, throttled.LEAST_SIZE) as devices:
-            devices.join()
+            join(str(devices.group.processes))
             assert str(os.getpid()) in devices.group.processes.read_text().split()
 
-    in_child(join)
+    in_child(joined)
     nothing_left()
 
 
@@ -184,7 +184,9 @@ def test_processes_that_stay_are_ended_and_open_files_do_not_matter(
 ) -> None:
     with throttled.throttled(1, 64 * MIB, throttled.LEAST_SIZE) as devices:
         kept = (Path(devices.folders[0]) / "data").open("wb")
-        process = subprocess.Popen(["sleep", "60"], cwd=devices.folders[0], preexec_fn=devices.join)
+        process = subprocess.Popen(
+            ["sleep", "60"], cwd=devices.folders[0], preexec_fn=functools.partial(join, str(devices.group.processes))
+        )
     assert process.wait(10) == -signal.SIGKILL
     kept.close()
     nothing_left()
