@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from nvme_ops.arguments import positive
 from nvme_ops.bench import stop
 from nvme_ops.bench.scratch import scratch_folder
 
-TEMPLATE = ROOT / "benchmarks" / "page_template.md"
 _PATIENCE = 30.0  # seconds for a command to remove its files
 
 
@@ -42,7 +42,7 @@ class Section:
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
-# A new one is one line here, and one ``{{ section("NAME") }}`` in page_template.md; page_results.md shows the results.
+# A new one is one line here, and two on the page, <!-- section NAME --> and its end; page_results.md shows the results.
 SECTIONS = {
     "raw_io": Section("python benchmarks/raw_io.py {paths} --size {size} --rounds {rounds} {plot}"),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
@@ -85,16 +85,20 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
     parser.add_argument("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
     given = parser.parse_args(words)
     try:
         given.places = dict(_place(text) for text in given.place)
-        page_render.readme(given.readme.read_text(encoding="utf-8"), {})
     except ValueError as error:
-        parser.error(f"{given.readme}: {error}" if "has no lines" in str(error) else str(error))
-    except OSError as error:
-        parser.error(f"{given.readme}: {error.strerror}")
+        parser.error(str(error))
+    for file, render in ((given.readme, page_render.readme), (given.page, partial(page_render.page, pictures=""))):
+        try:
+            render(file.read_text(encoding="utf-8"), {})
+        except ValueError as error:
+            parser.error(f"{file}: {error}")
+        except OSError as error:
+            parser.error(f"{file}: {error.strerror}")
     if not given.render and not given.places:
         parser.error("--place NAME=DIR is needed, or --render")
     return given
@@ -195,7 +199,8 @@ def write(given: argparse.Namespace) -> None:
     """The page and the README's table, from what is stored. Raises OSError."""
     stored = {name: found for name in SECTIONS if (found := _read(given.results / f"{name}.json"))}
     pictures = os.path.relpath(given.results, given.page.parent)
-    given.page.write_text(page_render.page(TEMPLATE.read_text(encoding="utf-8"), stored, pictures), encoding="utf-8")
+    text = page_render.page(given.page.read_text(encoding="utf-8"), stored, pictures)
+    given.page.write_text(text, encoding="utf-8")
     given.readme.write_text(page_render.readme(given.readme.read_text(encoding="utf-8"), stored), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The page and the README's table from the stored results: Jinja's templates, and tables by tabulate.
+"""What is measured of the page, and the README's tables, from the stored results: by Jinja's templates and tabulate.
 
 The rows of each table are made here, as dictionaries by column; where they stand is up to page_results.md.
 """
@@ -18,8 +18,6 @@ from nvme_ops.bench.measure import PERCENTILES, Spread
 from nvme_ops.bench.tables import COLUMNS, with_range
 from nvme_ops.sizes import size_words
 
-NOTICE = "<!-- made by `make benchmarks-page` from benchmarks/page_template.md and the results: change those -->"
-MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
 # What results that are damaged, or of another version, raise here
 _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)
 
@@ -40,34 +38,39 @@ Results = Mapping[str, Json]  # by section, in the order of the page
 Cells = dict[str, str]  # of a row, by column
 
 
-def page(template: str, results: Results, pictures: str) -> str:
-    """The page. ``pictures``: the folder of the plots, seen from the page's."""
+def page(text: str, results: Results, pictures: str) -> str:
+    """The page with its results made anew. ``pictures``: the folder of the plots, seen from the page's."""
     machines: list[Json] = []  # that results come from
     for stored in results.values():
         if stored["description"] and stored["description"] not in machines:
             machines.append(stored["description"])
-
-    def section(name: str) -> str:
-        stored = results.get(name, {})
-        number = machines.index(stored["description"]) + 1 if stored.get("description") else 0
-        return _part("section", stored, number, pictures)
-
-    values = {"section": section, "machines": lambda: _part("machines", machines)}
-    return f"{NOTICE}\n\n{_tidied(_ENVIRONMENT.from_string(template).render(values))}\n"
+    numbers = {name: machines.index(stored["description"]) + 1 for name, stored in results.items()
+               if stored["description"]}  # fmt: skip
+    parts = {f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures)
+             for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)}  # fmt: skip
+    return filled(text, {"machines": _part("machines", machines), **parts})
 
 
 def readme(text: str, results: Results) -> str:
-    """The README with what lies between its markers made anew. Raises ValueError where it has none."""
-    begin, end = MARKERS
-    before, first, rest = text.partition(begin + "\n")
-    _, last, after = rest.partition(end)
-    if not first or not last:
-        raise ValueError(f"it has no lines {begin} and {end}")
+    """The README with its tables made anew."""
     try:
         block = _readme_block(results)
     except _DAMAGED as error:
         block = _cannot_be_shown(error)
-    return "".join([before, first, _tidied(block), "\n", last, after])
+    return filled(text, {"benchmarks": block})
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """``text`` with each of the parts between the lines that name it. Raises ValueError where it has none."""
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, first, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if not first or not last:
+            raise ValueError(f"it has no lines {begin.strip()} and {end}")
+        lines = "\n".join(line.rstrip() for line in part.splitlines())
+        text = "".join([before, begin, "\n", re.sub(r"\n{3,}", "\n\n", lines).strip("\n"), "\n\n", end, after])
+    return text
 
 
 def _readme_block(results: Results) -> str:
@@ -248,12 +251,6 @@ def _wrapped(text: str) -> str:
 
 def _part(macro: str, *values: object) -> str:
     return str(getattr(_ENVIRONMENT.get_template("page_results.md").module, macro)(*values))
-
-
-def _tidied(text: str) -> str:
-    """Without empty lines at the ends, and one instead of several."""
-    lines = "\n".join(line.rstrip() for line in text.splitlines())
-    return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 
 _FILTERS = {

@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("tabulate")  # of the extra bench
 
-from test_benchmarks_page_render import DESCRIPTION, README, row, table
+from test_benchmarks_page_render import DESCRIPTION, PAGE, README, row, table
 
 from benchmarks import page, page_machine
 from benchmarks.page import SECTIONS, Section
@@ -87,6 +87,8 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.results, self.page, self.readme = folder / "results", folder / "page.md", folder / "README.md"
         self.readme.write_text(README)
+        parts = [PAGE.replace("{}", name) for name in SECTIONS]
+        self.page.write_text(parts[0] + "".join(part.partition("<!-- machines")[0] for part in parts[1:]))
         self.disk = folder / "a disk"
         self.disk.mkdir()
 
@@ -226,7 +228,7 @@ def test_a_damaged_file_of_results_is_named_and_nothing_is_written(
     (run.results / "raw_io.json").write_text(text)
     assert page.main(["--render", *run.words[2:]]) == 1
     assert re.match(r"page.py: .*raw_io\.json is damaged .*: remove it", capsys.readouterr().err)
-    assert not run.page.exists()
+    assert "\nold\n" in run.page.read_text()
     assert run.readme.read_text() == README
 
 
@@ -273,19 +275,22 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path, number: signal.Signa
 def test_wrong_arguments_are_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = [] if "--readme" in words else ["--readme", str(Run(tmp_path).readme)]
     with pytest.raises(SystemExit, match="2"):
-        page.arguments([*words, *readme])
+        page.arguments([*Run(tmp_path).words[2:], *words])
     assert said in capsys.readouterr().err
 
 
-def test_a_readme_without_markers_is_refused_before_anything_is_measured(
+def test_a_readme_or_page_without_markers_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "README.md").write_text("nothing\n")
-    with pytest.raises(SystemExit, match="2"):
-        page.arguments(["--render", "--readme", str(tmp_path / "README.md")])
-    assert "README.md: it has no lines <!-- benchmarks --> and <!-- /benchmarks -->" in capsys.readouterr().err
+    run = Run(tmp_path)
+    for file, name in ((run.readme, "benchmarks"), (run.page, "machines")):
+        before = file.read_text()
+        file.write_text("nothing\n")
+        with pytest.raises(SystemExit, match="2"):
+            page.arguments(["--render", *run.words[2:]])
+        assert f"{file}: it has no lines <!-- {name} --> and <!-- /{name} -->" in capsys.readouterr().err
+        file.write_text(before)
 
 
 def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
