@@ -21,6 +21,7 @@ from nvme_ops.sizes import MIB, size_words
 
 ROOT = Path(__file__).parent.parent
 sys.modules.setdefault("op_builder", None)  # type: ignore[arg-type]  # or DeepSpeed takes this checkout's for its own
+BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
 
 

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 
 from benchmarks import command
 from benchmarks.checkpoint import state_dict
-from benchmarks.start_up import BUILDERS
 from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample
 from nvme_ops.bench.tables import Table
@@ -86,7 +85,7 @@ def locked_rows(scratch: str, size: int, packages: Sequence[str]) -> list[Row]:
     setup = "from {} import AsyncIOBuilder; handle = AsyncIOBuilder().load().aio_handle()"
     work = "tensor = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))\n{}total = 0"
     return [
-        _row(f"{package}, {words}", setup.format(BUILDERS[package]), work.format(read), path, size)
+        _row(f"{package}, {words}", setup.format(command.BUILDERS[package]), work.format(read), path, size)
         for words, read in (("allocation and read", "handle.sync_pread(tensor, path)\n"), ("allocation alone", ""))
         for package in packages
     ]
@@ -94,7 +93,7 @@ def locked_rows(scratch: str, size: int, packages: Sequence[str]) -> list[Row]:
 
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
     """Of one folder."""
-    packages = [name for name in BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
+    packages = [name for name in command.BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
     for group in run.given.groups:
         command.show_progress(f"making the files of {group}")
         if group == "load":

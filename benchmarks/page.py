@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
+import torch
+
 from benchmarks import command as shared
 from benchmarks import page_machine, page_render
 from benchmarks.command import ROOT
@@ -77,7 +79,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0], epilog="sections: " + ", ".join(SECTIONS)
     )
     parser.add_argument(
-        "--place", action="append", default=[], metavar="NAME=DIR",
+        "--place", type=_place, action="append", default=[], metavar="NAME=DIR",
         help="a folder to measure in, and its name on the page; may be repeated",
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="measure only these")
@@ -88,10 +90,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
     given = parser.parse_args(words)
-    try:
-        given.places = dict(_place(text) for text in given.place)
-    except ValueError as error:
-        parser.error(str(error))
+    given.places = dict(given.place)
     for file, render in ((given.readme, page_render.readme), (given.page, partial(page_render.page, pictures=""))):
         try:
             render(file.read_text(encoding="utf-8"), {})
@@ -107,9 +106,9 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def _place(text: str) -> tuple[str, str]:
     name, separator, folder = text.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise ValueError(f"--place {text}: not NAME=DIR")
+        raise argparse.ArgumentTypeError(f"{text}: not NAME=DIR")
     if not os.path.isdir(folder):
-        raise ValueError(f"--place {text}: no such folder")
+        raise argparse.ArgumentTypeError(f"{text}: no such folder")
     return name.upper(), os.path.abspath(folder)
 
 
@@ -119,23 +118,17 @@ def measure(name: str, given: argparse.Namespace) -> bool:
     Where a section cannot be run, results of an earlier run stay.
     """
     stored, results = given.results / f"{name}.json", given.results
-    found: dict[str, Any] = {
-        "section": name,
-        "date": datetime.date.today().isoformat(),
-        "skipped": "",
-        "description": None,
-        "runs": [],
-    }
-    if SECTIONS[name].needs_gpu and not _has_gpu():
-        found["skipped"] = "there was no CUDA GPU where this page was made"
-        print(f"{name}: not run: {found['skipped']}")
+    found = {"section": name, "date": datetime.date.today().isoformat(), "skipped": ""}
+    if SECTIONS[name].needs_gpu and not torch.cuda.is_available():
+        reason = "there was no CUDA GPU where this page was made"
+        print(f"{name}: not run: {reason}")
         if not stored.exists():
-            _store(stored, found)
+            _store(stored, {**found, "skipped": reason, "description": None, "runs": []})
         return True
     size = f"{given.size >> 30}G" if given.size % (1 << 30) == 0 else f"{given.size >> 20}M"
     with scratch_folder(tempfile.gettempdir(), 0) as folder:
         scrub, scratch = page_machine.scrub_for(given.places, folder), Path(folder)
-        found["description"] = scrub(page_machine.describe(given.places))
+        description = scrub(page_machine.describe(given.places))
         runs = [
             scrub(_run(own, words, SECTIONS[name].json, given.places, scratch))
             for own, words in commands(name, list(given.places), size, given.rounds).items()
@@ -146,14 +139,8 @@ def measure(name: str, given: argparse.Namespace) -> bool:
         for run in runs:
             if run["plot"]:
                 shutil.copyfile(scratch / run["plot"], results / run["plot"])
-    _store(stored, {**found, "runs": runs})
+    _store(stored, {**found, "description": description, "runs": runs})
     return not any(run["failure"] for run in runs)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, str], scratch: Path) -> dict[str, Any]:

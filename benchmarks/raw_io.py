@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
-from benchmarks import command, file_rows, memory_use, small_io, start_up
+import torch
+
+import nvme_ops
+from benchmarks import command, file_rows, small_io
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row
+from nvme_ops.bench.files import make_cold
+from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table
+from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.sizes import MIB, size_words
 
 GROUPS = {
@@ -35,6 +44,16 @@ _SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, row
     "submit": ("us", small_io.submit_rows, ""),
 }
 
+# prints the seconds from torch's import to the first handle
+_START = """
+import time
+import torch
+start = time.perf_counter()
+from {builder} import AsyncIOBuilder
+AsyncIOBuilder().load().aio_handle()
+print("\\n", time.perf_counter() - start)
+"""
+
 
 def table(group: str, task: Task, with_deepspeed: bool) -> Table:
     """The table of a group, not measured yet."""
@@ -49,12 +68,81 @@ def table(group: str, task: Task, with_deepspeed: bool) -> Table:
     return Table(group, title, "GB/s", rows + file_rows.plain_rows(task), file_rows.FIO_BEST)
 
 
+def staging(path: str, size: int) -> dict[str, int | None]:
+    """Bytes of staging memory before, during (the most that was seen) and after one cold read, and what else was kept.
+
+    ``peak_resident_growth`` is how far the whole process grew beyond the tensor; None where the kernel does not say.
+    """
+    native = AsyncIOBuilder().load()
+    native.trim_pool()
+    handle = nvme_ops.aio_handle()
+    engine = handle._engine  # no public name: users need not know
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    make_cold(path)
+    seen, ended = [engine.staging_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            seen.append(engine.staging_bytes())
+
+    def read() -> None:
+        handle.async_pread(tensor, path)  # a blocking call's own staging memory cannot be asked for meanwhile
+        handle.wait()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        peak = timed(read, size).peak_bytes
+    finally:
+        ended.set()
+        watcher.join()
+    time.sleep(0.2)  # the lane's thread gives its memory back after it has told the waiting one
+    return {
+        "idle_before": seen[0],
+        "busy": max(seen),
+        "idle_after": engine.staging_bytes(),
+        "pool_kept": native.pool_statistics()["cached_bytes"],
+        "peak_resident_growth": peak,
+    }
+
+
+def start_rows(scratch: str, packages: list[str], rounds: int) -> list[Row]:
+    """For each package: the whole process from an empty cache, once, then what a warm start takes beyond torch."""
+    return [row for package in packages for row in _measured(scratch, package, rounds)]
+
+
+def _measured(scratch: str, package: str, rounds: int) -> list[Row]:
+    extensions = os.path.join(scratch, f"extensions-{package}")
+    cold = Row(f"{package}, empty cache, whole process", lambda: first_handle(package, extensions)[0])
+    warm = Row(f"{package}, warm, beyond importing torch", lambda: first_handle(package, extensions)[1])
+    try:
+        for number, row in enumerate([cold] + rounds * [warm]):
+            command.show_progress(f"round {number} of {rounds}: {row.name}")
+            row.samples.append(row.run())
+    except Unavailable as reason:
+        cold.note = warm.note = str(reason)
+    finally:
+        shutil.rmtree(extensions, ignore_errors=True)
+    return [cold, warm]
+
+
+def first_handle(package: str, extensions: str) -> tuple[Sample, Sample]:
+    """The time of a new process that makes one handle: all of it, and what came after importing torch.
+
+    Raises Unavailable with the last line that it said when it did not come to a handle.
+    """
+    start = time.perf_counter()
+    program = _START.format(builder=command.BUILDERS[package])
+    beyond_torch = command.in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
+    return Sample(time.perf_counter() - start, 1), Sample(float(beyond_torch), 1)
+
+
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
     """Of one folder. The group ``memory`` is measured and printed here."""
     path = command.data_file(scratch, run.given.size)
     for group in run.given.groups:
         if group == "memory":
-            found["memory"] = memory_use.staging(path, run.given.size)
+            found["memory"] = staging(path, run.given.size)
             print(f"\n{GROUPS[group]}")
             for name, size in found["memory"].items():
                 print(f"{name.replace('_', ' '):22}{'unknown' if size is None else size_words(size)}", flush=True)
@@ -75,7 +163,7 @@ def measure(given: argparse.Namespace) -> command.Run:
     if "start" in given.groups:
         packages = ["nvme_ops", "DeepSpeed"] if given.build_times else ["nvme_ops"]
         with scratch_folder(tempfile.gettempdir(), 64 * MIB) as scratch:
-            rows = start_up.rows(scratch, packages, given.rounds)
+            rows = start_rows(scratch, packages, given.rounds)
         run.result["start"] = run.show("start", Table("start", GROUPS["start"], "s", rows))
     return run
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import refusal
 
-from benchmarks import command, file_rows, memory_use, raw_io
+from benchmarks import command, file_rows, raw_io
 from nvme_ops.bench import files
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.measure import Unavailable, interleave
@@ -49,7 +49,7 @@ def test_deepspeed_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
 def test_staging_memory_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "data"
     files.make_file(str(file), 4 * MIB)
-    found = memory_use.staging(str(file), 4 * MIB)
+    found = raw_io.staging(str(file), 4 * MIB)
     assert (found["idle_before"], found["idle_after"]) == (0, 0)
     assert found["peak_resident_growth"] is None or found["peak_resident_growth"] < 64 * MIB
 
