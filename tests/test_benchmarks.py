@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import refusal
 
-from benchmarks import command, file_rows, raw_io
+from benchmarks import bench_overhead, checkpoint, command, file_rows, fresh_process, gpu_io, raw_io, scaling, throttled
 from nvme_ops.bench import files
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.measure import Unavailable, interleave
@@ -74,18 +75,32 @@ def run_raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("program", "arguments", "words"),
     [
-        (["--size", "big"], "'big' is not a size"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--rounds", "0"], "not a number of at least 1"),
-        (["--only", "everything"], "invalid choice"),
-        (["--path", "none/such"], "no such folder"),
-        (["--json", "none/such/file"], "its folder does not exist"),
+        *(
+            (program, ["--size", "5M"], "not a multiple of 4 MiB")
+            for program in (raw_io, checkpoint, fresh_process, bench_overhead, scaling, gpu_io)
+        ),
+        (raw_io, ["--size", "big"], "'big' is not a size"),
+        (raw_io, ["--rounds", "0"], "not a number of at least 1"),
+        (raw_io, ["--only", "everything"], "invalid choice"),
+        (raw_io, ["--path", "none/such"], "no such folder"),
+        (raw_io, ["--json", "none/such/file"], "its folder does not exist"),
+        (checkpoint, ["--state_dict", "huge"], "invalid choice"),
+        (scaling, ["--devices", "0"], "not a number of at least 1"),
+        (scaling, ["--rate", "x"], "is not a size"),
+        (gpu_io, ["--block-size", "5000"], "not a multiple of 4K"),
+        (gpu_io, ["--block-size", "much"], "'much' is not a size"),
+        (gpu_io, ["--threads", "0"], "not a number of at least 1"),
+        (gpu_io, ["--gpu", "first"], "invalid int value"),
+        (throttled, ["--devices", "65", "--", "true"], "at most 64"),
+        (throttled, ["--rate", "fast", "--", "true"], "is not a size"),
+        (throttled, ["--size", "1M", "--", "true"], "at least 16 MiB"),
+        (throttled, [], "the following arguments are required: COMMAND"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:
-    status, errors = refusal(raw_io.main, arguments)
+def test_wrong_arguments_are_refused(program: Any, arguments: list[str], words: str) -> None:
+    status, errors = refusal(program.main, arguments)
     assert status == 2
     assert words in errors
 

@@ -335,24 +335,6 @@ def test_without_a_gpu_it_ends_with_one_line() -> None:
     assert "a CUDA GPU" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--block-size", "5000"], "not a multiple of 4K"),
-        (["--block-size", "much"], "'much' is not a size"),
-        (["--threads", "0"], "not a number of at least 1"),
-        (["--gpu", "first"], "invalid int value"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--only", "latency"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu_io.arguments(arguments)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(tmp_path: Path) -> None:
     folder, result = tmp_path / "work", tmp_path / "result.json"
     folder.mkdir()

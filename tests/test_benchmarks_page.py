@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,6 @@ def test_other_words_and_numbers_stay_as_they_are() -> None:
 # Measuring
 
 
-@pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_machine, "describe", lambda places: DESCRIPTION)
-
-
 class Run:
     """A run of page.py in a folder of its own, with other sections."""
 
@@ -100,15 +94,21 @@ class Run:
     def __call__(self, *words: str) -> int:
         return page.main([*self.words, *words])
 
+    def program(self, section: str, text: str, **more: bool) -> None:
+        """Gives a section a Python program as its command; ``json`` is the file to write, if it is asked for one."""
+        file = self.results.parent / f"{section}-{len(text)}.py"
+        file.write_text("import sys, pathlib; json = pathlib.Path(sys.argv[-1])\n" + text)
+        page.SECTIONS[section] = Section(f"python {file} {{place}} {{plot}}", **more)
+
     def stored(self, section: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.results / f"{section}.json").read_text())
         return found
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: None) -> Run:
-    for name in SECTIONS:
-        monkeypatch.setitem(SECTIONS, name, Section("true"))
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(page_machine, "describe", lambda places: DESCRIPTION)
+    monkeypatch.setattr(page, "SECTIONS", dict.fromkeys(SECTIONS, Section("true")))
     return Run(tmp_path)
 
 
@@ -117,24 +117,8 @@ WRITE = f"json.write_text({FOUND!r} % sys.argv[1])\n"
 DRAW = "pathlib.Path(sys.argv[3]).write_bytes(b'png')\n"
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[..., Section]:
-    """A section whose command is a Python program; in it ``json`` is the file to write, if it is asked for one."""
-    head = "import sys, pathlib; json = pathlib.Path(sys.argv[-1])\n"
-
-    def make(text: str, **more: bool) -> Section:
-        file = tmp_path / f"program{len(list(tmp_path.iterdir()))}.py"
-        file.write_text(head + text)
-        return Section(f"python {file} {{place}} {{plot}}", **more)
-
-    return make
-
-
-Program = Callable[..., Section]
-
-
-def test_a_section_is_measured_stored_and_shown(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program(WRITE + DRAW))
+def test_a_section_is_measured_stored_and_shown(run: Run) -> None:
+    run.program("raw_io", WRITE + DRAW)
     assert run("--only", "raw_io") == 0
     found = run.stored("raw_io")
     (measured,) = found["runs"]
@@ -148,17 +132,17 @@ def test_a_section_is_measured_stored_and_shown(run: Run, program: Program, monk
     assert str(run.disk) not in text + json.dumps(found)
 
 
-def test_lists_of_figures_are_stored_on_one_line(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_figures_are_stored_on_one_line(run: Run) -> None:
     document = {"found": [1, -2.5, 1e-07], "words": ["a", "[1, 2]"], "none": []}
-    monkeypatch.setitem(SECTIONS, "raw_io", program(f"json.write_text({json.dumps(json.dumps(document))})"))
+    run.program("raw_io", f"json.write_text({json.dumps(json.dumps(document))})")
     assert run("--only", "raw_io") == 0
     assert run.stored("raw_io")["runs"][0]["document"] == document
     assert '"found": [1, -2.5, 1e-07],' in (run.results / "raw_io.json").read_text()
 
 
-def test_other_sections_keep_their_results(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program(WRITE))
-    monkeypatch.setitem(SECTIONS, "engines", program(WRITE))
+def test_other_sections_keep_their_results(run: Run) -> None:
+    run.program("raw_io", WRITE)
+    run.program("engines", WRITE)
     assert run("--only", "raw_io", "engines") == 0
     before = run.stored("raw_io") | {"date": "2001-02-03"}
     (run.results / "raw_io.json").write_text(json.dumps(before))
@@ -167,11 +151,9 @@ def test_other_sections_keep_their_results(run: Run, program: Program, monkeypat
     assert "2001-02-03, machine 1." in run.page.read_text()
 
 
-def test_a_command_that_fails_is_told_and_the_next_go_on(
-    run: Run, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program("sys.exit('no space in ' + sys.argv[1])"))
-    monkeypatch.setitem(SECTIONS, "engines", program(WRITE))
+def test_a_command_that_fails_is_told_and_the_next_go_on(run: Run) -> None:
+    run.program("raw_io", "sys.exit('no space in ' + sys.argv[1])")
+    run.program("engines", WRITE)
     assert run("--only", "raw_io", "engines") == 1
     assert run.stored("raw_io")["runs"][0]["failure"] == "exit status 1: no space in DISK"
     text = run.page.read_text()
@@ -179,31 +161,31 @@ def test_a_command_that_fails_is_told_and_the_next_go_on(
     assert "| found DISK" in text
 
 
-def test_a_command_that_writes_nothing_has_failed(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program("pass"))
+def test_a_command_that_writes_nothing_has_failed(run: Run) -> None:
+    run.program("raw_io", "pass")
     assert run("--only", "raw_io") == 1
     assert run.stored("raw_io")["runs"][0]["failure"].startswith("it wrote no results ([Errno 2]")
 
 
-def test_what_a_command_prints_can_be_its_result(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "explain", program("print('looked at', sys.argv[1])", json=False))
+def test_what_a_command_prints_can_be_its_result(run: Run) -> None:
+    run.program("explain", "print('looked at', sys.argv[1])", json=False)
     assert run("--only", "explain") == 0
     assert "```text\nlooked at DISK\n```" in run.page.read_text()
 
 
-def test_pictures_of_an_earlier_run_go(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program(WRITE + DRAW))
+def test_pictures_of_an_earlier_run_go(run: Run) -> None:
+    run.program("raw_io", WRITE + DRAW)
     assert run("--only", "raw_io") == 0
-    monkeypatch.setitem(SECTIONS, "raw_io", program(WRITE))
+    run.program("raw_io", WRITE)
     assert run("--only", "raw_io") == 0
     assert [path.name for path in run.results.iterdir()] == ["raw_io.json"]
 
 
 def test_a_section_that_cannot_run_here_keeps_what_there_is_or_says_why(
-    run: Run, program: Program, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setitem(SECTIONS, "gpu", program(WRITE, needs_gpu=True))
+    run.program("gpu", WRITE, needs_gpu=True)
     assert run("--only", "gpu") == 0
     assert "Not run: there was no CUDA GPU" in run.page.read_text()
     measured = run.stored("gpu") | {"date": "2001-02-03", "skipped": ""}
@@ -212,8 +194,8 @@ def test_a_section_that_cannot_run_here_keeps_what_there_is_or_says_why(
     assert run.stored("gpu") == measured
 
 
-def test_rendering_measures_nothing(run: Run, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SECTIONS, "raw_io", program(WRITE))
+def test_rendering_measures_nothing(run: Run) -> None:
+    run.program("raw_io", WRITE)
     assert page.main(["--render", *run.words[2:]]) == 0
     assert not list(run.results.iterdir())
     assert "Not measured yet." in run.page.read_text()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child, refusal
+from conftest import in_child
 
 from benchmarks import throttled
 from benchmarks.throttled import Group, controller, join
@@ -280,22 +280,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "throttled.py"), *words], capture_output=True, text=True
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--devices", "0", "--", "true"], "not a number of at least 1"),
-        (["--devices", "65", "--", "true"], "at most 64"),
-        (["--rate", "fast", "--", "true"], "is not a size"),
-        (["--size", "1M", "--", "true"], "at least 16 MiB"),
-        ([], "the following arguments are required: COMMAND"),
-    ],
-)
-def test_wrong_arguments_are_refused(words: list[str], said: str) -> None:
-    status, errors = refusal(throttled.main, words)
-    assert status == 2
-    assert said in errors
 
 
 def test_folders_are_put_into_the_command() -> None:
