@@ -83,7 +83,7 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used or a row lost data; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.folder_parser(__file__, __doc__, GROUPS)
+    parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument(
         "--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
         help=f"{', '.join(STATE_DICTS)} (default: all)",

@@ -33,8 +33,10 @@ def file_size(text: str) -> int:
     return value
 
 
-def parser(file: str, description: str | None, groups: Mapping[str, str], rounds: int = 7) -> argparse.ArgumentParser:
-    """With the arguments that all benchmarks take. ``file``, ``description``: of the module."""
+def parser(
+    file: str, description: str | None, groups: Mapping[str, str], folders: bool = True
+) -> argparse.ArgumentParser:
+    """With the arguments that all benchmarks take, or those in folders. ``file``, ``description``: of the module."""
     listed = "\n".join(f"  {name:8} {words}" for name, words in groups.items())
     made = argparse.ArgumentParser(
         prog=os.path.basename(file),
@@ -42,6 +44,12 @@ def parser(file: str, description: str | None, groups: Mapping[str, str], rounds
         epilog=f"groups:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    rounds = 7 if folders else 5
+    if folders:
+        made.add_argument(
+            "--path", action="append", metavar="DIR", help="folder to measure in (default: this one); may be repeated"
+        )
+        made.add_argument("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
     made.add_argument("--size", type=file_size, default="1G", help="of the file; a multiple of 4M (default 1G)")
     made.add_argument("--rounds", type=positive, default=rounds,
                       help=f"timed passes over all rows of a table (default {rounds})")  # fmt: skip
@@ -49,16 +57,6 @@ def parser(file: str, description: str | None, groups: Mapping[str, str], rounds
     made.add_argument("--json", metavar="FILE", help="write the figures of every round to FILE")
     made.add_argument("--plot", metavar="FILE.png", help="draw the throughputs; needs matplotlib")
     made.set_defaults(program=made.prog, groups=list(groups), path=None)
-    return made
-
-
-def folder_parser(file: str, description: str | None, groups: Mapping[str, str]) -> argparse.ArgumentParser:
-    """``parser`` with the arguments of those that measure in folders."""
-    made = parser(file, description, groups)
-    made.add_argument(
-        "--path", action="append", metavar="DIR", help="folder to measure in (default: this one); may be repeated"
-    )
-    made.add_argument("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
     return made
 
 

@@ -107,7 +107,7 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used; 2 for wrong arguments; 130 after Ctrl-C."""
     return command.run(
-        command.parse(command.folder_parser(__file__, __doc__, GROUPS), words),
+        command.parse(command.parser(__file__, __doc__, GROUPS), words),
         lambda given: command.Run(given).folders(3, tables),
     )
 

@@ -6,8 +6,9 @@ docs/gpu-results.md explains it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.gpu_rows import GpuWork
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench.measure import Row, Spread, spread
 from nvme_ops.bench.tables import Table, with_range
+from nvme_ops.op_builder import GDSBuilder, cufile
 from nvme_ops.sizes import size_words
 
 GROUPS = {
@@ -47,7 +49,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4K")
         return value
 
-    parser = command.folder_parser(__file__, __doc__, GROUPS)
+    parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU (default 0)")
     parser.add_argument("--block-size", type=block_size, default="1M", help="of all who take one (default 1M)")
     parser.add_argument("--threads", type=positive, default=8, help="of all who take a number (default 8)")
@@ -66,35 +68,27 @@ def why_no_gpu(number: int) -> str | None:
 
 
 def device_words(device: torch.device) -> dict[str, str]:
-    """The GPU and cuFile, for the head of the output."""
+    """The GPU, and whether cuFile moves data straight between storage and GPU or why it cannot work."""
     words = {"device": str(device)}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
-    return words | {"cufile": cufile_words()}
-
-
-def cufile_words() -> str:
-    """The library, and whether data can go straight between storage and GPU; or why cuFile cannot work."""
-    from nvme_ops.op_builder import GDSBuilder, cufile
-
     try:
         driver = GDSBuilder().load().open_driver(cufile.libraries())
     except RuntimeError as reason:
-        return str(reason).splitlines()[0]
+        return words | {"cufile": str(reason).splitlines()[0]}
     kind = "a test double" if driver["fake"] else f"{driver['version'] // 1000}.{driver['version'] % 1000 // 10}"
-    direct = driver["why_not_direct"]
-    return f"{kind} ({driver['path']}), {f'not direct: {direct}' if direct else 'direct'}"
+    direct = f"not direct: {driver['why_not_direct']}" if driver["why_not_direct"] else "direct"
+    return words | {"cufile": f"{kind} ({driver['path']}), {direct}"}
 
 
 def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
     """My rate over the best of theirs, round by round; rounds that lack mine, or all of theirs, are left out."""
     ratios = []
-    for number, sample in enumerate(mine.samples):
-        theirs = [other.samples[number] for other in others if number < len(other.samples)]
-        rates = [each.rate for each in theirs if each is not None]
-        if sample is not None and rates:
-            ratios.append(sample.rate / max(rates))
+    for own, *theirs in itertools.zip_longest(mine.samples, *(other.samples for other in others)):
+        rates = [sample.rate for sample in theirs if sample is not None]
+        if own is not None and rates:
+            ratios.append(own.rate / max(rates))
     return ratios
 
 
@@ -141,17 +135,13 @@ def tables(device: torch.device, run: command.Run, scratch: str, found: dict[str
         print(f"\n{aims_text(reached)}", flush=True)
 
 
-def measure_on(device: torch.device) -> Callable[[argparse.Namespace], command.Run]:
-    """All groups, for one device."""
-
-    def measure(given: argparse.Namespace) -> command.Run:
-        words = device_words(device)
-        run = command.Run(given, device=words, block_size=given.block_size, threads=given.threads)
-        print(command.listed(words))
-        print(f"blocks of {size_words(given.block_size)}, {given.threads} threads")
-        return run.folders(3, partial(tables, device))
-
-    return measure
+def measure(device: torch.device, given: argparse.Namespace) -> command.Run:
+    """All groups."""
+    words = device_words(device)
+    run = command.Run(given, device=words, block_size=given.block_size, threads=given.threads)
+    print(command.listed(words))
+    print(f"blocks of {size_words(given.block_size)}, {given.threads} threads")
+    return run.folders(3, partial(tables, device))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -160,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if reason := why_no_gpu(given.gpu):
         print(f"gpu_io.py: error: {reason}", file=sys.stderr)
         return 2
-    return command.run(given, measure_on(torch.device("cuda", given.gpu)))
+    return command.run(given, partial(measure, torch.device("cuda", given.gpu)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jinja2
-from tabulate import tabulate  # type: ignore[import-untyped,unused-ignore]
+from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from benchmarks.command import ROOT
 from nvme_ops.bench.measure import PERCENTILES, Spread
@@ -108,16 +108,18 @@ def _storage(place: Mapping[str, str]) -> str:
 def _readme_rows(folders: Json) -> Iterator[Cells]:
     for words, group, name in _ROWS:
         cells, cpu = {"": words}, "-"
-        for folder, found in folders.items():
-            place, rate, of, times = folder.lower(), "-", "-", "-"
-            for table in found["tables"]:
-                for row in table["rows"]:
-                    if (table["group"], row["name"]) == (group, name) and row["spread"]:
-                        rate, of = _rate(row["spread"]["median"], table["unit"]), _median(row["against_reference"], 2)
-                        of += "" if table["reference"].startswith("fio") else f" of `{table['reference'].split()[0]}`"
-                        times = _median(row["against_peer"], 1)
-                        cpu = _median(row["columns"].get("CPU s/GiB"), 3) if cpu == "-" else cpu
-            cells |= {f"{place}, GB/s": rate, f"{place}: of fio's best": of, f"{place}: x DeepSpeed": times}
+        for place, found in folders.items():
+            wanted = ((table, row) for table in found["tables"] if table["group"] == group for row in table["rows"])
+            missing: tuple[Json, Json] = ({}, {"spread": None})
+            table, row = next((each for each in wanted if each[1]["name"] == name), missing)
+            rate = of = times = "-"
+            if row["spread"]:
+                rate, of = _rate(row["spread"]["median"], table["unit"]), _median(row["against_reference"], 2)
+                of += "" if table["reference"].startswith("fio") else f" of `{table['reference'].split()[0]}`"
+                times = _median(row["against_peer"], 1)
+                cpu = _median(row["columns"].get("CPU s/GiB"), 3) if cpu == "-" else cpu
+            columns = {"{}, GB/s": rate, "{}: of fio's best": of, "{}: x DeepSpeed": times}
+            cells |= {column.format(place.lower()): cell for column, cell in columns.items()}
         yield {**cells, "CPU s/GiB": cpu}
 
 
@@ -133,7 +135,7 @@ def _checkpoint_rows(tables: Json) -> list[Cells]:
 
 
 def _rate(median: float, unit: str) -> str:
-    return f"{median:.2f}" if unit == "GB/s" and median < 100 else f"{median:.3g}{'' if unit == 'GB/s' else f' {unit}'}"
+    return f"{median:.2f}" if unit == "GB/s" and median < 100 else f"{median:.3g} {unit}".removesuffix(" GB/s")
 
 
 def _median(found: Json | None, digits: int) -> str:

@@ -170,7 +170,7 @@ def measure(given: argparse.Namespace) -> command.Run:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.folder_parser(__file__, __doc__, GROUPS)
+    parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes")
     return command.run(command.parse(parser, words), measure)
 

@@ -46,7 +46,7 @@ _FIO_SHAPE = ["--bs=1M", "--iodepth=16"]  # of every job; all their huge pages f
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Exits with status 2 on wrong ones."""
-    parser = command.parser(__file__, __doc__, GROUPS, rounds=5)
+    parser = command.parser(__file__, __doc__, GROUPS, folders=False)
     parser.add_argument(
         "--devices", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers (default 1 2 4)"
     )

@@ -340,12 +340,13 @@ def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(tmp_path: Path) -> None:
     folder.mkdir()
     done = run_python(
         """
+        import functools
         import sys
         import torch
         from benchmarks import command, gpu_io
 
         given = gpu_io.arguments(sys.argv[1:])
-        sys.exit(command.run(given, gpu_io.measure_on(torch.device("cpu"))))
+        sys.exit(command.run(given, functools.partial(gpu_io.measure, torch.device("cpu"))))
         """,
         *("--path", folder, "--json", result, "--size", "8M", "--rounds", "1", "--threads", "2"),
         *("--only", "read", "--no-deepspeed"),
