@@ -47,6 +47,12 @@ def test_deepspeed_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
     assert [row.note for row in rows] == ["DeepSpeed is not installed: pip install deepspeed"] * 2
 
 
+def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
+    command = [sys.executable, "-c", "import benchmarks.command, op_builder"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: import of op_builder halted")
+
+
 def test_staging_memory_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "data"
     files.make_file(str(file), 4 * MIB)
