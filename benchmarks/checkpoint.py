@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 import torch
 
 from benchmarks import checkpoint_rows, command
-from nvme_ops.bench import machine
-from nvme_ops.bench.scratch import scratch_folder
+from benchmarks.checkpoint_rows import Work
+from nvme_ops.bench.measure import Row
 from nvme_ops.bench.tables import Table
 from nvme_ops.text import MIB, size_words
 
@@ -24,6 +24,12 @@ GROUPS = {
     "load": "load of a file that is not in the page cache",
     "cached": "load of a file in the page cache, every byte then looked at",
     "async": "until save_async returns, against a copy of the tensors in memory",
+}
+_ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # with the row that the others are divided by
+    "save": (checkpoint_rows.save_rows, checkpoint_rows.FIO_BEST),
+    "load": (checkpoint_rows.load_rows, checkpoint_rows.FIO_BEST),
+    "cached": (checkpoint_rows.cached_rows, checkpoint_rows.SAFETENSORS),
+    "async": (checkpoint_rows.async_rows, checkpoint_rows.COPY),
 }
 STATE_DICTS = ("large", "llama", "small")
 _COLUMNS = ("CPU s/GiB", "peak memory")
@@ -45,6 +51,9 @@ def state_dict(kind: str, size: int) -> dict[str, torch.Tensor]:
 
 def _llama(size: int) -> dict[str, torch.Tensor]:
     hidden, inner, heads, vocabulary = 1024, 2816, 16, 32_000
+    shapes = {f"self_attn.{each}_proj": (hidden, hidden) for each in "qkvo"}
+    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(torch.bfloat16)
@@ -53,69 +62,33 @@ def _llama(size: int) -> dict[str, torch.Tensor]:
     layer = 0
     while sum(tensor.nbytes for tensor in found.values()) < size:
         name = f"model.layers.{layer}"
-        for each in ("q", "k", "v", "o"):
-            found[f"{name}.self_attn.{each}_proj.weight"] = weight(hidden, hidden)
-        found[f"{name}.mlp.gate_proj.weight"] = weight(inner, hidden)
-        found[f"{name}.mlp.up_proj.weight"] = weight(inner, hidden)
-        found[f"{name}.mlp.down_proj.weight"] = weight(hidden, inner)
-        found[f"{name}.input_layernorm.weight"] = weight(hidden)
-        found[f"{name}.post_attention_layernorm.weight"] = weight(hidden)
+        found |= {f"{name}.{part}.weight": weight(*shape) for part, shape in {**shapes, **norms}.items()}
         found[f"{name}.self_attn.rotary_emb.inv_freq"] = torch.randn(hidden // heads // 2)
         layer += 1
     return found
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 on wrong ones."""
-    parser = command.parser((__doc__ or "").partition("\n")[0], GROUPS)
-    parser.add_argument(
-        "--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
-        help=f"{', '.join(STATE_DICTS)} (default: all)",
-    )  # fmt: skip
-    return command.parse(parser, words)
-
-
-def tables_of(work: checkpoint_rows.Work, given: argparse.Namespace, kind: str) -> list[tuple[str, Table]]:
-    """Not measured yet."""
-    made = []
-    for group in [name for name in GROUPS if not given.only or name in given.only]:
-        rows: Callable[..., Any] = {
-            "save": checkpoint_rows.save_rows,
-            "load": checkpoint_rows.load_rows,
-            "cached": checkpoint_rows.cached_rows,
-            "async": checkpoint_rows.async_rows,
-        }[group]
-        title = f"{GROUPS[group]}; {kind}: {len(work.tensors)} tensors, {size_words(work.size)}"
-        reference = checkpoint_rows.REFERENCES[group]
-        made.append((group, Table(group, title, "GB/s", rows(work), reference, _COLUMNS)))
-    return made
-
-
-def measure(given: argparse.Namespace, progress: command.Progress) -> command.Result:
-    """Everything: what the JSON file shall hold, and the tables by folder."""
-    result: dict[str, Any] = {"machine": machine.machine(), "size": given.size, "rounds": given.rounds, "folders": {}}
-    tables: dict[str, list[Table]] = {}
-    print("; ".join(f"{name} {words}" for name, words in result["machine"].items()))
-    for folder in given.path:
-        place = machine.place(folder)
-        print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in place.items()))
-        result["folders"][folder] = {"place": place, "tables": []}
-        tables[folder] = []
-        for kind in given.state_dict:
-            progress(f"making the state dict {kind}")
-            tensors = state_dict(kind, given.size)
-            with scratch_folder(folder, 10 * given.size + 64 * MIB) as scratch:
-                work = checkpoint_rows.Work(os.path.join(scratch, kind), tensors, not given.no_deepspeed)
-                for _, table in tables_of(work, given, kind):
-                    found = command.measure_table(table, given.rounds, progress)
-                    tables[folder].append(table)
-                    result["folders"][folder]["tables"].append(found)
-    return result, tables
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder: each group for each state dict. The files of one are gone before the next."""
+    for kind in run.given.state_dict:
+        command.show_progress(f"making the state dict {kind}")
+        tensors = state_dict(kind, run.given.size)
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            work = Work(os.path.join(folder, kind), tensors, not run.given.no_deepspeed)
+            words = f"{kind}: {len(tensors)} tensors, {size_words(work.size)}"
+            for group in run.given.groups:
+                rows, reference = _ROWS[group]
+                yield Table(group, f"{GROUPS[group]}; {words}", "GB/s", rows(work), reference, _COLUMNS)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used or a row lost data; 2 for wrong arguments; 130 after Ctrl-C."""
-    return command.run("checkpoint.py", arguments(words), measure)
+    parser = command.parser(__file__, __doc__, GROUPS)
+    parser.add_argument(
+        "--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
+        help=f"{', '.join(STATE_DICTS)} (default: all)",
+    )  # fmt: skip
+    return command.run(command.parse(parser, words), lambda given: command.Run(given).folders(10, tables))
 
 
 if __name__ == "__main__":

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib
 import importlib.util
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 import nvme_ops
+from benchmarks.file_rows import FIO_BEST, load_through_us, save_through_us
 from nvme_ops.bench import fio
-from nvme_ops.bench.files import make_cold, make_file, make_warm
+from nvme_ops.bench.engines import deepspeed
+from nvme_ops.bench.files import make_cold, make_file, make_warm, sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.storage import unlink
 
-FIO_BEST = "fio best"
 SAFETENSORS = "safetensors"
 COPY = "copy_ into tensors that exist"
-REFERENCES = {"save": FIO_BEST, "load": FIO_BEST, "cached": SAFETENSORS, "async": COPY}
 
 _SMALL = 64 << 10  # bytes
 
 Tensors = Mapping[str, torch.Tensor]
+Save = Callable[[Tensors, str], object]
+Load = Callable[[str], Tensors]
 
 
 @dataclass
@@ -51,10 +54,45 @@ class Contender:
 
     name: str
     suffix: str
-    save: Callable[[Tensors, str], object] | None
-    load: Callable[[str], Tensors] | None
+    save: Save | None
+    load: Load | None
     package: str = ""  # to be installed by pip, named as it is imported
     saved_by: str = ""  # whose file it loads
+
+
+def contenders(work: Work) -> list[Contender]:
+    """All of them; those of packages that are not installed too."""
+    safetensors, dcp, our_dcp = (  # imported when first called: they may be missing
+        functools.partial(importlib.import_module, name)
+        for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
+    )
+    made = [
+        Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load),
+        Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors",
+                  functools.partial(nvme_ops.save, recycle=True), None),
+        Contender("nvme_ops, mmap=True", ".safetensors", None, functools.partial(nvme_ops.load, mmap=True),
+                  saved_by="nvme_ops .safetensors"),
+        Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load),
+        Contender("torch with nvme_ops.open", ".through.pt", save_through_us, load_through_us),
+        Contender("nvme_ops.dcp", ".nvme_ops.dcp", lambda tensors, path: our_dcp().save(dict(tensors), path),
+                  lambda path: _into_new(work, lambda targets: our_dcp().load(targets, path))),
+        Contender("torch.save, torch.load", ".torch.pt", _durably(torch.save), torch.load),
+        Contender("torch.load(mmap=True)", ".torch.pt", None, functools.partial(torch.load, mmap=True),
+                  saved_by="torch.save, torch.load"),
+        Contender(SAFETENSORS, ".peer.safetensors",
+                  _durably(lambda tensors, path: safetensors().save_file(dict(tensors), path)),
+                  lambda path: cast(Tensors, safetensors().load_file(path)), SAFETENSORS),
+        Contender("fastsafetensors", ".peer.safetensors", None, _fastsafetensors_load, "fastsafetensors", SAFETENSORS),
+        Contender("Run:ai streamer", ".peer.safetensors", None, _runai_load, "runai_model_streamer", SAFETENSORS),
+        Contender("DCP", ".dcp",
+                  _durably(lambda tensors, path: dcp().save(dict(tensors), checkpoint_id=path, no_dist=True)),
+                  lambda path: _into_new(work, lambda targets: dcp().load(targets, checkpoint_id=path, no_dist=True))),
+    ]  # fmt: skip
+    if work.deepspeed:
+        made.append(
+            Contender("DeepSpeed FastFileWriter", ".deepspeed.pt", _durably(_deepspeed_save), None, "deepspeed")
+        )
+    return made
 
 
 def _files(path: str) -> list[str]:
@@ -62,44 +100,15 @@ def _files(path: str) -> list[str]:
     return [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
 
 
-def _sync(path: str) -> None:
-    """What was written to a file or a folder is on the device."""
-    for name in _files(path):
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
+def _durably(save: Save) -> Save:
+    """What was written is on the device when it returns."""
 
+    def save_and_sync(tensors: Tensors, path: str) -> None:
+        save(tensors, path)
+        for name in _files(path):
+            sync(name)
 
-def _torch_save(tensors: Tensors, path: str) -> None:
-    torch.save(tensors, path)
-    _sync(path)
-
-
-def _torch_load_mapped(path: str) -> Tensors:
-    return cast(Tensors, torch.load(path, mmap=True))
-
-
-def _torch_save_through_us(tensors: Tensors, path: str) -> None:
-    with nvme_ops.open(path, "w") as file:
-        torch.save(tensors, cast(Any, file))
-        file.sync()
-
-
-def _torch_load_through_us(path: str) -> Tensors:
-    with nvme_ops.open(path) as file:
-        return cast(Tensors, torch.load(cast(Any, file)))
-
-
-def _safetensors_save(tensors: Tensors, path: str) -> None:
-    from safetensors.torch import save_file
-
-    save_file(dict(tensors), path)
-    _sync(path)
-
-
-def _safetensors_load(path: str) -> Tensors:
-    from safetensors.torch import load_file
-
-    return load_file(path)
+    return save_and_sync
 
 
 class _Lent(dict[str, torch.Tensor]):
@@ -132,91 +141,43 @@ def _runai_load(path: str) -> Tensors:
         return {name: tensor.clone() for name, tensor in streamer.get_tensors()}  # it reuses its memory
 
 
-def _dcp_save(tensors: Tensors, path: str) -> None:
-    from torch.distributed import checkpoint
-
-    checkpoint.save(dict(tensors), checkpoint_id=path, no_dist=True)
-    _sync(path)
-
-
-def _dcp_save_through_us(tensors: Tensors, path: str) -> None:
-    import nvme_ops.dcp
-
-    nvme_ops.dcp.save(dict(tensors), path)
-
-
-def _dcp_load(work: Work, path: str, through_us: bool) -> Tensors:
-    from torch.distributed import checkpoint
-
+def _into_new(work: Work, load: Callable[[dict[str, torch.Tensor]], object]) -> Tensors:
     targets = {name: torch.empty_like(tensor) for name, tensor in work.tensors.items()}
-    if through_us:
-        import nvme_ops.dcp
-
-        nvme_ops.dcp.load(targets, path)
-    else:
-        checkpoint.load(targets, checkpoint_id=path, no_dist=True)
+    load(targets)
     return targets
 
 
 def _deepspeed_save(tensors: Tensors, path: str) -> None:
-    from deepspeed.io import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        FastFileWriter,
-        FastFileWriterConfig,
-    )
+    from deepspeed import io  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    from nvme_ops.bench.engines.deepspeed import load
-
-    op = load()
+    op = deepspeed.load()
     if isinstance(op, Unavailable):
         raise op
     handle = op.aio_handle()
     pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
-    config = FastFileWriterConfig(
+    config = io.FastFileWriterConfig(
         dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True, num_parallel_writers=1, writer_rank=0,
         global_rank=0,
     )  # fmt: skip
-    writer = FastFileWriter(file_path=path, config=config)
+    writer = io.FastFileWriter(file_path=path, config=config)
     torch.save(tensors, writer)
     writer.close()
     handle.free_cpu_locked_tensor(pinned)
-    _sync(path)
-
-
-def contenders(work: Work) -> Iterator[Contender]:
-    """All of them; those of packages that are not installed too."""
-    yield Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load)
-    recycled = functools.partial(nvme_ops.save, recycle=True)
-    yield Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors", recycled, None)
-    mapped = functools.partial(nvme_ops.load, mmap=True)
-    yield Contender("nvme_ops, mmap=True", ".safetensors", None, mapped, saved_by="nvme_ops .safetensors")
-    yield Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load)
-    yield Contender("torch with nvme_ops.open", ".through.pt", _torch_save_through_us, _torch_load_through_us)
-    yield Contender("nvme_ops.dcp", ".nvme_ops.dcp", _dcp_save_through_us, lambda path: _dcp_load(work, path, True))
-    yield Contender("torch.save, torch.load", ".torch.pt", _torch_save, torch.load)
-    yield Contender("torch.load(mmap=True)", ".torch.pt", None, _torch_load_mapped, saved_by="torch.save, torch.load")
-    yield Contender(SAFETENSORS, ".peer.safetensors", _safetensors_save, _safetensors_load, "safetensors")
-    for name, load, package in (
-        ("fastsafetensors", _fastsafetensors_load, "fastsafetensors"),
-        ("Run:ai streamer", _runai_load, "runai_model_streamer"),
-    ):
-        yield Contender(name, ".peer.safetensors", None, load, package, SAFETENSORS)
-    yield Contender("DCP", ".dcp", _dcp_save, lambda path: _dcp_load(work, path, False))
-    if work.deepspeed:
-        yield Contender("DeepSpeed FastFileWriter", ".deepspeed.pt", _deepspeed_save, None, "deepspeed")
 
 
 def save_rows(work: Work) -> list[Row]:
     """Fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
-    rows = [_fio_row(work, "write"), _fio_new_row(work)]
-    for each in contenders(work):
-        if each.save is not None:
-            rows.append(_row(work, each, functools.partial(each.save, work.tensors, work.path + each.suffix), None))
-    return rows
+    saves = [
+        _row(work, each, functools.partial(each.save, work.tensors, work.path + each.suffix))
+        for each in contenders(work)
+        if each.save is not None
+    ]
+    return [*_fio_rows(work, "write"), *saves]
 
 
 def load_rows(work: Work) -> list[Row]:
     """Fio's best read, and every load; what is only mapped is looked at."""
-    return [_fio_row(work, "read"), *_loads(work, make_cold)]
+    return [*_fio_rows(work, "read"), *_loads(work, make_cold)]
 
 
 def cached_rows(work: Work) -> list[Row]:
@@ -246,14 +207,15 @@ def async_rows(work: Work) -> list[Row]:
 
 
 def _loads(work: Work, prepare: Callable[[str], None]) -> list[Row]:
-    rows = []
-    for each in contenders(work):
-        if each.load is not None:
-            rows.append(_row(work, each, functools.partial(each.load, work.path + each.suffix), prepare))
-    return rows
+    return [
+        _row(work, each, functools.partial(each.load, work.path + each.suffix), prepare)
+        for each in contenders(work)
+        if each.load is not None
+    ]
 
 
-def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None) -> Row:
+def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
+    """A load of files that ``prepare`` is called with before; without it, a save."""
     path = work.path + each.suffix
     made_by = next(other for other in contenders(work) if other.name == (each.saved_by or each.name))
 
@@ -262,15 +224,14 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
             raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
         if prepare is None:
             _let_the_device_rest(work.size)
-            _warm_free_memory(work.size)
-            return
-        if path not in work.saved:
-            if made_by.save is None:
-                raise Unavailable(f"{made_by.name} saves nothing")
-            made_by.save(work.tensors, path)
-            work.saved.add(path)
-        for name in _files(path):
-            prepare(name)
+        else:
+            if path not in work.saved:
+                if made_by.save is None:
+                    raise Unavailable(f"{made_by.name} saves nothing")
+                made_by.save(work.tensors, path)
+                work.saved.add(path)
+            for name in _files(path):
+                prepare(name)
         _warm_free_memory(work.size)
 
     def run() -> Sample:
@@ -323,26 +284,9 @@ def _compare(tensors: Tensors, loaded: Tensors) -> None:
             raise WrongData(f"{name} differs")
 
 
-def _fio_new_row(work: Work) -> Row:
-    """Where nothing was: blocks have to be found for what is written, as for a save."""
-    row = _fio_row(work, "write", ".new")
-    path = f"{work.path}.fio.new"
-
-    def before() -> None:
-        fio.require()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        with open(path, "wb") as file:
-            file.truncate(-(-work.size // fio.BLOCK) * fio.BLOCK)
-        _let_the_device_rest(work.size)
-
-    row.name, row.before = "fio best, new file", before
-    return row
-
-
-def _fio_row(work: Work, pattern: str, suffix: str = "") -> Row:
-    path = f"{work.path}.fio{suffix}"
-    size = -(-work.size // fio.BLOCK) * fio.BLOCK
+def _fio_rows(work: Work, pattern: str) -> list[Row]:
+    """Over a file that has its blocks; a write also where they have to be found, as for every save."""
+    path, size = f"{work.path}.fio", -(-work.size // fio.BLOCK) * fio.BLOCK
 
     def before() -> None:
         fio.require()
@@ -350,6 +294,15 @@ def _fio_row(work: Work, pattern: str, suffix: str = "") -> Row:
             make_file(path, size)
         make_cold(path)
 
-    row = Row(FIO_BEST, lambda: Sample(1, 1), before)
-    row.run = fio.first_that_runs(row, fio.BEST, pattern, lambda: path, size)
-    return row
+    def before_new() -> None:
+        fio.require()
+        new = Path(f"{path}.new")
+        new.unlink(missing_ok=True)
+        new.touch()
+        os.truncate(new, size)
+        _let_the_device_rest(work.size)
+
+    rows = [fio.row(FIO_BEST, pattern, lambda: path, size, before)]
+    if pattern == "write":
+        rows.append(fio.row("fio best, new file", pattern, lambda: f"{path}.new", size, before_new))
+    return rows

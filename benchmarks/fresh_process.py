@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 
 from benchmarks import command
 from benchmarks.checkpoint import state_dict
-from nvme_ops.bench import machine, stop
 from nvme_ops.bench.files import make_cold
-from nvme_ops.bench.measure import Row, Sample, Unavailable
-from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.bench.measure import Row, Sample
 from nvme_ops.bench.tables import Table
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import size_words
 
 GROUPS = {
     "load": "load by a new process, until every tensor is summed",
     "locked": "a new process allocates a page-locked tensor and reads a file into it",
 }
-_COLUMNS = ("CPU s/GiB",)
 _REST = 3.0  # seconds: a virtual machine's host takes back memory that was free for two
 
 # What is imported is in memory before the clock starts; the sums are of all tensors.
@@ -53,32 +48,6 @@ _LOADS = {  # named as in checkpoint.py, where the same is measured in memory th
     "torch.save, torch.load": ("", "torch.load(path)"),
     "torch.load(mmap=True)": ("", "torch.load(path, mmap=True)"),
 }
-_BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
-
-
-def in_new_process(setup: str, work: str, path: str, size: int) -> Sample:
-    """One pass. Raises Unavailable with the last line that the process said when it fails."""
-    environment = {"DS_ACCELERATOR": "cpu", **os.environ}
-    if "nvme_ops" in setup:  # of a checkout; DeepSpeed would take its op_builder for one of its own
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        )
-    else:
-        environment.pop("PYTHONPATH", None)
-    environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    done = subprocess.run(
-        stop.tied([sys.executable, "-c", _PROGRAM.format(setup=setup, work=work), path, str(size)]),
-        env=environment,
-        cwd=os.path.dirname(path),  # no checkout either
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        words = done.stderr.strip().splitlines()
-        raise Unavailable(words[-1] if words else f"exit status {done.returncode}")
-    seconds, cpu, _ = json.loads(done.stdout.strip().splitlines()[-1])
-    return Sample(seconds, size, cpu)
 
 
 def _row(name: str, setup: str, work: str, path: str, size: int) -> Row:
@@ -86,9 +55,13 @@ def _row(name: str, setup: str, work: str, path: str, size: int) -> Row:
         make_cold(path)
         time.sleep(_REST)
 
-    row = Row(name, lambda: in_new_process(setup, work, path, size))
-    row.before = before
-    return row
+    def run() -> Sample:
+        program = _PROGRAM.format(setup=setup, work=work)
+        said = command.in_new_process(program, path, str(size), folder=os.path.dirname(path))
+        seconds, cpu, _ = json.loads(said)
+        return Sample(seconds, size, cpu)
+
+    return Row(name, run, before)
 
 
 def load_rows(scratch: str, size: int) -> list[Row]:
@@ -97,62 +70,46 @@ def load_rows(scratch: str, size: int) -> list[Row]:
     from safetensors.torch import save_file
 
     tensors = state_dict("large", size)
-    save_file(tensors, os.path.join(scratch, "file.safetensors"))
-    torch.save(tensors, os.path.join(scratch, "file.pt"))
+    paths = [os.path.join(scratch, name) for name in ("file.pt", "file.safetensors")]
+    torch.save(tensors, paths[0])
+    save_file(tensors, paths[1])
     return [
-        _row(
-            name, setup, f"loaded = {call}\n{_SUM}",
-            os.path.join(scratch, "file.safetensors" if "safetensors" in name else "file.pt"), size,
-        )
+        _row(name, setup, f"loaded = {call}\n{_SUM}", paths["safetensors" in name], size)
         for name, (setup, call) in _LOADS.items()
-    ]  # fmt: skip
+    ]
 
 
 def locked_rows(scratch: str, size: int, packages: Sequence[str]) -> list[Row]:
     """With default settings, by DeepNVMe's interface."""
-    path = os.path.join(scratch, "data")
-    with open(path, "wb") as file:
-        for _ in range(size // command.STEP):
-            file.write(os.urandom(command.STEP))
-        os.fsync(file.fileno())
+    path = command.data_file(scratch, size)
     setup = "from {} import AsyncIOBuilder; handle = AsyncIOBuilder().load().aio_handle()"
     work = "tensor = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))\n{}total = 0"
     return [
-        _row(f"{package}, {words}", setup.format(_BUILDERS[package]), work.format(read), path, size)
+        _row(f"{package}, {words}", setup.format(command.BUILDERS[package]), work.format(read), path, size)
         for words, read in (("allocation and read", "handle.sync_pread(tensor, path)\n"), ("allocation alone", ""))
         for package in packages
     ]
 
 
-def measure(given: argparse.Namespace, progress: command.Progress) -> command.Result:
-    """Everything: what the JSON file shall hold, and the tables by folder."""
-    result: dict[str, Any] = {"machine": machine.machine(), "size": given.size, "rounds": given.rounds, "folders": {}}
-    tables: dict[str, list[Table]] = {}
-    packages = [name for name in _BUILDERS if name == "nvme_ops" or not given.no_deepspeed]
-    for folder in given.path:
-        place = machine.place(folder)
-        print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in place.items()))
-        result["folders"][folder] = {"place": place, "tables": []}
-        tables[folder] = []
-        with scratch_folder(folder, 3 * given.size + 64 * MIB) as scratch:
-            for group in [name for name in GROUPS if not given.only or name in given.only]:
-                progress(f"making the files of {group}")
-                title = f"{GROUPS[group]}; {size_words(given.size)}"
-                if group == "load":
-                    table = Table(group, title, "GB/s", load_rows(scratch, given.size), "safetensors", _COLUMNS)
-                else:
-                    rows = locked_rows(scratch, given.size, packages)
-                    table = Table(group, title, "GB/s", rows, rows[len(packages) - 1].name, _COLUMNS)
-                found = command.measure_table(table, given.rounds, progress)
-                tables[folder].append(table)
-                result["folders"][folder]["tables"].append(found)
-    return result, tables
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder."""
+    packages = [name for name in command.BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
+    for group in run.given.groups:
+        command.show_progress(f"making the files of {group}")
+        if group == "load":
+            rows, reference = load_rows(scratch, run.given.size), "safetensors"
+        else:
+            rows = locked_rows(scratch, run.given.size, packages)
+            reference = rows[len(packages) - 1].name
+        yield Table(group, f"{GROUPS[group]}; {size_words(run.given.size)}", "GB/s", rows, reference, ("CPU s/GiB",))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used; 2 for wrong arguments; 130 after Ctrl-C."""
-    given = command.parse(command.parser((__doc__ or "").partition("\n")[0], GROUPS), words)
-    return command.run("fresh_process.py", given, measure)
+    return command.run(
+        command.parse(command.parser(__file__, __doc__, GROUPS), words),
+        lambda given: command.Run(given).folders(3, tables),
+    )
 
 
 if __name__ == "__main__":

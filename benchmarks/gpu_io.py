@@ -6,10 +6,11 @@ docs/gpu-results.md explains it.
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 
 import torch
 
-from benchmarks import command, contenders, gpu_peers, gpu_rows
+from benchmarks import command, file_rows, gpu_rows
 from benchmarks.gpu_rows import GpuWork
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import files, machine
-from nvme_ops.bench.measure import Row, Spread, interleave, spread
-from nvme_ops.bench.scratch import scratch_folder
-from nvme_ops.bench.tables import Table, as_json, as_text, with_range
-from nvme_ops.text import MIB, size_words
+from nvme_ops.bench.measure import Row, Spread, spread
+from nvme_ops.bench.tables import Table, with_range
+from nvme_ops.op_builder import GDSBuilder, cufile
+from nvme_ops.text import size_words
 
 GROUPS = {
     "read": "read to GPU memory, of a file that is not in the page cache",
@@ -35,17 +35,9 @@ _PAGE = 4096
 # What this package aims at: a row, those of which it is compared with the best, and the least ratio.
 AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
     ("the bounce path / the same handle's rate to host memory", gpu_rows.BOUNCE, (gpu_rows.HOST,), 0.95),
-    (
-        "gds_handle / the best of cuFile alone and kvikio",
-        gpu_rows.GDS,
-        (
-            gpu_peers.CUFILE, gpu_peers.CUFILE_THREADS, gpu_peers.TORCH_CUFILE,
-            gpu_peers.KVIKIO, gpu_peers.KVIKIO_THREADS, gpu_peers.KVIKIO_COMPATIBLE,
-        ),
-        1.0,
-    ),
+    ("gds_handle / the best of cuFile alone and kvikio", gpu_rows.GDS, gpu_rows.ON_CUFILE, 1.0),
     ("gds_handle with a pinned tensor / gdsio to the GPU", gpu_rows.GDS_PINNED, (gpu_rows.GDSIO,), 1.0),
-]  # fmt: skip
+]
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +49,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4K")
         return value
 
-    parser = command.parser((__doc__ or "").partition("\n")[0], GROUPS)
+    parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU (default 0)")
     parser.add_argument("--block-size", type=block_size, default="1M", help="of all who take one (default 1M)")
     parser.add_argument("--threads", type=positive, default=8, help="of all who take a number (default 8)")
@@ -76,52 +68,27 @@ def why_no_gpu(number: int) -> str | None:
 
 
 def device_words(device: torch.device) -> dict[str, str]:
-    """The GPU and cuFile, for the head of the output."""
+    """The GPU, and whether cuFile moves data straight between storage and GPU or why it cannot work."""
     words = {"device": str(device)}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
-    return words | {"cufile": cufile_words()}
-
-
-def cufile_words() -> str:
-    """The library, and whether data can go straight between storage and GPU; or why cuFile cannot work."""
-    from nvme_ops.op_builder import GDSBuilder, cufile
-
     try:
         driver = GDSBuilder().load().open_driver(cufile.libraries())
     except RuntimeError as reason:
-        return str(reason).splitlines()[0]
+        return words | {"cufile": str(reason).splitlines()[0]}
     kind = "a test double" if driver["fake"] else f"{driver['version'] // 1000}.{driver['version'] % 1000 // 10}"
-    direct = driver["why_not_direct"]
-    return f"{kind} ({driver['path']}), {f'not direct: {direct}' if direct else 'direct'}"
-
-
-@contextmanager
-def table(work: GpuWork, with_deepspeed: bool) -> Iterator[Table]:
-    """All who read, or write, the whole file. Their memory and processes end with the block."""
-    group = "write" if work.write else "read"
-    remote, running = gpu_peers.remote_rows(work, with_deepspeed)
-    with ExitStack() as stack:
-        for each in running:
-            stack.enter_context(each)
-        ours = stack.enter_context(gpu_rows.nvme_ops_rows(work))
-        rows = contenders.fio_rows(work)[:1] + ours + remote
-        rows += [*gpu_rows.gdsio_rows(work), gpu_rows.torch_row(work)]
-        yield Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, gpu_rows.HOST)
+    direct = f"not direct: {driver['why_not_direct']}" if driver["why_not_direct"] else "direct"
+    return words | {"cufile": f"{kind} ({driver['path']}), {direct}"}
 
 
 def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
     """My rate over the best of theirs, round by round; rounds that lack mine, or all of theirs, are left out."""
     ratios = []
-    for number, sample in enumerate(mine.samples):
-        rates = [
-            other.samples[number].rate  # type: ignore[union-attr]
-            for other in others
-            if number < len(other.samples) and other.samples[number] is not None
-        ]
-        if sample is not None and rates:
-            ratios.append(sample.rate / max(rates))
+    for own, *theirs in itertools.zip_longest(mine.samples, *(other.samples for other in others)):
+        rates = [sample.rate for sample in theirs if sample is not None]
+        if own is not None and rates:
+            ratios.append(own.rate / max(rates))
     return ratios
 
 
@@ -137,81 +104,53 @@ def aims(measured: Table) -> dict[str, tuple[Spread | None, float]]:
 
 def aims_text(found: dict[str, tuple[Spread | None, float]]) -> str:
     """For a reader. Whether an aim counts here depends on the way that gds_handle took, which its row says."""
-    lines = []
+    lines = ["aims:"]
     for words, (ratio, least) in found.items():
         if ratio is None:
             lines.append(f"  {words}: not measured, see the rows' notes")
         else:
             kept = "reached" if ratio.median >= least else "missed"
             lines.append(f"  {words}: {with_range(ratio, 3)}, aim {least:g}: {kept}")
-    return "\n".join(["aims:", *lines])
+    return "\n".join(lines)
 
 
-def measure_folder(
-    given: argparse.Namespace, folder: str, device: torch.device, progress: command.Progress
-) -> tuple[dict[str, Any], list[Table]]:
-    """Runs the groups in one folder, printing each table when it is done."""
-    found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "aims": {}}
-    tables = []
-    print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in found["place"].items()))
-    with scratch_folder(folder, 3 * given.size + 64 * MIB) as scratch:
-        path = os.path.join(scratch, "data")
-        progress(f"writing {size_words(given.size)} to {folder}")
-        files.make_file(path, given.size)
-        for group in GROUPS:
-            if given.only and group not in given.only:
-                continue
-            work = GpuWork(path, given.size, group == "write", device, given.block_size, given.threads)
-            with table(work, not given.no_deepspeed) as measured:
-                interleave(measured.rows, given.rounds, progress)
-            progress("")
-            tables.append(measured)
-            found["tables"].append(as_json(measured))
-            reached = aims(measured)
-            found["aims"][group] = {
-                words: {"ratio": ratio and vars(ratio), "least": least} for words, (ratio, least) in reached.items()
-            }
-            print(f"\n{as_text(measured)}\n\n{aims_text(reached)}", flush=True)
-    return found, tables
-
-
-def measure_on(device: torch.device) -> Callable[[argparse.Namespace, command.Progress], command.Result]:
-    """Everything for one device: what the JSON file shall hold, and the tables by folder."""
-
-    def measure(given: argparse.Namespace, progress: command.Progress) -> command.Result:
-        progress("loading this package's ops")
-        settings = {
-            "size": given.size,
-            "rounds": given.rounds,
-            "block_size": given.block_size,
-            "threads": given.threads,
+def tables(device: torch.device, run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder: all who read, or write, the whole file. Their memory and processes end with the table."""
+    given, found["aims"] = run.given, {}
+    path = command.data_file(scratch, given.size)
+    for group in given.groups:
+        work = GpuWork(
+            path, given.size, group == "write", device=device, block_size=given.block_size, threads=given.threads
+        )
+        with ExitStack() as stack:
+            remote = gpu_rows.remote_rows(stack, work, not given.no_deepspeed)
+            rows = file_rows.fio_rows(work)[:1] + stack.enter_context(gpu_rows.nvme_ops_rows(work)) + remote
+            rows += gpu_rows.other_rows(work)
+            measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, gpu_rows.HOST)
+            yield measured
+        reached = aims(measured)
+        found["aims"][group] = {
+            words: {"ratio": ratio and vars(ratio), "least": least} for words, (ratio, least) in reached.items()
         }
-        result: dict[str, Any] = {
-            "machine": machine.machine(),
-            "device": device_words(device),
-            **settings,
-            "folders": {},
-        }
-        tables: dict[str, list[Table]] = {}
-        progress("")
-        print("; ".join(f"{name} {words}" for name, words in result["machine"].items()))
-        print("; ".join(f"{name} {words}" for name, words in result["device"].items()))
-        print(f"blocks of {size_words(given.block_size)}, {given.threads} threads")
-        for folder in given.path:
-            result["folders"][folder], tables[folder] = measure_folder(given, folder, device, progress)
-        return result, tables
+        print(f"\n{aims_text(reached)}", flush=True)
 
-    return measure
+
+def measure(device: torch.device, given: argparse.Namespace) -> command.Run:
+    """All groups."""
+    words = device_words(device)
+    run = command.Run(given, device=words, block_size=given.block_size, threads=given.threads)
+    print(command.listed(words))
+    print(f"blocks of {size_words(given.block_size)}, {given.threads} threads")
+    return run.folders(3, partial(tables, device))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """As raw_io.py's; status 2 where there is no CUDA GPU, too."""
     given = arguments(words)
-    reason = why_no_gpu(given.gpu)
-    if reason:
+    if reason := why_no_gpu(given.gpu):
         print(f"gpu_io.py: error: {reason}", file=sys.stderr)
         return 2
-    return command.run("gpu_io.py", given, measure_on(torch.device("cuda", given.gpu)))
+    return command.run(given, partial(measure, torch.device("cuda", given.gpu)))
 
 
 if __name__ == "__main__":

@@ -1,209 +1,266 @@
-"""The page and the README's table, from the stored results."""
+"""What is measured of the page, and the README's tables, from the stored results: by Jinja's templates and tabulate.
+
+The rows of each table are made here, as dictionaries by column; where they stand is up to page_results.md.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.page_sections import SECTIONS
-from benchmarks.page_tables import Json, markdown
+import jinja2
+from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from benchmarks.command import ROOT
+from nvme_ops.bench.measure import PERCENTILES, Spread
+from nvme_ops.bench.tables import COLUMNS, with_range
 from nvme_ops.text import size_words
 
-NOTICE = "<!-- made by `make benchmarks-page` from benchmarks/page_template.md and the results: change those -->"
-MARKERS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
-_WIDTH = 120
-_SECTION = re.compile(r"<!-- section (\w+) -->")
-_MACHINES = "<!-- machines -->"
-_NOT_YET = "Not measured yet."
+# What results that are damaged, or of another version, raise here
+_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)
 
-# Of the README: what is moved, raw_io's group and row, and the unit where it is not the column's.
+# Of the README: what is moved, raw_io's group and row
 _ROWS = [
-    ("read, page-locked tensor", "read", "nvme_ops, locked", ""),
-    ("read, ordinary tensor that was in use", "read", "nvme_ops, pageable", ""),
-    ("write, page-locked tensor", "write", "nvme_ops, locked", ""),
-    ("write, ordinary tensor that was in use", "write", "nvme_ops, pageable", ""),
-    ("read from the page cache, ordinary tensor that was in use", "cached", "nvme_ops, pageable", ""),
-    ("16,384 random 4 KiB reads in one call", "random", "nvme_ops submit_preadv, nvme_ops.empty", " kIOPS"),
+    ("read, page-locked tensor", "read", "nvme_ops, locked"),
+    ("read, ordinary tensor that was in use", "read", "nvme_ops, pageable"),
+    ("write, page-locked tensor", "write", "nvme_ops, locked"),
+    ("write, ordinary tensor that was in use", "write", "nvme_ops, pageable"),
+    ("read from the page cache, ordinary tensor that was in use", "cached", "nvme_ops, pageable"),
+    ("16,384 random 4 KiB reads in one call", "random", "nvme_ops submit_preadv, nvme_ops.empty"),
 ]
-_FIO = ("fio best", "fio randread 4k, depth 128")
+_CHECKPOINTS = {"save": "save, durably", "load": "load, cold, warm memory", "fresh": "load, cold, fresh process",
+                "cached": "load from the page cache"}  # fmt: skip
 
-Results = Mapping[str, Json]  # by section
-
-
-def page(template: str, results: Results, pictures: str) -> str:
-    """The page. ``pictures``: the folder of the plots, seen from the page's."""
-    machines = distinct_machines(results)
-    lines = [NOTICE, ""]
-    for line in template.splitlines():
-        if found := _SECTION.fullmatch(line):
-            lines += _section(found[1], results.get(found[1]), machines, pictures)
-        elif line == _MACHINES:
-            lines += _machines(machines)
-        else:
-            lines.append(line)
-    return "\n".join(lines).rstrip("\n") + "\n"
+Json = Mapping[str, Any]
+Results = Mapping[str, Json]  # by section, in the order of the page
+Cells = dict[str, str]  # of a row, by column
 
 
-def distinct_machines(results: Results) -> list[Json]:
-    """The descriptions of the machines that results come from, in the order of the sections."""
-    found: list[Json] = []
-    for name in SECTIONS:
-        description = results.get(name, {}).get("description")
-        if description and description not in found:
-            found.append(description)
-    return found
-
-
-def _machines(machines: Sequence[Json]) -> list[str]:
-    if not machines:
-        return [_NOT_YET]
-    lines: list[str] = []
-    for number, description in enumerate(machines, 1):
-        rows = [[name, words] for part in ("machine", "settings") for name, words in description[part].items()]
-        rows += [[f"`{name}`", _place_words(found)] for name, found in description["places"].items()]
-        lines += markdown([f"machine {number}", ""], rows)
-    return lines[:-1]
-
-
-def _place_words(found: Mapping[str, str]) -> str:
-    kept = {name: words.partition(" (")[0] if name == "file system" else words for name, words in found.items()}
-    return "; ".join(f"{name}: {words}" for name, words in kept.items())
-
-
-def _section(name: str, stored: Json | None, machines: Sequence[Json], pictures: str) -> list[str]:
-    if stored is None:
-        return [_NOT_YET]
-    if stored["skipped"]:
-        return [f"Not run: {stored['skipped']}."]
-    where = f"{stored['date']}, machine {machines.index(stored['description']) + 1}."
-    lines: list[str] = []
-    for run in stored["runs"]:
-        lines += [f"    {run['command']}", "", where, ""]
-        if run["failure"]:
-            lines += [f"**This run failed: {run['failure']}**", ""]
-        if run["document"] is not None:
-            lines += _rendered(name, run["document"])
-        if run["text"]:
-            lines += ["```text", *(line.rstrip() for line in run["text"].splitlines()), "```", ""]
-        if run["plot"]:
-            lines += [f"![{run['command']}]({os.path.join(pictures, run['plot'])})", ""]
-    return lines[:-1]
-
-
-def _rendered(name: str, document: Json) -> list[str]:
-    try:
-        return SECTIONS[name].render(document)
-    except (KeyError, TypeError, IndexError) as error:  # the results of another version
-        return [f"**These results cannot be shown ({type(error).__name__}: {error}): measure the section again.**", ""]
+def page(text: str, results: Results, pictures: str) -> str:
+    """The page with its results made anew. ``pictures``: the folder of the plots, seen from the page's."""
+    machines: list[Json] = []  # that results come from
+    for stored in results.values():
+        if stored["description"] and stored["description"] not in machines:
+            machines.append(stored["description"])
+    numbers = {name: machines.index(stored["description"]) + 1 for name, stored in results.items()
+               if stored["description"]}  # fmt: skip
+    parts = {f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures)
+             for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)}  # fmt: skip
+    return filled(text, {"machines": _part("machines", machines), **parts})
 
 
 def readme(text: str, results: Results) -> str:
-    """The README with what lies between its markers made anew. Raises ValueError where it has none."""
-    begin, end = MARKERS
-    before, first, rest = text.partition(begin + "\n")
-    _, last, after = rest.partition(end)
-    if not first or not last:
-        raise ValueError(f"it has no lines {begin} and {end}")
-    block = readme_block(results.get("raw_io")) + checkpoint_block(results.get("checkpoint"), results.get("fresh"))
-    return "".join([before, first, "\n".join(block), "\n", last, after])
+    """The README with its tables made anew."""
+    try:
+        block = _readme_block(results)
+    except _DAMAGED as error:
+        block = _cannot_be_shown(error)
+    return filled(text, {"benchmarks": block})
 
 
-def readme_block(stored: Json | None) -> list[str]:
-    """Who is compared, on what; and the table."""
-    documents = [run["document"] for run in stored["runs"] if run["document"]] if stored else []
-    if not stored or not documents or not documents[0].get("folders"):
-        return [_NOT_YET]
-    document = documents[0]
-    folders = {name: _rows_of(found) for name, found in document["folders"].items()}
-    rows = []
-    for words, group, name, unit in _ROWS:
-        found = [each.get((group, name)) for each in folders.values()]
-        rows.append([words, *(cell for row in found for cell in _cells(row, unit)), _cpu(found[0] if found else None)])
-    head = [cell for name in folders for cell in (f"{name.lower()}, GB/s", "of fio's best", "x DeepSpeed")]
-    intro = textwrap.wrap(_intro(stored, document, folders), _WIDTH, break_long_words=False, break_on_hyphens=False)
-    return [*intro, "", *markdown(["", *head, "CPU s/GiB"], rows)[:-1]]
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """``text`` with each of the parts between the lines that name it. Raises ValueError where it has none."""
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        before, first, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if not first or not last:
+            raise ValueError(f"it has no lines {begin.strip()} and {end}")
+        lines = "\n".join(line.rstrip() for line in part.splitlines())
+        text = "".join([before, begin, "\n", re.sub(r"\n{3,}", "\n\n", lines).strip("\n"), "\n\n", end, after])
+    return text
 
 
-def checkpoint_block(stored: Json | None, fresh: Json | None = None) -> list[str]:
-    """The state dict of large tensors, in the first place: everybody's rates; of loads in a fresh process too."""
-    documents = [run["document"] for run in stored["runs"] if run["document"]] if stored else []
-    if not stored or not documents or not documents[0].get("folders"):
-        return []
-    place, found = next(iter(documents[0]["folders"].items()))
-    tables = {table["group"]: table for table in found["tables"] if "; large:" in table["title"]}
-    groups = {
-        "save": "save, durably",
-        "load": "load, cold, warm memory",
-        "fresh": "load, cold, fresh process",
-        "cached": "load from the page cache",
-    }
-    tables.update(_loads_of(fresh))
-    rates: dict[str, dict[str, str]] = {}
-    for group in groups:
-        for row in tables.get(group, {"rows": []})["rows"]:
-            if row["spread"] and (group != "fresh" or row["name"] in rates):
-                rates.setdefault(row["name"], {})[group] = f"{row['spread']['median']:.2f}"
-    rows = [[name, *(found.get(group, "-") for group in groups)] for name, found in rates.items()]
-    intro = (
-        f"Checkpoints: a state dict of {size_words(documents[0]['size'])} in tensors of 32 MiB, medians of "
-        f"{documents[0]['rounds']} rounds on the same {place.lower()}, {stored['date']}, GB/s:"
-    )
-    lines = textwrap.wrap(intro, _WIDTH, break_long_words=False, break_on_hyphens=False)
-    return ["", *lines, "", *markdown(["", *groups.values()], rows)[:-1]]
+def _readme_block(results: Results) -> str:
+    raw_io, checkpoint, fresh = (_document(results, name) for name in ("raw_io", "checkpoint", "fresh"))
+    if not raw_io:
+        return _part("section", {})
+    notes = {row["note"] for found in raw_io["folders"].values() for table in found["tables"] for row in table["rows"]
+             if row["name"] == "fio best"}  # fmt: skip
+    lacks = "; ".join(sorted(note for note in notes if note and not note.startswith("failed")))
+    known = results["raw_io"]["description"]["places"]
+    places = "; ".join(f"{name.lower()} is {_storage(known.get(name, {}))}" for name in raw_io["folders"])
+    block = _part("readme", results["raw_io"], raw_io, lacks, places, _readme_rows(raw_io["folders"]))
+    if checkpoint:
+        place = next(iter(checkpoint["folders"]))
+        large = {
+            table["group"]: table for table in checkpoint["folders"][place]["tables"] if "; large:" in table["title"]
+        }
+        for table in next(iter(fresh["folders"].values()))["tables"] if fresh else []:
+            large |= {"fresh": table} if table["group"] == "load" else {}
+        block += _part("readme_checkpoints", results["checkpoint"], checkpoint, place, _checkpoint_rows(large))
+    return block
 
 
-def _loads_of(fresh: Json | None) -> dict[str, Json]:
-    """Of a fresh process, in the first place, as ``fresh``; nothing where it was not measured."""
-    documents = [run["document"] for run in fresh["runs"] if run["document"]] if fresh else []
-    folders = documents[0].get("folders", {}) if documents else {}
-    tables = next(iter(folders.values()))["tables"] if folders else []
-    return {"fresh" if table["group"] == "load" else "": table for table in tables}
-
-
-def _rows_of(found: Json) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rows by group and name, with the row that they are divided by."""
-    return {
-        (table["group"], row["name"]): {**row, "reference": table["reference"]}
-        for table in found["tables"]
-        for row in table["rows"]
-    }
-
-
-def _cells(row: Json | None, unit: str) -> list[str]:
-    if row is None or not row["spread"]:
-        return ["-", "-", ""]
-    rate = row["spread"]["median"]
-    text = f"{rate:.3g}{unit}" if rate >= 100 or unit else f"{rate:.2f}"
-    ratio, peer = row["against_reference"], row["against_peer"]
-    of = f"{ratio['median']:.2f}" if ratio else "-"
-    if ratio and row["reference"] not in _FIO:
-        of += f" of `{row['reference'].split()[0]}`"
-    return [text, of, f"{peer['median']:.1f}" if peer else ""]
-
-
-def _cpu(row: Json | None) -> str:
-    found = (row or {}).get("columns", {}).get("CPU s/GiB")
-    return f"{found['median']:.3f}" if found else ""
-
-
-def _intro(stored: Json, document: Json, folders: Mapping[str, Mapping[Any, Json]]) -> str:
-    description = stored["description"]
-    machine = description["machine"]
-    notes = {rows[key]["note"] for rows in folders.values() for key in rows if key[1] == _FIO[0]}
-    lacks = sorted(note for note in notes if note and not note.startswith("failed"))
-    best = f"({'; '.join(lacks)})" if lacks else "(io_uring, 4 MiB, depth 32, huge pages, registered buffers)"
-    deepspeed = f" and DeepSpeed {machine['deepspeed']} with its defaults" if "deepspeed" in machine else ""
-    places = "; ".join(f"{name.lower()} is {_storage(description['places'].get(name, {}))}" for name in folders)
-    return (
-        f"Against fio at its best {best}{deepspeed}, {size_words(document['size'])}, cold, medians of "
-        f"{document['rounds']} interleaved rounds on {machine['cpu']} ({machine['memory']}, kernel "
-        f"{machine['kernel']}; {places}), {stored['date']}:"
-    )
+def _document(results: Results, section: str) -> Json:
+    """The first one that has folders; empty where there is none."""
+    documents = (run["document"] or {} for run in results.get(section, {}).get("runs", []))
+    return next((document for document in documents if document.get("folders")), {})
 
 
 def _storage(place: Mapping[str, str]) -> str:
     kind, device = place.get("file system", "unknown").partition(" ")[0], place.get("device", "none")
     return kind if device.startswith("none") else f"{kind} on {device}"
+
+
+def _readme_rows(folders: Json) -> Iterator[Cells]:
+    for words, group, name in _ROWS:
+        cells, cpu = {"": words}, "-"
+        for place, found in folders.items():
+            wanted = ((table, row) for table in found["tables"] if table["group"] == group for row in table["rows"])
+            missing: tuple[Json, Json] = ({}, {"spread": None})
+            table, row = next((each for each in wanted if each[1]["name"] == name), missing)
+            rate = of = times = "-"
+            if row["spread"]:
+                rate, of = _rate(row["spread"]["median"], table["unit"]), _median(row["against_reference"], 2)
+                of += "" if table["reference"].startswith("fio") else f" of `{table['reference'].split()[0]}`"
+                times = _median(row["against_peer"], 1)
+                cpu = _median(row["columns"].get("CPU s/GiB"), 3) if cpu == "-" else cpu
+            columns = {"{}, GB/s": rate, "{}: of fio's best": of, "{}: x DeepSpeed": times}
+            cells |= {column.format(place.lower()): cell for column, cell in columns.items()}
+        yield {**cells, "CPU s/GiB": cpu}
+
+
+def _checkpoint_rows(tables: Json) -> list[Cells]:
+    """Everybody's rates; those of a fresh process for who has others."""
+    rates: dict[str, Cells] = {}
+    for group in ("save", "load", "cached", "fresh"):
+        for row in tables.get(group, {"rows": []})["rows"]:
+            if row["spread"] and (group != "fresh" or row["name"] in rates):
+                rates.setdefault(row["name"], {})[group] = _median(row["spread"], 2)
+    return [{"": name, **{words: found.get(group, "-") for group, words in _CHECKPOINTS.items()}}
+            for name, found in rates.items()]  # fmt: skip
+
+
+def _rate(median: float, unit: str) -> str:
+    return f"{median:.2f}" if unit == "GB/s" and median < 100 else f"{median:.3g} {unit}".removesuffix(" GB/s")
+
+
+def _median(found: Json | None, digits: int) -> str:
+    return f"{found['median']:.{digits}f}" if found else "-"
+
+
+# Filters of the templates
+
+
+def table(rows: Iterable[Cells]) -> str:
+    """Markdown. A column that no row fills is left out."""
+    lines = list(rows)
+    first, *others = dict.fromkeys(name for row in lines for name in row)
+    kept = [first, *(name for name in others if any(row.get(name, "-") not in ("", "-") for row in lines))]
+    cells = [[row.get(name, "-").replace("|", "\\|").replace("\n", " ") for name in kept] for row in lines]
+    return str(tabulate(cells, kept, "github", disable_numparse=True))
+
+
+def spread(found: Json | None, digits: int) -> str:
+    """The median and its range, of a plain Spread in either spelling."""
+    if not found:
+        return "-"
+    low, high = (found[long] if long in found else found[short] for long, short in (("low", "min"), ("high", "max")))
+    return with_range(Spread(found["median"], low, high), digits)
+
+
+def measured_rows(document: Json) -> Iterator[Cells]:
+    """Of what ``tables.as_json`` gave."""
+    unit, reference = f"{document['unit']} (min - max)", document["reference"]
+    for row in document["rows"]:
+        known = {name: found["median"] for name, found in row.get("columns", {}).items() if found}
+        columns = {name: words(known[name]) if name in known else "-" for name, (_, words) in COLUMNS.items()}
+        ratio = "-" if row["name"] == reference else spread(row.get("against_reference"), 3)
+        ratios = {f"/ {reference}": ratio, "/ DeepSpeed": spread(row.get("against_peer"), 3)}
+        yield {"": row["name"], unit: spread(row["spread"], 4), **columns, **ratios, "note": row.get("note", "")}
+
+
+def block_rows(blocks: Json) -> Iterator[Cells]:
+    """Latencies of single blocks, in us."""
+    for name, times in blocks.items():
+        wanted = [(f"p{100 * share:g}", "complete", str(share), 0) for share in PERCENTILES]
+        wanted += [("submit p50", "submit", "0.5", 1), ("submit p99", "submit", "0.99", 1)]
+        cells = {column: f"{1e6 * times[part][share]:.{digits}f}" if share in times.get(part, {}) else "-"
+                 for column, part, share, digits in wanted}  # fmt: skip
+        yield {"": name, **cells, "blocks": str(times["count"])}
+
+
+def scaling_rows(found: Iterable[Json], least: float | None = None) -> Iterator[Cells]:
+    """Rates over so many devices; ``least``: the aim for this package's."""
+    for each in found:
+        cells = {"": each["engine"], "devices": str(each["devices"]), "GB/s (min - max)": spread(each["rate"], 4)}
+        cells["/ sum of each alone"] = spread(each["ratio"], 3)
+        if least and each["ratio"] and "nvme_ops" in each["engine"]:
+            cells[f"aim {least:g}"] = "reached" if each["ratio"]["median"] >= least else "missed"
+        yield cells
+
+
+def tuned_rows(repetitions: Iterable[Json]) -> Iterator[Cells]:
+    """What nvme-tune found each time."""
+    for number, each in enumerate(repetitions, 1):
+        seconds, ratio = f"{each['seconds']:.0f}", spread(each["against_best"], 3)
+        yield {"run of nvme-tune": str(number), "its settings": _settings(each["aio"]), "seconds": seconds,
+               "/ the sweep's best (min - max)": ratio}  # fmt: skip
+
+
+def duel_rows(duels: Iterable[Json]) -> Iterator[Cells]:
+    """Settings against the default."""
+    for each in duels:
+        ratio, noise = (f"{each[name]:.3f}" for name in ("ratio", "noise"))
+        yield {"settings": _settings(each["aio"]), "/ the default": ratio, "noise": noise}
+
+
+def _settings(aio: Json) -> str:
+    words = [f"{size_words(aio['block_size'])} blocks", f"depth {aio['queue_depth']}"]
+    words += [f"intra_op_parallelism {aio['intra_op_parallelism']}"]
+    return ", ".join(words + [name for name in ("single_submit", "overlap_events") if aio[name]])
+
+
+def machine_rows(description: Json, number: int) -> Iterator[Cells]:
+    """Of a description by page_machine.py."""
+    for name, words in {**description["machine"], **description["settings"]}.items():
+        yield {f"machine {number}": name, " ": words}
+    for name, place in description["places"].items():
+        kept = {key: words.partition(" (")[0] if key == "file system" else words for key, words in place.items()}
+        yield {f"machine {number}": f"`{name}`", " ": "; ".join(f"{key}: {words}" for key, words in kept.items())}
+
+
+def aim_rows(aims: Json) -> Iterator[Cells]:
+    """What gpu_io.py aims at."""
+    for words, aim in aims.items():
+        yield {"aim": words, "reached (min - max)": spread(aim["ratio"], 3), "at least": f"{aim['least']:g}"}
+
+
+def memory_rows(memory: Json) -> Iterator[Cells]:
+    """Of raw_io's group memory."""
+    for name, size in memory.items():
+        yield {"": name.replace("_", " "), "bytes": "unknown" if size is None else size_words(size)}
+
+
+def shown(document: Json) -> str:
+    """A document of any program, or that it cannot be shown."""
+    try:
+        return _part("document", document)
+    except _DAMAGED as error:
+        return _cannot_be_shown(error)
+
+
+def _cannot_be_shown(error: Exception) -> str:
+    return f"**These results cannot be shown ({type(error).__name__}: {error}): measure the section again.**"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _part(macro: str, *values: object) -> str:
+    return str(getattr(_ENVIRONMENT.get_template("page_results.md").module, macro)(*values))
+
+
+_FILTERS = {
+    "table": table, "rows": measured_rows, "blocks": block_rows, "scaling": scaling_rows, "tuned": tuned_rows,
+    "duels": duel_rows, "machine": machine_rows, "aims": aim_rows, "memory": memory_rows, "shown": shown,
+    "size": size_words, "wrapped": _wrapped,
+}  # fmt: skip
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True
+)
+_ENVIRONMENT.filters.update(_FILTERS)

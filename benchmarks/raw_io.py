@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
-from benchmarks import cached, command, contenders, deepspeed_rows, memory_use, small_io, start_up
-from nvme_ops.bench import files, machine
+import torch
+
+import nvme_ops
+from benchmarks import command, file_rows, small_io
 from nvme_ops.bench.engines import deepspeed
-from nvme_ops.bench.measure import interleave
+from nvme_ops.bench.engines.task import Task
+from nvme_ops.bench.files import make_cold
+from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
 from nvme_ops.bench.scratch import scratch_folder
-from nvme_ops.bench.tables import Table, as_json, as_text
-from nvme_ops.bench.work import Work
+from nvme_ops.bench.tables import Table
+from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -31,104 +38,141 @@ GROUPS = {
     "memory": "staging memory of a default handle",
     "start": "from a fresh process to the first handle",
 }
-_ONCE = ("start",)  # has nothing to do with the folder
+_SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, rows, reference
+    "random": ("kIOPS", small_io.random_rows, small_io.FIO_RANDOM),
+    "latency": ("us", small_io.latency_rows, small_io.PYTHON_DIRECT),
+    "submit": ("us", small_io.submit_rows, ""),
+}
+
+# prints the seconds from torch's import to the first handle
+_START = """
+import time
+import torch
+start = time.perf_counter()
+from {builder} import AsyncIOBuilder
+AsyncIOBuilder().load().aio_handle()
+print("\\n", time.perf_counter() - start)
+"""
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 on wrong ones."""
-    parser = command.parser((__doc__ or "").partition("\n")[0], GROUPS)
-    parser.add_argument("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes")
-    return command.parse(parser, words)
+def table(group: str, task: Task, with_deepspeed: bool) -> Table:
+    """The table of a group, not measured yet."""
+    if group in _SMALL:
+        unit, make, reference = _SMALL[group]
+        return Table(group, GROUPS[group], unit, make(task), reference)
+    title = f"{GROUPS[group]}, {size_words(task.size)}"
+    if group == "cached":
+        return Table(group, title, "GB/s", file_rows.cached_rows(task), file_rows.PREADV)
+    rows = file_rows.fio_rows(task) + file_rows.nvme_ops_rows(task)
+    rows += file_rows.deepspeed_rows(task) if with_deepspeed else []
+    return Table(group, title, "GB/s", rows + file_rows.plain_rows(task), file_rows.FIO_BEST)
 
 
-def throughput(work: Work, with_deepspeed: bool) -> Table:
-    """All who read, or write, the whole file."""
-    group = "write" if work.write else "read"
-    rows = contenders.fio_rows(work) + contenders.nvme_ops_rows(work)
-    rows += deepspeed_rows.rows(work) if with_deepspeed else []
-    rows += contenders.plain_rows(work)
-    return Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, contenders.FIO_BEST)
+def staging(path: str, size: int) -> dict[str, int | None]:
+    """Bytes of staging memory before, during (the most that was seen) and after one cold read, and what else was kept.
+
+    ``peak_resident_growth`` is how far the whole process grew beyond the tensor; None where the kernel does not say.
+    """
+    native = AsyncIOBuilder().load()
+    native.trim_pool()
+    handle = nvme_ops.aio_handle()
+    engine = handle._engine  # no public name: users need not know
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    make_cold(path)
+    seen, ended = [engine.staging_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            seen.append(engine.staging_bytes())
+
+    def read() -> None:
+        handle.async_pread(tensor, path)  # a blocking call's own staging memory cannot be asked for meanwhile
+        handle.wait()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        peak = timed(read, size).peak_bytes
+    finally:
+        ended.set()
+        watcher.join()
+    time.sleep(0.2)  # the lane's thread gives its memory back after it has told the waiting one
+    return {
+        "idle_before": seen[0],
+        "busy": max(seen),
+        "idle_after": engine.staging_bytes(),
+        "pool_kept": native.pool_statistics()["cached_bytes"],
+        "peak_resident_growth": peak,
+    }
 
 
-def folder_tables(given: argparse.Namespace, path: str, groups: list[str], progress: command.Progress) -> Any:
-    """Measures one folder; yields tables, and the dictionary of the memory group."""
-    for group in groups:
-        # a new one for each, so that a table's memory is free before the next
-        work = Work(path, given.size, group == "write")
-        if group in ("read", "write"):
-            table = throughput(work, not given.no_deepspeed)
-        elif group == "cached":
-            title = f"{GROUPS[group]}, {size_words(given.size)}"
-            table = Table(group, title, "GB/s", cached.rows(work), cached.PREADV)
-        elif group == "random":
-            table = Table(group, GROUPS[group], "kIOPS", small_io.random_rows(work), small_io.FIO_RANDOM)
-        elif group == "latency":
-            table = Table(group, GROUPS[group], "us", small_io.latency_rows(work), small_io.PYTHON_DIRECT)
-        elif group == "submit":
-            table = Table(group, GROUPS[group], "us", small_io.submit_rows(work))
-        else:
-            yield memory_use.staging(path, given.size)
-            continue
-        interleave(table.rows, given.rounds, progress)
-        yield table
+def start_rows(scratch: str, packages: list[str], rounds: int) -> list[Row]:
+    """For each package: the whole process from an empty cache, once, then what a warm start takes beyond torch."""
+    return [row for package in packages for row in _measured(scratch, package, rounds)]
 
 
-def memory_text(used: dict[str, int | None]) -> str:
-    """The memory group for a reader."""
-    words = {name.replace("_", " "): "unknown" if value is None else size_words(value) for name, value in used.items()}
-    return "\n".join([GROUPS["memory"], *(f"{name:22}{value}" for name, value in words.items())])
+def _measured(scratch: str, package: str, rounds: int) -> list[Row]:
+    extensions = os.path.join(scratch, f"extensions-{package}")
+    cold = Row(f"{package}, empty cache, whole process", lambda: first_handle(package, extensions)[0])
+    warm = Row(f"{package}, warm, beyond importing torch", lambda: first_handle(package, extensions)[1])
+    try:
+        for number, row in enumerate([cold] + rounds * [warm]):
+            command.show_progress(f"round {number} of {rounds}: {row.name}")
+            row.samples.append(row.run())
+    except Unavailable as reason:
+        cold.note = warm.note = str(reason)
+    finally:
+        shutil.rmtree(extensions, ignore_errors=True)
+    return [cold, warm]
 
 
-def measure_folder(
-    given: argparse.Namespace, folder: str, groups: list[str], progress: command.Progress
-) -> tuple[dict[str, Any], list[Table]]:
-    """Runs the groups in one folder, printing each table when it is done."""
-    found: dict[str, Any] = {"place": machine.place(folder), "tables": []}
-    tables = []
-    print(f"\n== {folder}: " + "; ".join(f"{name} {words}" for name, words in found["place"].items()))
-    with scratch_folder(folder, 2 * given.size + 64 * MIB) as scratch:
-        path = os.path.join(scratch, "data")
-        progress(f"writing {size_words(given.size)} to {folder}")
-        files.make_file(path, given.size)
-        for table in folder_tables(given, path, groups, progress):
-            progress("")
-            if isinstance(table, Table):
-                tables.append(table)
-                found["tables"].append(as_json(table))
-                print(f"\n{as_text(table)}", flush=True)
-            else:
-                found["memory"] = table
-                print(f"\n{memory_text(table)}", flush=True)
-    return found, tables
+def first_handle(package: str, extensions: str) -> tuple[Sample, Sample]:
+    """The time of a new process that makes one handle: all of it, and what came after importing torch.
+
+    Raises Unavailable with the last line that it said when it did not come to a handle.
+    """
+    start = time.perf_counter()
+    program = _START.format(builder=command.BUILDERS[package])
+    beyond_torch = command.in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
+    return Sample(time.perf_counter() - start, 1), Sample(float(beyond_torch), 1)
 
 
-def measure(given: argparse.Namespace, progress: command.Progress) -> command.Result:
-    """Everything: what the JSON file shall hold, and the tables by folder."""
-    groups = [group for group in GROUPS if not given.only or group in given.only]
-    if not given.no_deepspeed and {"read", "write"} & set(groups):
-        progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
+def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder. The group ``memory`` is measured and printed here."""
+    path = command.data_file(scratch, run.given.size)
+    for group in run.given.groups:
+        if group == "memory":
+            found["memory"] = staging(path, run.given.size)
+            print(f"\n{GROUPS[group]}")
+            for name, size in found["memory"].items():
+                print(f"{name.replace('_', ' '):22}{'unknown' if size is None else size_words(size)}", flush=True)
+        elif group != "start":
+            # a new one for each, so that a table's memory is free before the next
+            task = Task(path, run.given.size, group == "write", pageable_memory=True)
+            yield table(group, task, not run.given.no_deepspeed)
+
+
+def measure(given: argparse.Namespace) -> command.Run:
+    """All groups."""
+    if not given.no_deepspeed and {"read", "write"} & set(given.groups):
+        command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
         deepspeed.load()
-    progress("loading this package's op")
-    result: dict[str, Any] = {"machine": machine.machine(), "size": given.size, "rounds": given.rounds, "folders": {}}
-    tables: dict[str, list[Table]] = {}
-    progress("")
-    print("; ".join(f"{name} {words}" for name, words in result["machine"].items()))
-    here = [group for group in groups if group not in _ONCE]
-    for folder in given.path if here else []:
-        result["folders"][folder], tables[folder] = measure_folder(given, folder, here, progress)
-    if "start" in groups:
-        packages = ("nvme_ops", "DeepSpeed") if given.build_times else ("nvme_ops",)
+    run = command.Run(given)
+    given.path = [] if given.groups == ["start"] else given.path  # it has nothing to do with a folder
+    run.folders(2, tables)
+    if "start" in given.groups:
+        packages = ["nvme_ops", "DeepSpeed"] if given.build_times else ["nvme_ops"]
         with scratch_folder(tempfile.gettempdir(), 64 * MIB) as scratch:
-            table = Table("start", GROUPS["start"], "s", start_up.rows(scratch, packages, given.rounds, progress))
-        progress("")
-        result["start"], tables["start"] = as_json(table), [table]
-        print(f"\n{as_text(table)}")
-    return result, tables
+            rows = start_rows(scratch, packages, given.rounds)
+        run.result["start"] = run.show("start", Table("start", GROUPS["start"], "s", rows))
+    return run
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
-    return command.run("raw_io.py", arguments(words), measure)
+    parser = command.parser(__file__, __doc__, GROUPS)
+    parser.add_argument("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes")
+    return command.run(command.parse(parser, words), measure)
 
 
 if __name__ == "__main__":

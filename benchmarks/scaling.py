@@ -13,20 +13,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 import nvme_ops
 from benchmarks import command
-from benchmarks.throttled import Devices, throttled
-from benchmarks.throttled_group import join
+from benchmarks.throttled import Devices, join, throttled
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import files, fio, machine
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, Spread, WrongData, interleave, timed
+from nvme_ops.bench.measure import Row, WrongData, interleave, timed
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Scaling, scaling_of
@@ -47,17 +46,11 @@ _FIO_SHAPE = ["--bs=1M", "--iodepth=16"]  # of every job; all their huge pages f
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Exits with status 2 on wrong ones."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser(__file__, __doc__, GROUPS, folders=False)
     parser.add_argument(
         "--devices", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers (default 1 2 4)"
     )
     parser.add_argument("--rate", type=size, default="512M", help="of each, bytes per second (default 512M)")
-    parser.add_argument("--size", type=command.file_size, default="1G", help="of each one's file (default 1G)")
-    parser.add_argument("--rounds", type=positive, default=5, help="timed passes over all rows (default 5)")
-    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help="read, write")
-    parser.add_argument("--json", metavar="FILE", help="write the figures of every round to FILE")
-    parser.add_argument("--plot", metavar="FILE.png", help="throughput by number of devices; needs matplotlib")
-    parser.set_defaults(path=None)
     given = command.parse(parser, words)
     given.devices = sorted(set(given.devices))
     return given
@@ -79,16 +72,12 @@ def fio_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> li
 
 
 def _fio_row(tasks: Sequence[Task]) -> Row:
-    pattern = "write" if tasks[0].write else "read"
-
     def before() -> None:
         for task in tasks:
             task.set_out()
 
-    row = Row(FIO, lambda: Sample(1, 1), before)
-    paths = [task.path for task in tasks]
-    row.run = fio.first_that_runs(row, fio.variants(_FIO_SHAPE), pattern, lambda: paths, tasks[0].size)
-    return row
+    paths, pattern = [task.path for task in tasks], "write" if tasks[0].write else "read"
+    return fio.row(FIO, pattern, lambda: paths, tasks[0].size, before, fio.variants(_FIO_SHAPE))
 
 
 def handle_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> list[Row]:
@@ -143,8 +132,7 @@ class Rows:
 
     def all(self) -> list[Row]:
         """In the order of the table. With one device fio's is the first of those alone."""
-        found = [*self.alone, *self.together.values()]
-        return list({id(row): row for row in found}.values())
+        return self.alone + [row for row in self.together.values() if row is not self.alone[0]]
 
     def scaling(self) -> list[Scaling]:
         """Over the sum of the first so many devices alone, round by round."""
@@ -173,71 +161,51 @@ def make_rows(stack: contextlib.ExitStack, devices: Devices, size: int, write: b
         row.name = row.name or f"{name}, {count} {'device' if count == 1 else 'devices'}"
     rows = Rows(alone, together)
     for row in rows.all():
-        row.before, row.check = _settled(row.before), _without_limits(devices, row.check)
+        row.before, row.check = partial(_settled, row.before), devices.unlimited()(row.check)
     return rows
 
 
-def _settled(before: Callable[[], None]) -> Callable[[], None]:
-    """A pause, or who begins soon after another would get the time in between as credit from the kernel."""
-
-    def settle() -> None:
-        before()
-        time.sleep(_PAUSE)
-
-    return settle
+def _settled(before: Callable[[], None]) -> None:
+    """With a pause, or who begins soon after another would get the time in between as credit from the kernel."""
+    before()
+    time.sleep(_PAUSE)
 
 
-def _without_limits(devices: Devices, check: Callable[[], None]) -> Callable[[], None]:
-    def checked() -> None:
-        with devices.unlimited():
-            check()
-
-    return checked
-
-
-def measure(given: argparse.Namespace, progress: command.Progress) -> command.Result:
-    """Everything: what the JSON file shall hold, and the tables by direction."""
-    most, rate = max(given.devices), f"{given.rate / 1e6:.0f} MB/s"
-    result: dict[str, Any] = {
-        "machine": machine.machine(), "size": given.size, "rounds": given.rounds, "rate": given.rate,
-        "devices": given.devices, "least": LEAST, "tables": [], "scaling": [],
-    }  # fmt: skip
-    print("; ".join(f"{name} {words}" for name, words in result["machine"].items()))
-    tables: dict[str, list[Table]] = {}
+def measure(given: argparse.Namespace) -> command.Run:
+    """All directions."""
+    run = command.Run(given, rate=given.rate, devices=given.devices, least=LEAST, tables=[], scaling=[])
     found: dict[str, list[Scaling]] = {}
-    progress("making the devices")
-    with throttled(most, given.rate, given.size + given.size // 16 + 32 * MIB) as devices:
-        result["place"] = machine.place(devices.folders[0])
+    command.show_progress("making the devices")
+    with throttled(max(given.devices), given.rate, given.size + given.size // 16 + 32 * MIB) as devices:
+        run.result["place"] = machine.place(devices.folders[0])
         for folder in devices.folders:
-            files.make_file(os.path.join(folder, "data"), given.size)
-        for group in [group for group in GROUPS if not given.only or group in given.only]:
+            command.data_file(folder, given.size)
+        for group in given.groups:
             with contextlib.ExitStack() as stack:
                 rows = make_rows(stack, devices, given.size, group == "write", given.devices)
-                interleave(rows.all(), given.rounds, progress, warmups=0)
-            title = f"{GROUPS[group]}, {size_words(given.size)} each, devices limited to {rate} each"
-            tables[group], found[group] = [Table(group, title, "GB/s", rows.all())], rows.scaling()
-            result["tables"].append(as_json(tables[group][0]))
-            result["scaling"] += [{"group": group, **asdict(each)} for each in found[group]]
-            progress("")
-            print(f"\n{scaling_text(title, found[group], rows.all())}", flush=True)
+                interleave(rows.all(), given.rounds, command.show_progress, warmups=0)
+            words = f"{size_words(given.size)} each, devices limited to {given.rate / 1e6:.0f} MB/s each"
+            table, found[group] = Table(group, f"{GROUPS[group]}, {words}", "GB/s", rows.all()), rows.scaling()
+            run.tables[group] = [table]
+            run.result["tables"].append(as_json(table))
+            run.result["scaling"] += [{"group": group, **asdict(each)} for each in found[group]]
+            command.show_progress("")
+            print(f"\n{scaling_text(table.title, found[group], rows.all())}", flush=True)
     if given.plot:
         draw(found, given.plot)
         given.plot = None  # or command.run would draw its bars
-    return result, tables
+    return run
 
 
 def scaling_text(title: str, found: Sequence[Scaling], rows: Sequence[Row]) -> str:
     """The rate of so many devices at once, and over the sum of each alone; then what rows had to say."""
     lines = [["", "devices", "GB/s (min - max)", "/ sum of each alone", ""]]
     for each in found:
-        words = "" if each.ratio is None or "nvme_ops" not in each.engine else _judged(each.ratio)
+        judged = each.ratio if "nvme_ops" in each.engine else None
+        words = f"aim {LEAST:g}: {'reached' if judged.median >= LEAST else 'missed'}" if judged else ""
         lines.append([each.engine, str(each.devices), with_range(each.rate, 4), with_range(each.ratio, 3), words])
     notes = [f"{row.name}: {row.note}" for row in rows if row.note not in ("", "io_uring")]
     return "\n".join([title, columns_text(lines), *notes])
-
-
-def _judged(ratio: Spread) -> str:
-    return f"aim {LEAST:g}: {'reached' if ratio.median >= LEAST else 'missed'}"
 
 
 def draw(found: dict[str, list[Scaling]], path: str) -> None:
@@ -253,17 +221,15 @@ def draw(found: dict[str, list[Scaling]], path: str) -> None:
         axis.plot(list(ideal), list(ideal.values()), "--", color="gray", label="sum of each device alone")
         names = list(dict.fromkeys(each.engine for each in scaling))
         for place, name in enumerate(names):
-            known = [(each.devices, each.rate) for each in scaling if each.engine == name and each.rate is not None]
-            beside = [count + 0.06 * (place - (len(names) - 1) / 2) for count, _ in known]  # or they hide each other
-            medians = [rate.median for _, rate in known]
-            spread = [[rate.median - rate.low for _, rate in known], [rate.high - rate.median for _, rate in known]]
-            axis.errorbar(beside, medians, yerr=spread, fmt="o", capsize=3, markersize=4, label=name)
-        axis.set_title(group, fontsize=10)
-        axis.set_xlabel("devices at once")
-        axis.set_xticks(sorted(ideal))
+            beside = 0.06 * (place - (len(names) - 1) / 2)  # or they hide each other
+            for each in scaling:
+                if each.engine == name and (rate := each.rate):
+                    spread = [[rate.median - rate.low], [rate.high - rate.median]]
+                    axis.errorbar(each.devices + beside, rate.median, spread, fmt="o", capsize=3, markersize=4,
+                                  color=f"C{place}", label=name if each.devices == max(ideal) else None)  # fmt: skip
+        axis.set(title=group, xlabel="devices at once", xticks=sorted(ideal), ylim=(0, None))
         axis.grid(visible=True, alpha=0.3)
     axes[0][0].set_ylabel("GB/s: median, least and most")
-    axes[0][0].set_ylim(bottom=0)
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
@@ -272,7 +238,7 @@ def draw(found: dict[str, list[Scaling]], path: str) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 1 when the devices cannot be made or a row moved wrong bytes; 2 for wrong arguments; 130: Ctrl-C."""
-    return command.run("scaling.py", arguments(words), measure)
+    return command.run(arguments(words), measure)
 
 
 if __name__ == "__main__":

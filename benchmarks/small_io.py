@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,6 @@ import torch
 
 import nvme_ops
 from nvme_ops.bench import fio
-from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample, WrongData, latency, timed
 from nvme_ops.bench.work import Work
 from nvme_ops.text import MIB
@@ -30,7 +30,6 @@ def random_rows(work: Work) -> list[Row]:
     count = min(REQUESTS, work.size // PAGE)
     generator = random.Random(1)
     offsets = [generator.randrange(work.size // PAGE) * PAGE for _ in range(count)]
-    amount = count * PAGE * _FIO_TIMES
 
     def row(name: str, memory: torch.Tensor) -> Row:
         def read() -> None:
@@ -41,13 +40,16 @@ def random_rows(work: Work) -> list[Row]:
                 if memory[index].numpy().tobytes() != _read(work.path, offsets[index]):
                     raise WrongData(f"request {index} differs")
 
-        return Row(name, lambda: timed(read, count), lambda: make_cold(work.path), check)
+        return Row(name, lambda: timed(read, count), work.set_out, check)
 
     return [
-        Row(FIO_RANDOM, lambda: fio.run("randread", work.path, amount, fio.RANDOM, True), lambda: make_cold(work.path)),
+        fio.row(
+            FIO_RANDOM, "randread", lambda: work.path, count * PAGE * _FIO_TIMES, work.set_out, [(fio.RANDOM, "")],
+            operations=True,
+        ),
         row("nvme_ops submit_preadv, nvme_ops.empty", nvme_ops.empty(count, PAGE, dtype=torch.uint8)),
         row("nvme_ops submit_preadv, pageable", torch.zeros(count, PAGE, dtype=torch.uint8)),
-    ]
+    ]  # fmt: skip
 
 
 def latency_rows(work: Work) -> list[Row]:
@@ -55,9 +57,6 @@ def latency_rows(work: Work) -> list[Row]:
     generator = random.Random(2)
     tensor = torch.zeros(PAGE + 64, dtype=torch.uint8)[1 : PAGE + 1]  # an odd address: direct I/O cannot use it
     aligned = mmap.mmap(-1, PAGE)
-
-    def offset() -> int:
-        return generator.randrange(work.size // PAGE) * PAGE
 
     def by_handle(position: int) -> None:
         work.handle.read(tensor, work.path, False, position)
@@ -75,32 +74,29 @@ def latency_rows(work: Work) -> list[Row]:
             raise WrongData("tensor and file differ")
 
     def row(name: str, call: Callable[[int], None], check: Callable[[], None] = lambda: None) -> Row:
-        def run() -> Sample:
-            return _median([latency(partial(call, offset())) for _ in range(_CALLS)])
+        def once() -> float:
+            return latency(partial(call, generator.randrange(work.size // PAGE) * PAGE))
 
-        return Row(name, run, lambda: make_cold(work.path), check)
+        return Row(name, lambda: Sample(statistics.median(once() for _ in range(_CALLS)), 1), work.set_out, check)
 
     return [row(PYTHON_DIRECT, by_python), row("nvme_ops handle.read, misaligned tensor", by_handle, check)]
 
 
 def submit_rows(work: Work) -> list[Row]:
     """How soon ``submit_pread`` returns; ``result()``, not timed, follows each."""
-    path = os.fspath(work.path)
 
     def row(name: str, tensor: torch.Tensor) -> Row:
-        def run() -> Sample:
-            times = []
-            for number in range(_CALLS):
-                futures: list[nvme_ops.IoFuture] = []
-                position = number * tensor.nbytes % (work.size - tensor.nbytes + 1)
-                times.append(latency(partial(submit, futures, position)))
-                futures[0].result()
-            return _median(times)
+        futures: list[nvme_ops.IoFuture] = []
 
-        def submit(futures: list[nvme_ops.IoFuture], position: int) -> None:
-            futures.append(work.handle.submit_pread(tensor, path, position))
+        def submit(position: int) -> None:
+            futures.append(work.handle.submit_pread(tensor, work.path, position))
 
-        return Row(name, run, lambda: make_cold(work.path))
+        def once(number: int) -> float:
+            seconds = latency(partial(submit, number * tensor.nbytes % (work.size - tensor.nbytes + 1)))
+            futures.pop().result()
+            return seconds
+
+        return Row(name, lambda: Sample(statistics.median(map(once, range(_CALLS))), 1), work.set_out)
 
     return [
         row("submit_pread of 4 KiB", torch.zeros(PAGE, dtype=torch.uint8)),
@@ -108,11 +104,6 @@ def submit_rows(work: Work) -> list[Row]:
     ]
 
 
-def _median(times: list[float]) -> Sample:
-    return Sample(sorted(times)[len(times) // 2], 1)
-
-
 def _read(path: str, offset: int) -> bytes:
     with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read(PAGE)
+        return os.pread(file.fileno(), PAGE, offset)

@@ -16,16 +16,18 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
-from benchmarks.throttled_group import Group, end_processes, join, make_group
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
@@ -41,6 +43,101 @@ _TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 
 
 @dataclass(frozen=True)
+class Group:
+    """A cgroup, and where it holds its limits."""
+
+    path: Path
+    version: int
+
+    @property
+    def processes(self) -> Path:
+        """The file that lists its processes."""
+        return self.path / "cgroup.procs"
+
+    def limit(self, device: str, rate: int | None) -> None:
+        """Bytes per second to and from the device MAJOR:MINOR, each; None: no limit."""
+        if self.version == 2:
+            words = "max" if rate is None else str(rate)
+            _write(self.path / "io.max", f"{device} rbps={words} wbps={words}")
+        else:
+            for direction in ("read", "write"):
+                _write(self.path / f"blkio.throttle.{direction}_bps_device", f"{device} {rate or 0}")
+
+
+def join(processes: str) -> None:
+    """Puts this process, and its children and threads from now on, into the cgroup of that file ``cgroup.procs``."""
+    Path(processes).write_text("0", encoding="ascii")  # 0 is the one that writes
+
+
+def make_group(stack: contextlib.ExitStack) -> Group:
+    """A new one without limits; at the end of ``stack`` it is removed. Needs root."""
+    root, version = controller(Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace"))
+    try:
+        if version == 2:
+            _hand_down(stack, root / "cgroup.subtree_control")
+        group = Group(Path(tempfile.mkdtemp(prefix="nvme_ops-throttled-", dir=root)), version)
+    except OSError as error:
+        raise NotUsable(f"no cgroup to throttle in: {error.filename or root}: {error.strerror}") from error
+    stack.callback(_remove, group)
+    return group
+
+
+def _hand_down(stack: contextlib.ExitStack, control: Path) -> None:
+    """Lets children of the group limit I/O."""
+    if "io" not in control.read_text(encoding="ascii").split():
+        control.write_text("+io", encoding="ascii")
+        stack.callback(control.write_text, "-io", encoding="ascii")
+
+
+def controller(mounts: str) -> tuple[Path, int]:
+    """The hierarchy in which I/O can be limited, and its version. ``mounts``: the text of /proc/self/mounts."""
+    found = {}
+    for line in mounts.splitlines():
+        _, point, kind, options, *_ = line.split()
+        known = Path(point, "cgroup.controllers")
+        if kind == "cgroup2" and known.exists() and "io" in known.read_text(encoding="ascii").split():
+            found[2] = Path(point)
+        elif kind == "cgroup" and "blkio" in options.split(","):
+            found[1] = Path(point)
+    if not found:
+        raise NotUsable("no cgroup can limit I/O here: neither version 2 with its controller io nor version 1's blkio")
+    return found[max(found)], max(found)
+
+
+def end_processes(group: Group) -> None:
+    """Kills them; this one, if it is among them, leaves."""
+    end = time.monotonic() + _PATIENCE
+    while listed := group.processes.read_text(encoding="ascii").split():
+        for process in listed:
+            with contextlib.suppress(ProcessLookupError):
+                if int(process) != os.getpid():
+                    os.kill(int(process), signal.SIGKILL)
+        if str(os.getpid()) in listed:
+            join(str(group.path.parent / "cgroup.procs"))
+        if time.monotonic() > end:
+            return
+        time.sleep(0.02)
+
+
+def _remove(group: Group) -> None:
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return os.rmdir(group.path)
+        except OSError:  # a process in it has not quite ended
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def _write(file: Path, words: str) -> None:
+    try:
+        file.write_text(words, encoding="ascii")
+    except OSError as error:
+        raise NotUsable(f"the limit cannot be set: {file}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
 class Devices:
     """Mounted file systems, one on each device."""
 
@@ -48,10 +145,6 @@ class Devices:
     rate: int  # bytes per second
     group: Group
     numbers: list[str]
-
-    def join(self) -> None:
-        """Puts this process under the limits; its children and threads that are made from now on are with it."""
-        join(str(self.group.processes))
 
     @contextlib.contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -171,19 +264,22 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def with_folders(words: Sequence[str], folders: Sequence[str]) -> list[str]:
     """A word that has ``{folder}`` in it once for each folder, and ``{number}`` in it the folder's number."""
     made = []
-    for word in words:
-        pattern = word.replace("{folders}", "{folder}")
-        if "{folder}" in pattern:
-            made += [pattern.replace("{folder}", each).replace("{number}", str(n)) for n, each in enumerate(folders)]
-        else:
-            made.append(word)
+    for word in (word.replace("{folders}", "{folder}") for word in words):
+        each = [
+            word.replace("{folder}", place).replace("{number}", str(number)) for number, place in enumerate(folders)
+        ]
+        made += each if "{folder}" in word else [word]
     return made
 
 
 def _run_limited(words: Sequence[str], devices: Devices) -> int:
     environment = {**os.environ, FOLDERS: ":".join(devices.folders)}
     try:
-        started = subprocess.Popen(with_folders(words, devices.folders), env=environment, preexec_fn=devices.join)
+        started = subprocess.Popen(
+            with_folders(words, devices.folders),
+            env=environment,
+            preexec_fn=partial(join, str(devices.group.processes)),
+        )
     except OSError as error:
         print(f"throttled.py: {words[0]}: {error.strerror}", file=sys.stderr)
         return 127

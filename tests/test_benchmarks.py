@@ -11,14 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import refusal
 
-from benchmarks import contenders, deepspeed_rows, memory_use, raw_io
+from benchmarks import bench_overhead, checkpoint, command, file_rows, fresh_process, gpu_io, raw_io, scaling, throttled
 from nvme_ops.bench import files
 from nvme_ops.bench.engines import deepspeed
-from nvme_ops.bench.measure import interleave
+from nvme_ops.bench.measure import Unavailable, interleave
 from nvme_ops.bench.work import Work
 from nvme_ops.text import MIB
 
@@ -29,7 +30,7 @@ def test_fio_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     file = tmp_path / "data"
     files.make_file(str(file), 4 * MIB)
-    rows = contenders.fio_rows(Work(str(file), 4 * MIB, write=False))
+    rows = file_rows.fio_rows(Work(str(file), 4 * MIB, write=False))
     interleave(rows, 1)
     assert [row.note for row in rows] == ["fio is not installed: apt-get install fio"] * 2
 
@@ -40,17 +41,33 @@ def test_deepspeed_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delitem(sys.modules, name)
     stdlib = [entry for entry in sys.path if "site-packages" not in entry and "dist-packages" not in entry]
     monkeypatch.setattr(sys, "path", stdlib)
-    monkeypatch.setattr(deepspeed_rows, "load", deepspeed.load.__wrapped__)
-    rows = deepspeed_rows.rows(Work("none", 4 * MIB, write=False))
+    monkeypatch.setattr(deepspeed, "load", deepspeed.load.__wrapped__)
+    rows = file_rows.deepspeed_rows(Work("none", 4 * MIB, write=False))
     interleave(rows, 1)
     assert [row.note for row in rows] == ["DeepSpeed is not installed: pip install deepspeed"] * 2
+
+
+def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
+    command = [sys.executable, "-c", "import benchmarks.command, op_builder"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: import of op_builder halted")
 
 
 def test_staging_memory_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "data"
     files.make_file(str(file), 4 * MIB)
-    found = memory_use.staging(str(file), 4 * MIB)
-    assert all(value is None or value >= 0 for name, value in found.items() if name != "peak_resident_growth")
+    found = raw_io.staging(str(file), 4 * MIB)
+    assert (found["idle_before"], found["idle_after"]) == (0, 0)
+    assert found["peak_resident_growth"] is None or found["peak_resident_growth"] < 64 * MIB
+
+
+def test_what_a_new_process_says_is_its_last_line_and_its_failure_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program = "import os, sys; print('x'); print(os.environ['A'], sys.argv[1], os.environ.get('PYTHONPATH'))"
+    assert command.in_new_process(program, "word", A="told") == "told word None"
+    assert command.in_new_process(f"{program}  # nvme_ops", "word", A="told").startswith(f"told word {ROOT}")
+    with pytest.raises(Unavailable, match=r"^no reason$"):
+        command.in_new_process("import sys; sys.exit('words\\nno reason')")
 
 
 def run_raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,18 +81,32 @@ def run_raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("program", "arguments", "words"),
     [
-        (["--size", "big"], "'big' is not a size"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--rounds", "0"], "not a number of at least 1"),
-        (["--only", "everything"], "invalid choice"),
-        (["--path", "none/such"], "no such folder"),
-        (["--json", "none/such/file"], "its folder does not exist"),
+        *(
+            (program, ["--size", "5M"], "not a multiple of 4 MiB")
+            for program in (raw_io, checkpoint, fresh_process, bench_overhead, scaling, gpu_io)
+        ),
+        (raw_io, ["--size", "big"], "'big' is not a size"),
+        (raw_io, ["--rounds", "0"], "not a number of at least 1"),
+        (raw_io, ["--only", "everything"], "invalid choice"),
+        (raw_io, ["--path", "none/such"], "no such folder"),
+        (raw_io, ["--json", "none/such/file"], "its folder does not exist"),
+        (checkpoint, ["--state_dict", "huge"], "invalid choice"),
+        (scaling, ["--devices", "0"], "not a number of at least 1"),
+        (scaling, ["--rate", "x"], "is not a size"),
+        (gpu_io, ["--block-size", "5000"], "not a multiple of 4K"),
+        (gpu_io, ["--block-size", "much"], "'much' is not a size"),
+        (gpu_io, ["--threads", "0"], "not a number of at least 1"),
+        (gpu_io, ["--gpu", "first"], "invalid int value"),
+        (throttled, ["--devices", "65", "--", "true"], "at most 64"),
+        (throttled, ["--rate", "fast", "--", "true"], "is not a size"),
+        (throttled, ["--size", "1M", "--", "true"], "at least 16 MiB"),
+        (throttled, [], "the following arguments are required: COMMAND"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], words: str) -> None:
-    status, errors = refusal(raw_io.main, arguments)
+def test_wrong_arguments_are_refused(program: Any, arguments: list[str], words: str) -> None:
+    status, errors = refusal(program.main, arguments)
     assert status == 2
     assert words in errors
 
@@ -111,7 +142,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert os.listdir(folder) == []
     found = json.loads(result.read_text())["folders"][str(folder)]
     assert [table["group"] for table in found["tables"]] == groups[:-1]
-    assert found["memory"]["busy"] >= 0
+    assert {"idle_before", "busy", "idle_after", "pool_kept", "peak_resident_growth"} == set(found["memory"])
     for table in found["tables"]:
         for row in table["rows"]:
             assert not row["wrong"]

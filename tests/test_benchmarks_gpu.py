@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from conftest import run_python
 from fake_cufile import FakeCuFile, Function
 from private_device import PrivateDevice
 
-from benchmarks import gpu_io, gpu_peers, gpu_rows
+from benchmarks import gpu_io, gpu_rows
 from benchmarks.gpu_rows import GpuWork
 from nvme_ops.bench import files, gdsio
 from nvme_ops.bench.measure import Row, Sample, Spread, Unavailable, WrongData, interleave
@@ -44,7 +45,7 @@ def work(tmp_path: Path) -> GpuWork:
     """A read of 4 MiB into CPU memory, which stands in for a GPU's."""
     path = tmp_path / "data"
     files.make_file(str(path), 4 * MIB)
-    return GpuWork(str(path), 4 * MIB, False, CPU, MIB, 2)
+    return GpuWork(str(path), 4 * MIB, False, device=CPU, block_size=MIB, threads=2)
 
 
 def written(work: GpuWork) -> GpuWork:
@@ -180,7 +181,7 @@ def test_a_fake_gdsio_is_told_size_block_size_and_threads(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     work = written(work) if write else work
-    rows = gpu_rows.gdsio_rows(work)
+    rows = gpu_rows.other_rows(work)[:2]
     interleave(rows, 1)
     assert [row.samples for row in rows] == [[Sample(0.5, GIB)]] * 2
     path = f"{work.path}.gdsio" if write else work.path
@@ -194,7 +195,7 @@ def test_gdsio_that_is_not_installed_is_said(work: GpuWork, tmp_path: Path, monk
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setattr(gdsio, "_PLACES", ())
-    rows = gpu_rows.gdsio_rows(work)
+    rows = gpu_rows.other_rows(work)[:2]
     interleave(rows, 1)
     assert [row.note for row in rows] == ["gdsio is not installed: apt-get install nvidia-gds"] * 2
 
@@ -215,7 +216,7 @@ def test_this_packages_rows_with_cpu_memory_in_place_of_a_gpus(cufile: FakeCuFil
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 def test_torchs_row_with_cpu_memory_in_place_of_a_gpus(work: GpuWork, write: bool) -> None:
-    row = gpu_rows.torch_row(written(work) if write else work)
+    row = gpu_rows.other_rows(written(work) if write else work)[2]
     interleave([row], 1)
     assert (row.wrong, len(row.samples), row.note) == (False, 1, "")
 
@@ -225,7 +226,7 @@ def test_torchs_row_with_cpu_memory_in_place_of_a_gpus(work: GpuWork, write: boo
 def test_the_row_of_cufile_alone_over_a_fake_libcufile(
     cufile: FakeCuFile, work: GpuWork, write: bool, threads: int, piece: int
 ) -> None:
-    row = gpu_peers.cufile_row(written(work) if write else work, 1, threads, piece)
+    row = gpu_rows.cufile_row(written(work) if write else work, threads, piece)
     interleave([row], 1)
     assert (row.wrong, len(row.samples), row.note) == (False, 1, "")
     now = cufile.statistics()
@@ -238,7 +239,7 @@ def test_the_row_of_cufile_alone_over_a_fake_libcufile(
 def test_cufile_that_cannot_be_loaded_is_said(work: GpuWork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(tmp_path / "none"))
     with pytest.raises(Unavailable, match="pip install nvidia-cufile"):
-        gpu_peers.cufile_row(work, 1, 1, MIB)
+        gpu_rows.cufile_row(work, 1, MIB)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -265,20 +266,19 @@ def test_several_ways_are_counted() -> None:
 
 def test_packages_that_are_not_installed_are_said(work: GpuWork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    rows, remotes = gpu_peers.remote_rows(work, with_deepspeed=True)
-    missing = [row for row in rows if row.name.startswith(("kvikio", "DeepSpeed"))]
-    interleave(missing, 1)
-    for remote in remotes:
-        remote.close()
+    with ExitStack() as stack:
+        rows = gpu_rows.remote_rows(stack, work, with_deepspeed=True)
+        missing = [row for row in rows if row.name.startswith(("kvikio", "DeepSpeed"))]
+        interleave(missing, 1)
     toolkit = (torch.version.cuda or "12").partition(".")[0]
     kvikio, deepspeed = f"kvikio is not installed: pip install kvikio-cu{toolkit}", "pip install deepspeed"
     assert [row.note for row in missing] == [kvikio] * 3 + [f"DeepSpeed is not installed: {deepspeed}"] * 2
 
 
 def test_deepspeed_can_be_left_out(work: GpuWork) -> None:
-    rows, remotes = gpu_peers.remote_rows(work, with_deepspeed=False)
-    for remote in remotes:
-        remote.close()
+    with ExitStack() as stack:
+        rows = gpu_rows.remote_rows(stack, work, with_deepspeed=False)
+    assert len(rows) == 6
     assert not [row.name for row in rows if "DeepSpeed" in row.name]
 
 
@@ -302,7 +302,7 @@ def test_the_best_of_the_others_counts_in_each_round() -> None:
 def test_aims_are_told_as_reached_missed_or_not_measured() -> None:
     host, bounce, gds = measured(host=[1, 1], bounce=[2, 2], gds=[1, 1])
     kvikio = measured(kvikio=[2, 4])[0]
-    host.name, bounce.name, gds.name, kvikio.name = gpu_rows.HOST, gpu_rows.BOUNCE, gpu_rows.GDS, gpu_peers.KVIKIO
+    host.name, bounce.name, gds.name, kvikio.name = gpu_rows.HOST, gpu_rows.BOUNCE, gpu_rows.GDS, gpu_rows.KVIKIO
     pinned = Row(gpu_rows.GDS_PINNED, lambda: Sample(1, 1), samples=[Sample(1, 12)])
     rows = [host, bounce, gds, kvikio, pinned]
     found = gpu_io.aims(Table("read", "", "GB/s", rows, gpu_rows.HOST))
@@ -335,35 +335,18 @@ def test_without_a_gpu_it_ends_with_one_line() -> None:
     assert "a CUDA GPU" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--block-size", "5000"], "not a multiple of 4K"),
-        (["--block-size", "much"], "'much' is not a size"),
-        (["--threads", "0"], "not a number of at least 1"),
-        (["--gpu", "first"], "invalid int value"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--only", "latency"], "invalid choice"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu_io.arguments(arguments)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(tmp_path: Path) -> None:
     folder, result = tmp_path / "work", tmp_path / "result.json"
     folder.mkdir()
     done = run_python(
         """
+        import functools
         import sys
         import torch
         from benchmarks import command, gpu_io
 
         given = gpu_io.arguments(sys.argv[1:])
-        sys.exit(command.run("gpu_io.py", given, gpu_io.measure_on(torch.device("cpu"))))
+        sys.exit(command.run(given, functools.partial(gpu_io.measure, torch.device("cpu"))))
         """,
         *("--path", folder, "--json", result, "--size", "8M", "--rounds", "1", "--threads", "2"),
         *("--only", "read", "--no-deepspeed"),

@@ -21,22 +21,6 @@ from nvme_ops.text import MIB
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--devices", "0"], "not a number of at least 1"),
-        (["--rate", "x"], "is not a size"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--only", "both"], "invalid choice"),
-        (["--json", "none/such/file"], "its folder does not exist"),
-    ],
-)
-def test_wrong_arguments_of_the_benchmark(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        scaling.arguments(words)
-    assert said in capsys.readouterr().err
-
-
 def _measured(name: str, *seconds: float) -> Row:
     return Row(name, lambda: Sample(1, 1), samples=[Sample(value, 10**9) for value in seconds])
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child, refusal
+from conftest import in_child
 
-from benchmarks import throttled, throttled_group
-from benchmarks.throttled_group import Group, controller
+from benchmarks import throttled
+from benchmarks.throttled import Group, controller, join
 from nvme_ops import aio_handle
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.text import MIB
@@ -94,7 +94,7 @@ def test_direct_io_of_the_op_is_counted_in_the_group(usable: None) -> None:
         path, size = Path(devices.folders[0]) / "data", 8 * MIB
 
         def write_and_read() -> None:
-            devices.join()
+            join(str(devices.group.processes))
             handle = aio_handle()
             data = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
             handle.sync_pwrite(data, path)
@@ -127,12 +127,12 @@ def _limits(group: Group) -> list[str]:
 
 
 def test_who_joined_leaves_at_the_end(usable: None, nothing_left: Callable[[], None]) -> None:
-    def join() -> None:
+    def joined() -> None:
         with throttled.throttled(1, 64 * MIB, throttled.LEAST_SIZE) as devices:
-            devices.join()
+            join(str(devices.group.processes))
             assert str(os.getpid()) in devices.group.processes.read_text().split()
 
-    in_child(join)
+    in_child(joined)
     nothing_left()
 
 
@@ -184,7 +184,9 @@ def test_processes_that_stay_are_ended_and_open_files_do_not_matter(
 ) -> None:
     with throttled.throttled(1, 64 * MIB, throttled.LEAST_SIZE) as devices:
         kept = (Path(devices.folders[0]) / "data").open("wb")
-        process = subprocess.Popen(["sleep", "60"], cwd=devices.folders[0], preexec_fn=devices.join)
+        process = subprocess.Popen(
+            ["sleep", "60"], cwd=devices.folders[0], preexec_fn=functools.partial(join, str(devices.group.processes))
+        )
     assert process.wait(10) == -signal.SIGKILL
     kept.close()
     nothing_left()
@@ -262,12 +264,12 @@ def test_the_controller_is_handed_down_and_taken_back(tmp_path: Path) -> None:
     control = tmp_path / "cgroup.subtree_control"
     control.write_text("cpu")
     with contextlib.ExitStack() as stack:
-        throttled_group._hand_down(stack, control)
+        throttled._hand_down(stack, control)
         assert control.read_text() == "+io"
     assert control.read_text() == "-io"
     control.write_text("cpu io")
     with contextlib.ExitStack() as stack:
-        throttled_group._hand_down(stack, control)
+        throttled._hand_down(stack, control)
     assert control.read_text() == "cpu io"
 
 
@@ -278,22 +280,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "throttled.py"), *words], capture_output=True, text=True
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--devices", "0", "--", "true"], "not a number of at least 1"),
-        (["--devices", "65", "--", "true"], "at most 64"),
-        (["--rate", "fast", "--", "true"], "is not a size"),
-        (["--size", "1M", "--", "true"], "at least 16 MiB"),
-        ([], "the following arguments are required: COMMAND"),
-    ],
-)
-def test_wrong_arguments_are_refused(words: list[str], said: str) -> None:
-    status, errors = refusal(throttled.main, words)
-    assert status == 2
-    assert said in errors
 
 
 def test_folders_are_put_into_the_command() -> None:

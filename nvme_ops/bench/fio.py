@@ -1,4 +1,4 @@
-"""Runs fio and takes its figures."""
+"""Runs fio and takes its figures: the one place that knows its command line and its JSON."""
 
 from __future__ import annotations
 
@@ -51,8 +51,30 @@ def require() -> str:
     return found
 
 
+def row(
+    name: str,
+    pattern: str,
+    path: Callable[[], Paths],
+    size: int,
+    before: Callable[[], None],
+    variants: Sequence[Variant] | None = None,
+    lanes: int = 1,
+    operations: bool = False,
+) -> Row:
+    """A row of fio with the first of ``variants`` that runs, ``BEST`` unless told; the others as for ``run``."""
+    made = Row(name, lambda: Sample(1, 1), before)
+    made.run = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, lanes, operations)
+    return made
+
+
 def first_that_runs(
-    row: Row, variants: Sequence[Variant], pattern: str, path: Callable[[], Paths], size: int, lanes: int = 1
+    row: Row,
+    variants: Sequence[Variant],
+    pattern: str,
+    path: Callable[[], Paths],
+    size: int,
+    lanes: int = 1,
+    operations: bool = False,
 ) -> Callable[[], Sample]:
     """Runs the first of the variants that works, that again until it fails; what it lacks is the row's note."""
     usable: list[list[str]] = []
@@ -60,12 +82,12 @@ def first_that_runs(
     def run_it() -> Sample:
         if usable:
             try:
-                return run(pattern, path(), size, usable[0], lanes=lanes)
+                return run(pattern, path(), size, usable[0], operations, lanes)
             except RuntimeError:  # another run may have taken the huge pages
                 usable.clear()
         for options, lacks in variants:
             try:
-                sample = run(pattern, path(), size, options, lanes=lanes)
+                sample = run(pattern, path(), size, options, operations, lanes)
             except RuntimeError as error:
                 failure = error
                 continue
@@ -88,27 +110,31 @@ def run(pattern: str, path: Paths, size: int, options: list[str], operations: bo
         Unavailable: fio is not installed.
         RuntimeError: fio failed; with its words.
     """
-    done = _execute(pattern, path, size, options, lanes)
-    return read_output(done.returncode, done.stdout, done.stderr, operations)
+    return read_output(*execute(_options(pattern, path, size, options, lanes)), operations)
 
 
 def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTimes:
     """What fio says of the latencies of its blocks. Raises as ``run`` does."""
     shares = ":".join(f"{100 * share:g}" for share in PERCENTILES)
     wanted = [f"--percentile_list={shares}", "--lat_percentiles=1", "--clat_percentiles=0"]  # submission included
-    done = _execute(pattern, path, size, [*options, *wanted])
-    _, side = _job(done.returncode, done.stdout, done.stderr)
+    _, side = read_job(*execute(_options(pattern, path, size, [*options, *wanted])))
     times = {float(share) / 100: nanoseconds / 1e9 for share, nanoseconds in side["lat_ns"]["percentile"].items()}
     complete = {share: min(times.items(), key=lambda item: abs(item[0] - share))[1] for share in PERCENTILES}
     return BlockTimes(side["total_ios"], complete)
 
 
-def _execute(
-    pattern: str, path: Paths, size: int, options: list[str], lanes: int = 1
-) -> subprocess.CompletedProcess[str]:
-    command = [
-        require(), f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none",
-        "--output-format=json", "--group_reporting", "--thread", *options,
+def execute(options: Sequence[str]) -> tuple[int, str, str]:
+    """Status, output (JSON) and errors of fio with these options alone. Raises Unavailable."""
+    command = stop.tied([require(), "--output-format=json", *options])
+    with huge_pages("--iomem=mmaphuge" in options):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: int = 1) -> list[str]:
+    made = [
+        f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none", "--group_reporting", "--thread",
+        *options,
     ]  # fmt: skip
     block = max([_PAGE, *(int(option[5:]) for option in options if re.fullmatch(r"--bs=\d+", option))])
     share = -(-size // (lanes * block)) * block if lanes > 1 else size
@@ -116,17 +142,16 @@ def _execute(
         name = os.path.abspath(file).replace(":", "\\:")  # a colon separates files
         for start in range(0, size, share):
             length = min(share, size - start)
-            command += [
+            made += [
                 f"--name=file{number}-{start}", f"--filename={name}", f"--filesize={os.path.getsize(file)}",
                 f"--offset={start}", f"--size={length}", f"--io_size={length}",
             ]  # fmt: skip
-    with huge_pages("--iomem=mmaphuge" in options):
-        return subprocess.run(stop.tied(command), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return made
 
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
     """The sample in what fio printed. Raises RuntimeError with fio's words when it failed."""
-    job, side = _job(status, output, errors)
+    job, side = read_job(status, output, errors)
     seconds = side["runtime"] / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     if seconds <= 0:
@@ -134,7 +159,8 @@ def read_output(status: int, output: str, errors: str, operations: bool = False)
     return Sample(seconds, side["total_ios"] if operations else side["io_bytes"], cpu)
 
 
-def _job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What fio said of its job, and of the direction in which that moved data. Raises RuntimeError when it failed."""
     start = output.find("{")  # notes may stand before the document
     try:
         job: dict[str, Any] = json.loads(output[start:])["jobs"][0]
