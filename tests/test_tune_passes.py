@@ -10,11 +10,10 @@ import torch
 from conftest import contents, run_python
 
 from nvme_ops import aio_handle
-from nvme_ops.bench.settings import Settings
-from nvme_ops.bench.work import filled
+from nvme_ops.settings import Settings
 from nvme_ops.sizes import KIB, MIB
 from nvme_ops.tune import passes
-from nvme_ops.tune.passes import Passes
+from nvme_ops.tune.passes import Passes, fill
 
 SIZE = MIB + 5 * KIB
 
@@ -32,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tensor() -> torch.Tensor:
-    return filled(torch.empty(SIZE, dtype=torch.uint8))
+    return fill(torch.empty(SIZE, dtype=torch.uint8))
 
 
 def test_calibrating_fills_the_file_with_the_tensor(file: Path, tensor: torch.Tensor) -> None:
@@ -81,13 +80,20 @@ def test_the_bytes_written_are_counted(file: Path, tensor: torch.Tensor) -> None
     assert subject.written - before == 3 * SIZE
 
 
+def test_filling_memory_leaves_the_generator_of_torch_alone() -> None:
+    before = torch.random.get_rng_state()
+    filled = fill(torch.zeros(SIZE, dtype=torch.uint8))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert len(torch.unique(filled)) == 256
+
+
 def test_before_each_read_the_file_is_made_cold(file: Path, tensor: torch.Tensor) -> None:
     calls: list[int] = []
-    subject = Passes(str(file), tensor, made, loops=2, before_read=lambda: calls.append(1))
+    subject = Passes(str(file), tensor, made, loops=2, before_read=calls.append)
     subject.calibrate(1000)
     calls.clear()
     subject.measure(Settings(), True)
-    assert len(calls) == 2
+    assert calls == [SIZE, SIZE]
 
 
 def test_a_descriptor_of_a_nameless_file_does(tmp_path: Path, tensor: torch.Tensor) -> None:
@@ -96,7 +102,7 @@ def test_a_descriptor_of_a_nameless_file_does(tmp_path: Path, tensor: torch.Tens
     except OSError as error:
         pytest.skip(f"no nameless files here: {error.strerror}")
     try:
-        subject = Passes(descriptor, tensor, made)
+        subject = Passes(f"/proc/self/fd/{descriptor}", tensor, made)
         subject.calibrate(1000)
         assert subject.measure(Settings(), True)
         assert os.fstat(descriptor).st_size == SIZE
@@ -110,8 +116,8 @@ def test_what_only_reaches_the_page_cache_is_synchronised_within_the_pass(
 ) -> None:
     synchronised: list[str] = []
     monkeypatch.setattr(passes, "_direct", lambda _: False)
-    monkeypatch.setattr(passes, "sync", synchronised.append)
-    subject = Passes(str(file), tensor, made)
+    monkeypatch.setattr(passes, "_sync", synchronised.append)
+    subject = Passes(str(file), tensor, made, before_read=lambda _: None)
     subject.calibrate(1000)
     synchronised.clear()
     subject.measure(Settings(), True)

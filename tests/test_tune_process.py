@@ -25,7 +25,7 @@ from test_tune_handle import (  # noqa: F401  (fixtures)
     watched,
 )
 
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.tune.handle import tuned_handle
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from nvme_ops.bench.settings import Settings
 from nvme_ops.handle import aio_handle
+from nvme_ops.settings import Settings
 from nvme_ops.tune import store
 from nvme_ops.tune.background import Watched, tuner_of
 from nvme_ops.tune.identity import BARE, folder_of, identify

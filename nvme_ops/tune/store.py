@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
@@ -15,11 +15,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.bench.settings import Settings
 from nvme_ops.op_builder import trust
+from nvme_ops.settings import Settings
 from nvme_ops.tune.identity import Identity
 
 FORMAT = 1  # of the files; those of another one are ignored
+_ABANDONED = 3600.0  # seconds after which a half-written file belongs to a writer that was killed
+_HASTY = 1 / 4  # of the earlier run's seconds
 
 
 def folder() -> Path:
@@ -91,7 +93,7 @@ def settings_of(values: object) -> Settings:
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
     """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
 
-    What one that was killed has left half written is removed.
+    What one that was killed an hour ago or before has left half written is removed.
 
     ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
     RuntimeError without a home folder.
@@ -105,14 +107,17 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
         "identity": asdict(identity),
         "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    _sweep(path)
-    descriptor, temporary = _locked_file(path)
+    for left in path.parent.glob(f".{path.name}.*"):  # by a writer that was killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(json.dumps(kept, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -120,28 +125,33 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     return path
 
 
-def _locked_file(path: Path) -> tuple[int, str]:
-    """A new file beside ``path``, for as long as the descriptor is open known to belong to someone who is alive."""
-    while True:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is swept either
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, temporary
-        os.close(descriptor)  # swept before it was locked
+def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Why ``known`` is better founded than ``found``; an empty string where ``found`` may replace it.
+
+    Both as ``report.details`` makes them; what one of them does not say does not count against it.
+    """
+    if _number(known, "from_page_cache") < 0.5 <= _number(found, "from_page_cache"):
+        return "this run read from the page cache, that one from the device"
+    missing = sorted(_directions(known) - _directions(found))
+    if missing:
+        return f"this run left out {' and '.join(missing)}s"
+    if known.get("complete") and not found.get("complete"):
+        return "the final of this run was cut short"
+    seconds, before = _number(found, "seconds"), _number(known, "seconds")
+    if seconds < _HASTY * before:
+        return f"this run took {seconds:.0f} s, that one {before:.0f} s"
+    return ""
 
 
-def _sweep(path: Path) -> None:
-    """Removes what writers of ``path`` that were killed have left."""
-    wanted = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
-    for name in filter(wanted.fullmatch, os.listdir(path.parent)):
-        with contextlib.suppress(OSError):  # locked: its writer is alive
-            descriptor = os.open(path.parent / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path.parent / name)
-            finally:
-                os.close(descriptor)
+def _directions(document: Mapping[str, Any]) -> set[str]:
+    rates = document.get("bytes_per_second")
+    best = rates.get("best") if isinstance(rates, Mapping) else None
+    return set(best) if isinstance(best, Mapping) else set()
+
+
+def _number(document: Mapping[str, Any], name: str) -> float:
+    value = document.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 @contextlib.contextmanager
