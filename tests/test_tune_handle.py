@@ -254,10 +254,10 @@ def test_nothing_is_measured_while_a_transfer_goes_on(
     monkeypatch.setattr(Passes, "measure", lambda *_: measured.set())
     handle = tuned_handle(tmp_path)
     tuner: Any = handle._engine._tuner  # type: ignore[attr-defined]
-    token = tuner.begin()
+    tuner._busy.add("a transfer")
     use(handle, tmp_path)
     assert not measured.wait(0.3)
-    tuner.end(token, 0)
+    tuner._busy.clear()
     assert measured.wait(PATIENCE)
     until(lambda: not watched(handle))
 
@@ -287,7 +287,7 @@ def test_a_program_that_never_rests_keeps_the_default(
     monkeypatch.setattr(background, "PATIENCE", 0.3)
     handle = tuned_handle(tmp_path)
     tuner: Any = handle._engine._tuner  # type: ignore[attr-defined]
-    tuner.begin()
+    tuner._busy.add("a transfer")
     use(handle, tmp_path)
     until(lambda: not watched(handle))
     assert settings_of(handle) == Settings()

@@ -18,6 +18,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,30 +52,14 @@ class _Over(Exception):  # noqa: N818  (not an error)
 
 
 class Watched:
-    """An engine that tells a tuner what passes through it. Everything else is the engine's."""
+    """The engine of a handle, whose transfers a tuner notices."""
 
     def __init__(self, engine: Engine, tuner: Tuner) -> None:
         self.engine, self._tuner = engine, tuner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def run(self, write: bool, memory: Any, *rest: Any) -> int:
-        """Does what the engine's ``run`` does."""
-        token = self._tuner.begin()
-        try:
-            return self.engine.run(write, memory, *rest)
-        finally:
-            self._tuner.end(token, _bytes(memory))
-
-    def submit(self, write: bool, memory: Any, *rest: Any) -> Operation:
-        """Does what the engine's ``submit`` does."""
-        return self._tuner.submitted(self.engine.submit(write, memory, *rest), _bytes(memory))
-
-    def submit_many(self, write: bool, memories: Any, *rest: Any) -> Operation:
-        """Does what the engine's ``submit_many`` does."""
-        size = memories.nbytes if isinstance(memories, torch.Tensor) else sum(map(_bytes, memories))
-        return self._tuner.submitted(self.engine.submit_many(write, memories, *rest), size)
+        found = getattr(self.engine, name)
+        return partial(self._tuner.watch, found) if name in ("run", "submit", "submit_many") else found
 
 
 class Tuner:
@@ -89,47 +74,38 @@ class Tuner:
         self._handles: list[weakref.ref[tuned_handle]] = []
         self._once, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="nvme_ops-tune", daemon=True)
-        self._busy: set[object] = set()
-        self._submitted: Operation | None = None
+        self._busy: set[object] = set()  # a token for each call of ``watch``
+        self._pending: Operation | None = None  # the last that goes on by itself
         self._latest = self._spent = self._deadline = 0.0
 
     def join(self, handle: tuned_handle) -> None:
         """Tells the handle later what was found."""
         self._handles.append(weakref.ref(handle, self._handles.remove))
 
-    def begin(self) -> object:
-        """Notes that a blocking transfer begins; returns what ``end`` takes."""
+    def watch(self, transfer: Callable[..., Any], write: bool, memory: Any, *rest: Any) -> Any:
+        """Calls a method of an engine and returns its result; the first large transfer starts the thread."""
         token = object()
         self._busy.add(token)
         self._latest = time.monotonic()
-        return token
-
-    def end(self, token: object, size: int) -> None:
-        """Notes that it ends."""
-        self._busy.discard(token)
-        self._moved(size)
-
-    def submitted(self, operation: Operation, size: int) -> Operation:
-        """Notes that a transfer has begun that ends by itself, and returns it."""
-        self._submitted = operation
-        self._moved(size)
-        return operation
-
-    def _moved(self, size: int) -> None:
-        self._latest = time.monotonic()
-        if size >= LARGE and self._process == os.getpid() and self._once.acquire(blocking=False):
+        try:
+            result = transfer(write, memory, *rest)
+            if not isinstance(result, int):
+                self._pending = result
+        finally:
+            self._latest = time.monotonic()
+            self._busy.discard(token)
+        if self._process == os.getpid() and _bytes(memory) >= LARGE and self._once.acquire(blocking=False):
             # after the op's own function, which thus finds no engine of ours at work
             atexit.register(self.leave)
             with contextlib.suppress(RuntimeError):  # no more threads
                 self._thread.start()
+        return result
 
     def leave(self) -> None:
         """Ends the thread, with the pass that is under way."""
         self._stop.set()
         if self._process == os.getpid() and self._thread.is_alive():
             self._thread.join(_LEAVING)
-
-    # The thread
 
     def _work(self) -> None:
         found = None
@@ -201,10 +177,10 @@ class Tuner:
         self._pause(0)
 
     def _idle(self) -> bool:
-        if self._submitted is not None and self._submitted.done():
-            self._submitted = None
+        if self._pending is not None and self._pending.done():
+            self._pending = None
             self._latest = time.monotonic()
-        return not self._busy and self._submitted is None and time.monotonic() - self._latest > QUIET
+        return not self._busy and self._pending is None and time.monotonic() - self._latest > QUIET
 
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds) or time.monotonic() > self._deadline:
@@ -221,5 +197,8 @@ def tuner_of(identity: Identity, folder: str, make_handle: Callable[[Settings], 
 
 
 def _bytes(memory: Any) -> int:
-    size = getattr(memory, "nbytes", None)
-    return size if isinstance(size, int) else len(memory)
+    """Of a tensor, of anything with the buffer protocol, or of a list of these."""
+    try:
+        return memory.nbytes if isinstance(memory, torch.Tensor) else memoryview(memory).nbytes
+    except TypeError:
+        return sum(map(_bytes, memory))

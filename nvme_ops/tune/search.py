@@ -1,14 +1,10 @@
 """Finds the best settings of a handle within a budget, on machines where single passes vary by 20 %.
 
-1. The openings: a few block sizes with few and with many lanes race against the default.
-2. One setting after the other: all of its values race against the best so far. Over again, until nothing is undecided.
-3. The final: a duel of what was found and the default, in passes of full size, as long as the time allows or until it
-   is clear. A difference inside the noise keeps the default.
+1. Openings: a few block sizes with few and with many lanes race against the default.
+2. The values of one setting after the other race against the best so far, over again until nothing is undecided.
+3. The final: a duel of the best and the default in passes of full size, until it is clear or the time is over.
 
-A race measures the best so far and its challengers in turn, for a few rounds; challengers that are certainly slower
-than the fastest drop out of it. One that is faster by more than the noise becomes the best so far; of those that are
-as fast as it is, as far as can be told, the simplest does. docs/tune.md explains it.
-Apart from what it measures the search is deterministic.
+docs/tune.md explains the races. Apart from what it measures the search is deterministic.
 """
 
 from __future__ import annotations
@@ -105,9 +101,7 @@ class Search:
 
     def outcome(self) -> Outcome:
         """Returns what is known so far. Without a final the best is what the races found."""
-        final = self._final.duels(self._baseline).get(self._best)
-        if final is not None and len(final.ratios) < LEAST_ROUNDS:
-            final = None
+        final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
         best = self._best if final is None or final.won else self._baseline
         return Outcome(
             best, self._baseline, self._best, final, self._axes,

@@ -6,22 +6,20 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.checkpoint.atomic import replacing
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
 from nvme_ops.tune.identity import Identity
 
 FORMAT = 1  # of the files; those of another one are ignored
-_ABANDONED = 3600.0  # seconds after which a half-written file belongs to a writer that was killed
-_HASTY = 1 / 4  # of the earlier run's seconds
+_HASTY = 0.25  # of the earlier run's seconds
 
 
 def folder() -> Path:
@@ -42,12 +40,9 @@ def path_of(identity: Identity) -> Path:
 
 
 def load(identity: Identity) -> Settings | None:
-    """The settings that were found for this device, kernel and way, or None.
-
-    Warns: as ``document``.
-    """
+    """The settings that were found for this device, kernel and way, or None. Warns as ``document``."""
     found = document(identity)
-    return None if found is None else settings_of(found["aio"])
+    return None if found is None else _settings_of(found["aio"])
 
 
 def document(identity: Identity) -> dict[str, Any] | None:
@@ -62,38 +57,32 @@ def document(identity: Identity) -> dict[str, Any] | None:
         if path.exists() and (problem := trust.why_not(path)):
             warnings.warn(f"{path} is ignored, because others could change it: {problem}", RuntimeWarning, stacklevel=2)
             return None
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except (OSError, RuntimeError):
         return None
-    except UnicodeDecodeError:
-        text = ""
     try:
-        found = json.loads(text)
+        found = json.loads(content)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']} instead of {FORMAT}")
-        settings_of(found["aio"])
+        _settings_of(found["aio"])
         return dict(found)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(f"{path} is ignored: {error or 'damaged'} (nvme-tune replaces it)", RuntimeWarning, stacklevel=2)
         return None
 
 
-def settings_of(values: object) -> Settings:
-    """From the section ``aio`` of a document. ValueError unless it has all settings, of their types, and no others."""
-    wanted = asdict(Settings())
-    if not isinstance(values, dict) or set(values) != set(wanted):
-        raise ValueError(f"its settings are not {', '.join(wanted)}")
-    for each in fields(Settings):
-        value = values[each.name]
-        if type(value) is not type(wanted[each.name]) or (not isinstance(value, bool) and value < 1):
-            raise ValueError(f"{each.name} is {value!r}")
+def _settings_of(values: dict[str, Any]) -> Settings:
+    """ValueError unless it has all settings, of their types, and no others."""
+    types = {name: type(value) for name, value in Settings().as_json().items()}
+    if {name: type(value) for name, value in values.items()} != types or any(
+        value < 1 for value in values.values() if not isinstance(value, bool)
+    ):
+        raise ValueError(f"its settings are {values}")
     return Settings(**values)
 
 
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
     """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
-
-    What one that was killed an hour ago or before has left half written is removed.
 
     ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
     RuntimeError without a home folder.
@@ -107,51 +96,30 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
         "identity": asdict(identity),
         "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    for left in path.parent.glob(f".{path.name}.*"):  # by a writer that was killed
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED:
-                left.unlink()
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(kept, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path) as new, open(new.fd, "w", encoding="utf-8", closefd=False) as file:
+        os.fchmod(new.fd, 0o600)
+        file.write(json.dumps(kept, indent=2) + "\n")
     return path
 
 
 def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Why ``known`` is better founded than ``found``; an empty string where ``found`` may replace it.
 
-    Both as ``report.details`` makes them; what one of them does not say does not count against it.
+    Both as ``report.details`` makes them; ``known`` may also be what a tuning in the background has left.
     """
-    if _number(known, "from_page_cache") < 0.5 <= _number(found, "from_page_cache"):
+    if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
         return "this run read from the page cache, that one from the device"
-    missing = sorted(_directions(known) - _directions(found))
-    if missing:
+    if missing := sorted(_directions(known) - _directions(found)):
         return f"this run left out {' and '.join(missing)}s"
     if known.get("complete") and not found.get("complete"):
         return "the final of this run was cut short"
-    seconds, before = _number(found, "seconds"), _number(known, "seconds")
-    if seconds < _HASTY * before:
-        return f"this run took {seconds:.0f} s, that one {before:.0f} s"
+    if found["seconds"] < _HASTY * known.get("seconds", 0):
+        return f"this run took {found['seconds']:.0f} s, that one {known['seconds']:.0f} s"
     return ""
 
 
 def _directions(document: Mapping[str, Any]) -> set[str]:
-    rates = document.get("bytes_per_second")
-    best = rates.get("best") if isinstance(rates, Mapping) else None
-    return set(best) if isinstance(best, Mapping) else set()
-
-
-def _number(document: Mapping[str, Any], name: str) -> float:
-    value = document.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return set(document.get("bytes_per_second", {}).get("best", {}))
 
 
 @contextlib.contextmanager
