@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,76 +19,67 @@ LEAST = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
 _SHORT_PASSES, _FULL_PASSES = 450, 150
 
 
+@dataclass
 class Passes:
-    """Writes and reads ``tensor``, or the first part of it, to and from the start of the file at ``path``.
+    """Writes and reads ``tensor``, or the first part of it, to and from the start of an existing file.
 
     ``calibrate`` comes first: it fills the file and chooses the sizes of short and full passes.
-
-    Args:
-        path: of an existing file.
-        tensor: bytes, on the CPU or on a GPU; a full pass moves no more than all of them.
-        make_handle: makes a handle with given settings. That is cheap, so every pass has one of its own.
-        directions: of DIRECTIONS.
-        loops: times that a pass is done; the rate is that of all of them.
-        before_read: told how many bytes will be read; sees to it that they come from the device.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tensor: torch.Tensor,
-        make_handle: Callable[[Settings], aio_handle],
-        directions: Sequence[str] = DIRECTIONS,
-        loops: int = 1,
-        before_read: Callable[[int], None] | None = None,
-    ) -> None:
-        self._path, self._tensor, self._make_handle = path, tensor, make_handle
-        self._directions, self._loops = directions, loops
-        self._before_read = before_read or (lambda _: drop(path))
-        self._buffered = not _direct(path)
+    path: str
+    tensor: torch.Tensor  # bytes, on the CPU or on a GPU; a full pass moves no more than all of them
+    make_handle: Callable[[Settings], aio_handle]  # cheap, so every pass has one of its own
+    directions: Sequence[str] = DIRECTIONS
+    loops: int = 1  # times that a pass is done; the rate is that of all of them
+    before_read: Callable[[int], None] | None = None  # in place of dropping the file from the page cache
+
+    def __post_init__(self) -> None:
         self.written = 0  # bytes so far
-        self.short = self.full = min(tensor.numel(), LEAST)
+        self.short = self.full = min(self.tensor.numel(), LEAST)
+        self._buffered = not _direct(self.path)
 
     def calibrate(self, seconds: float) -> None:
         """Fills the file and chooses sizes for a budget of so many seconds, from the rates of the default settings."""
-        handle = self._make_handle(Settings())
+        handle = self.make_handle(Settings())
         self._fill(handle)
         rates = self.measure(Settings(), False)
-        moved = seconds / sum(1 / rate for rate in rates.values()) / self._loops
+        moved = seconds / sum(1 / rate for rate in rates.values()) / self.loops
         self.short, self.full = (
-            min(self._tensor.numel(), max(LEAST, int(moved / passes) // MIB * MIB))
+            min(self.tensor.numel(), max(LEAST, int(moved / passes) // MIB * MIB))
             for passes in (_SHORT_PASSES, _FULL_PASSES)
         )
         self._fill(handle)
 
     def _fill(self, handle: aio_handle) -> None:
-        handle.sync_pwrite(self._tensor[: self.full], self._path, 0)
-        _sync(self._path)
+        handle.sync_pwrite(self.tensor[: self.full], self.path, 0)
+        _sync(self.path)
         self.written += self.full
 
     def measure(self, settings: Settings, full: bool) -> dict[str, float]:
         """Returns bytes per second by direction."""
-        handle = self._make_handle(settings)
-        memory = self._tensor[: self.full if full else self.short]
+        handle = self.make_handle(settings)
+        memory = self.tensor[: self.full if full else self.short]
         # untimed, so that every lane has its thread and its ring
-        handle.sync_pread(memory[: settings.intra_op_parallelism * MIB], self._path, 0)
-        seconds = dict.fromkeys(self._directions, 0.0)
-        for _ in range(self._loops):
-            for direction in self._directions:
+        handle.sync_pread(memory[: settings.intra_op_parallelism * MIB], self.path, 0)
+        seconds = dict.fromkeys(self.directions, 0.0)
+        for _ in range(self.loops):
+            for direction in self.directions:
                 seconds[direction] += self._pass(handle, direction, memory)
-        return {name: memory.numel() * self._loops / taken for name, taken in seconds.items()}
+        return {name: memory.numel() * self.loops / taken for name, taken in seconds.items()}
 
     def _pass(self, handle: aio_handle, direction: str, memory: torch.Tensor) -> float:
-        if direction == "read":
-            self._before_read(memory.numel())
+        if direction == "read" and self.before_read is not None:
+            self.before_read(memory.numel())
+        elif direction == "read":
+            drop(self.path)
         start = time.perf_counter()
         if direction == "read":
-            handle.sync_pread(memory, self._path, 0)
+            handle.sync_pread(memory, self.path, 0)
         else:
-            handle.sync_pwrite(memory, self._path, 0)
+            handle.sync_pwrite(memory, self.path, 0)
             self.written += memory.numel()
             if self._buffered:  # else the device has it
-                _sync(self._path)
+                _sync(self.path)
         return time.perf_counter() - start
 
 

@@ -67,36 +67,32 @@ class Outcome:
     complete: bool  # or the time was over before the final was
 
 
+@dataclass
 class Search:
-    """One search over the combinations of ``axes``.
+    """One search over the combinations of ``axes``; what is no axis has its default."""
 
-    Args:
-        measure: what it calls again and again.
-        axes: settings and values to try; what is no axis has its default.
-        spent: tells the share of the budget that is gone. Once it is 1 nothing begins but the first pass.
-        progress: told what is done next.
-    """
+    measure: Measure
+    axes: Sequence[Axis]
+    spent: Callable[[], float]  # the share of the budget that is gone; once it is 1 nothing begins but the first pass
+    progress: Callable[[str], None] = lambda _: None  # told what is done next
 
-    def __init__(
-        self,
-        measure: Measure,
-        axes: Sequence[Axis],
-        spent: Callable[[], float],
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._measure, self._axes, self._spent, self._progress = measure, axes, spent, progress
-        self._best = self._baseline = _nearest_to_default(axes)
+    def __post_init__(self) -> None:
+        self._best = self._baseline = _nearest_to_default(self.axes)
         self._races, self._final = Rounds(), Rounds()
         self._taken: dict[Settings, tuple[list[Rates], list[Rates]]] = {}  # short and full passes
         self._complete = True
 
     def find(self) -> Outcome:
         """Searches. What ``measure`` raises ends it; ``outcome`` then tells what is known."""
-        self._pass(self._baseline, False, math.inf)  # there is always something to tell
+        self._pass(False, self._baseline)  # there is always something to tell
         raced = [self._race(self._openings(), _OPENING_ROUNDS)]
         while any(raced):
-            raced = [self._race(self._along(axis), _ROUNDS) for axis in self._axes]
-        self._compete_with_default()
+            raced = [self._race(self._along(axis), _ROUNDS) for axis in self.axes]
+        contestants = list(dict.fromkeys([self._baseline, self._best]))
+        while len(self._final) < _MOST_FINAL and self._final.measure(contestants, partial(self._pass, True)):
+            duels = self._final.duels(self._baseline).values()
+            if len(self._final) >= _LEAST_FINAL and all(duel.clear for duel in duels):
+                break
         return self.outcome()
 
     def outcome(self) -> Outcome:
@@ -104,7 +100,7 @@ class Search:
         final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
         best = self._best if final is None or final.won else self._baseline
         return Outcome(
-            best, self._baseline, self._best, final, self._axes,
+            best, self._baseline, self._best, final, self.axes,
             {settings: _median(full or short) for settings, (short, full) in self._taken.items()},
             {settings: len(short) + len(full) for settings, (short, full) in self._taken.items()},
             self._races.duels(best), self._complete,
@@ -123,14 +119,14 @@ class Search:
         return [replace(self._best, **{axis.name: value}) for value in axis.values]
 
     def _values(self, name: str) -> Sequence[Any]:
-        return next((axis.values for axis in self._axes if axis.name == name), [getattr(DEFAULT, name)])
+        return next((axis.values for axis in self.axes if axis.name == name), [getattr(DEFAULT, name)])
 
     def _race(self, challengers: Sequence[Settings], rounds: int) -> bool:
         """Returns whether there was anything to find out, and time for it."""
         before = len(self._races)
         for _ in range(rounds):
             left = self._undecided(challengers)
-            if not left or not self._races.measure([self._best, *left], self._short_pass):
+            if not left or not self._races.measure([self._best, *left], partial(self._pass, False)):
                 break
         self._choose(challengers)
         return len(self._races) > before
@@ -161,34 +157,16 @@ class Search:
 
     def _cost(self, settings: Settings) -> tuple[int, int, int, int]:
         """Lanes cost threads, switches CPU; then what is unusual, and what holds more memory."""
-        unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self._axes)
+        unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self.axes)
         switches = settings.single_submit + settings.overlap_events
         return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth
 
-    def _compete_with_default(self) -> None:
-        """Also where the default itself is the best: its rates are wanted."""
-        alone = self._best == self._baseline
-        contestants = [self._baseline] if alone else [self._baseline, self._best]
-        while len(self._final) < (_LEAST_FINAL if alone else _MOST_FINAL):
-            if not self._final.measure(contestants, self._full_pass):
-                return
-            if len(self._final) >= _LEAST_FINAL and all(
-                duel.clear for duel in self._final.duels(self._baseline).values()
-            ):
-                return
-
-    def _short_pass(self, settings: Settings) -> Rates | None:
-        return self._pass(settings, False, RACE_SHARE)
-
-    def _full_pass(self, settings: Settings) -> Rates | None:
-        return self._pass(settings, True, 1.0)
-
-    def _pass(self, settings: Settings, full: bool, limit: float) -> Rates | None:
-        if self._spent() >= limit:
+    def _pass(self, full: bool, settings: Settings) -> Rates | None:
+        if self._taken and self.spent() >= (1.0 if full else RACE_SHARE):
             self._complete = not full
             return None
-        self._progress("the best against the default" if full else "searching")
-        rates = self._measure(settings, full)
+        self.progress("the best against the default" if full else "searching")
+        rates = self.measure(settings, full)
         self._taken.setdefault(settings, ([], []))[full].append(rates)
         return rates
 
