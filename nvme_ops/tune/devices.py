@@ -76,12 +76,8 @@ def tune(options: Namespace, say: Say) -> Result:
             stack.enter_context(scratch_folder(folders[0], options.io_size + 64 * MIB, "--io_size or --nvme_dir"))
             for folders in devices.values()
         ]
-        log = _open_log(options.log_dir)
-        if log is not None:
-            stack.enter_context(log)
-        step: Step = lambda _: None  # noqa: E731
-        if not options.verbose:
-            step = stack.enter_context(progress_bar(100 * len(devices)))
+        log = stack.enter_context(_open_log(options.log_dir)) if options.log_dir else None
+        step = None if options.verbose else stack.enter_context(progress_bar(100 * len(devices)))
         try:
             for (identity, folders), place in zip(devices.items(), places, strict=True):
                 say(f"tuning {folders[0]}, for {options.seconds:g} seconds at most")
@@ -100,7 +96,9 @@ def tune(options: Namespace, say: Say) -> Result:
 class _Tuning:
     """The search for one device's settings, with its scratch file, its log and its part of the progress bar."""
 
-    def __init__(self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say, step: Step) -> None:
+    def __init__(
+        self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say, step: Step | None
+    ) -> None:
         self._options, self._folder, self._log, self._say, self._step = options, folder, log, say, step
         self._start, self._shown = time.perf_counter(), 0
         self._read = self._cached = 0.0  # bytes that were looked for in the page cache, and those that lay there
@@ -128,7 +126,7 @@ class _Tuning:
 
     def _progress(self, words: str) -> None:
         """Takes the bar to the share of the time that is gone: a hundred steps for each device."""
-        for _ in range(self._shown, min(100, int(100 * self._spent()))):
+        while self._step is not None and self._shown < min(100, int(100 * self._spent())):
             self._step(f"{self._folder}: {words}")
             self._shown += 1
 
@@ -157,10 +155,8 @@ class _Tuning:
         return rates
 
 
-def _open_log(folder: str | None) -> TextIO | None:
-    """A line of JSON for each pass. Raises NotUsable where it cannot be written."""
-    if folder is None:
-        return None
+def _open_log(folder: str) -> TextIO:
+    """A file for a line of JSON for each pass. Raises NotUsable where it cannot be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         return open(os.path.join(folder, "passes.jsonl"), "w", encoding="utf-8", buffering=1)

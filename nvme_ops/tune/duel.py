@@ -84,9 +84,8 @@ class Rounds:
         """
         ratios: dict[Settings, list[float]] = {}
         for rates in self._rates:
-            if baseline in rates:
-                for settings, rate in rates.items():
-                    ratios.setdefault(settings, []).append(rate / rates[baseline])
+            for settings, rate in rates.items() if baseline in rates else ():
+                ratios.setdefault(settings, []).append(rate / rates[baseline])
         ratios.pop(baseline, None)
         differences = [abs(math.log(one / two)) for each in ratios.values() for one, two in itertools.pairwise(each)]
         scatter = statistics.median(differences) / _DIFFERENCE if differences else _UNKNOWN

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     value("--log_dir", "DIR", "write every pass to DIR/passes.jsonl")
     value("--loops", "N", "repetitions in each pass (default 1)", type=positive, default=1)
     switch("--verbose", "show every pass")
-    value("--seconds", "S", "for each device (default 16)", type=_seconds, default=16.0)
+    value("--seconds", "S", "for each device (default 16)", type=float, default=16.0)
     switch("--explain", "show why the best is the best, and how flat the optimum")
     value("--json", "FILE", "write the result to FILE; - for standard output, then no text")
     switch("--no_store", "do not keep the result for tuned_handle")
@@ -103,6 +103,8 @@ def _check(given: Namespace) -> None:
     if given.io_size < LEAST_PASS:
         raise ValueError(f"--io_size {size_words(given.io_size)}: a pass of less than {size_words(LEAST_PASS)} mostly "
                          "measures how it begins and ends")  # fmt: skip
+    if not 0 < given.seconds < math.inf:
+        raise ValueError(f"--seconds: {given.seconds:g} is not a number of seconds above 0")
     if given.no_store and given.replace:
         raise ValueError("--replace with --no_store: nothing is kept")
     if given.json and given.json != "-":
@@ -168,13 +170,3 @@ _SWEPT: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "sequential_requests": ("overlap_events", lambda value: not _switch(value)),
     "single_submit": ("single_submit", _switch),
 }
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
