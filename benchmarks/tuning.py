@@ -109,7 +109,7 @@ def measure(given: argparse.Namespace, say: Say) -> dict[str, Any]:
         path = os.path.join(place, "data")
         Path(path).touch()
         tensor = fill(nvme_ops.empty(given.io_size, dtype=torch.uint8))
-        passes = Passes(path, tensor, lambda settings: nvme_ops.aio_handle(**settings.as_json()))
+        passes = Passes(path, tensor, nvme_ops.aio_handle)
         passes.calibrate(1e9)  # all the time in the world: passes of --io_size
 
         def rate(settings: Settings) -> float:

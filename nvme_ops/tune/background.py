@@ -68,7 +68,7 @@ class Tuner:
     Transfers are noted without locks, by operations that are atomic in Python: a process may be forked at any time.
     """
 
-    def __init__(self, identity: Identity, folder: str, make_handle: Callable[[Settings], aio_handle]) -> None:
+    def __init__(self, identity: Identity, folder: str, make_handle: Callable[..., aio_handle]) -> None:
         self._identity, self._folder, self._make_handle = identity, folder, make_handle
         self._process = os.getpid()
         self._handles: list[weakref.ref[tuned_handle]] = []
@@ -191,7 +191,7 @@ class Tuner:
 _tuners: dict[tuple[int, Identity], Tuner] = {}
 
 
-def tuner_of(identity: Identity, folder: str, make_handle: Callable[[Settings], aio_handle]) -> Tuner:
+def tuner_of(identity: Identity, folder: str, make_handle: Callable[..., aio_handle]) -> Tuner:
     """Returns the device's tuner in this process, a new one where there is none."""
     return _tuners.setdefault((os.getpid(), identity), Tuner(identity, folder, make_handle))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import time
 import warnings
 from argparse import Namespace
@@ -18,6 +19,7 @@ import torch
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.bench.page_cache import cached_share, handles_read_it, share_words
 from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
@@ -26,9 +28,10 @@ from nvme_ops.tune.duel import Duel, Rates, Rounds
 from nvme_ops.tune.identity import Identity, identify
 from nvme_ops.tune.options import DROP_CACHES
 from nvme_ops.tune.passes import Passes, drop, fill
-from nvme_ops.tune.search import DEFAULT, Outcome, Search
+from nvme_ops.tune.search import Outcome, Search
 
 _ROUNDS_TOGETHER = 7
+_HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
 
 Say = Callable[[str], None]
 
@@ -42,7 +45,7 @@ class Tuned:
     outcome: Outcome
     seconds: float
     pass_size: int  # bytes of a full pass
-    from_page_cache: float | None = None  # the share of all that was read
+    from_page_cache: float | None = None  # the share of what was read, the mean of all passes
 
 
 @dataclass
@@ -68,7 +71,7 @@ def tune(options: Namespace, say: Say) -> Result:
     """Tunes. Raises ``files.NotUsable`` where a folder cannot be used, before anything is written."""
     result, ready = Result(options), []
     devices: dict[Identity, list[str]] = {}
-    backend = _maker(options.way)(DEFAULT).backend
+    backend = _HANDLES[options.way]().backend
     for folder in options.nvme_dir:
         devices.setdefault(identify(folder, options.way, backend), []).append(folder)
     with contextlib.ExitStack() as stack:
@@ -101,25 +104,25 @@ class _Tuning:
     ) -> None:
         self._options, self._folder, self._log, self._say, self._step = options, folder, log, say, step
         self._start, self._shown = time.perf_counter(), 0
-        self._read = self._cached = 0.0  # bytes that were looked for in the page cache, and those that lay there
+        self._cached: list[float] = []  # of each read, the share that lay in the page cache, where that is known
         self._path = os.path.join(place, "data")
         with open(self._path, "wb"):
             pass
-        maker, memory = _maker(options.way), _memory(options)
-        self.passes = Passes(self._path, memory, maker, options.directions, options.loops, self._before_read)
+        memory, make_handle = _memory(options), _HANDLES[options.way]
+        self.passes = Passes(self._path, memory, make_handle, options.directions, options.loops, self._before_read)
         self._search = Search(self._measure, options.axes, self._spent, self._progress)
 
     def find(self) -> None:
         self._progress("writing the file")
         self.passes.calibrate(self._options.seconds)
-        self._read = self._cached = 0.0
+        self._cached.clear()
         self._search.find()
 
     def found(self, folders: list[str], identity: Identity) -> list[Tuned]:
         """Nothing where nothing was measured."""
         outcome, seconds = self._search.outcome(), time.perf_counter() - self._start
-        cached = self._cached / self._read if self._read else None
-        return [Tuned(folders, identity, outcome, seconds, self.passes.full, cached)] if outcome.rates else []
+        tuned = Tuned(folders, identity, outcome, seconds, self.passes.full, _mean(self._cached))
+        return [tuned] if outcome.rates else []
 
     def _spent(self) -> float:
         return (time.perf_counter() - self._start) / float(self._options.seconds)
@@ -137,13 +140,12 @@ class _Tuning:
             drop(self._path)
         share = cached_share(self._path, size) if handles_read_it() else None
         if share is not None:
-            self._read += size
-            self._cached += share * size
+            self._cached.append(share)
 
     def _measure(self, settings: Settings, full: bool) -> Rates:
-        read, cached = self._read, self._cached
+        before = len(self._cached)
         rates = self.passes.measure(settings, full)
-        share = (self._cached - cached) / (self._read - read) if self._read > read else None
+        share = _mean(self._cached[before:])
         seconds, size = time.perf_counter() - self._start, self.passes.full if full else self.passes.short
         if self._log is not None:
             about = {"nvme_dir": self._folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
@@ -164,12 +166,8 @@ def _open_log(folder: str) -> TextIO:
         raise NotUsable(f"--log_dir {folder}: {error.strerror}") from error
 
 
-def _maker(way: str) -> Callable[[Settings], aio_handle]:
-    if way == "gds":
-        from nvme_ops.gds import gds_handle
-
-        return lambda settings: gds_handle(**settings.as_json())
-    return lambda settings: aio_handle(**settings.as_json())
+def _mean(shares: list[float]) -> float | None:
+    return statistics.fmean(shares) if shares else None
 
 
 def _memory(options: Namespace) -> torch.Tensor:

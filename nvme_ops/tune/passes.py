@@ -28,7 +28,7 @@ class Passes:
 
     path: str
     tensor: torch.Tensor  # bytes, on the CPU or on a GPU; a full pass moves no more than all of them
-    make_handle: Callable[[Settings], aio_handle]  # cheap, so every pass has one of its own
+    make_handle: Callable[..., aio_handle]  # from settings; that is cheap, so every pass has one of its own
     directions: Sequence[str] = DIRECTIONS
     loops: int = 1  # times that a pass is done; the rate is that of all of them
     before_read: Callable[[int], None] | None = None  # in place of dropping the file from the page cache
@@ -40,7 +40,7 @@ class Passes:
 
     def calibrate(self, seconds: float) -> None:
         """Fills the file and chooses sizes for a budget of so many seconds, from the rates of the default settings."""
-        handle = self.make_handle(Settings())
+        handle = self.make_handle()
         self._fill(handle)
         rates = self.measure(Settings(), False)
         moved = seconds / sum(1 / rate for rate in rates.values()) / self.loops
@@ -57,7 +57,7 @@ class Passes:
 
     def measure(self, settings: Settings, full: bool) -> dict[str, float]:
         """Returns bytes per second by direction."""
-        handle = self.make_handle(settings)
+        handle = self.make_handle(**settings.as_json())
         memory = self.tensor[: self.full if full else self.short]
         # untimed, so that every lane has its thread and its ring
         handle.sync_pread(memory[: settings.intra_op_parallelism * MIB], self.path, 0)
