@@ -135,8 +135,8 @@ def test_memory_of_an_accelerator_does(tmp_path: Path) -> None:
         from conftest import contents, pattern
         from pathlib import Path
         from private_device import private_device
+        from nvme_ops import aio_handle
         from test_tune_passes import SIZE, Passes, Settings
-            from nvme_ops import aio_handle
 
         path, data = Path(sys.argv[1]), pattern(SIZE)
         path.touch()
