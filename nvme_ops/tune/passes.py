@@ -15,8 +15,9 @@ from nvme_ops.sizes import MIB
 
 DIRECTIONS = ("write", "read")
 LEAST = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
-# How many short ones a budget should hold, and how many full ones: some 22 rounds of the final in a third of it.
-_SHORT_PASSES, _FULL_PASSES = 450, 150
+# How many short ones a budget should hold, and how many full ones. Longer ones are less noisy by as much as there are
+# fewer of them; but more and shorter ones say less of large blocks, which a pass should have many of.
+_SHORT_PASSES, _FULL_PASSES = 200, 80
 
 
 @dataclass
