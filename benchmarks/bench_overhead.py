@@ -17,8 +17,8 @@ from nvme_ops.bench import fio
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import Table
+from nvme_ops.settings import Settings
 
 GROUPS = {"read": "read", "write": "write"}
 BARE, BY_HAND = "bare loop around sync_pread or sync_pwrite", "fio by hand"

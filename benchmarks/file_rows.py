@@ -15,8 +15,8 @@ from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.files import make_warm
 from nvme_ops.bench.measure import Row, Unavailable
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import Work, filled, saved_row, tensor_row
+from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 
 FIO_BEST = "fio best"

@@ -24,9 +24,9 @@ from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.files import sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.remote import Remote, environment
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import Work, filled, tensor_row
 from nvme_ops.op_builder import cufile
+from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 
 QUEUE_DEPTH = 128  # the default of every handle

@@ -29,8 +29,8 @@ from nvme_ops.bench.measure import Row, WrongData, interleave, timed
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Scaling, scaling_of
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import Table, as_json, with_range
+from nvme_ops.settings import Settings
 from nvme_ops.text import MIB, columns_text, size_words
 
 GROUPS = {"read": "reads of files that are not in the page cache", "write": "writes over existing files"}

@@ -22,7 +22,7 @@ from nvme_ops.bench.engines.handles import handle_row
 from nvme_ops.bench.engines.task import Task, over_files
 from nvme_ops.bench.measure import Row, Sample, interleave
 from nvme_ops.bench.run import Result, run
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 
 SETTINGS = Settings(block_size=256 * KIB, queue_depth=8, overlap_events=True)

@@ -19,7 +19,7 @@ from nvme_ops.bench import files, fio, huge_pages
 from nvme_ops.bench.engines import FIO_BEST, Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import PERCENTILES, Row, interleave
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

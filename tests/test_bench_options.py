@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from nvme_ops.bench import options
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.bench.options import Options, Place
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 
 ROOT = Path(__file__).parent.parent

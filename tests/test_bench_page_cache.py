@@ -1,4 +1,4 @@
-"""nvme-bench and nvme-tune say when what they read lay in the page cache: in tables, JSON, CSV and the log."""
+"""nvme-bench says when what it read lay in the page cache: in tables, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import nvme_ops.bench.run as run_module
-import nvme_ops.tune.run as tune_module
-from nvme_ops import aio_handle
 from nvme_ops.bench import files, options, page_cache, report
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
@@ -23,13 +19,9 @@ from nvme_ops.bench.measure import Row, Sample, interleave
 from nvme_ops.bench.page_cache import cached_share
 from nvme_ops.bench.ranks import combined
 from nvme_ops.bench.run import Result
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table, as_text
-from nvme_ops.bench.work import filled
+from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
-from nvme_ops.tune import options as tune_options
-from nvme_ops.tune import report as tune_report
-from nvme_ops.tune.passes import Passes
 
 SIZE = 4 * MIB
 
@@ -143,50 +135,3 @@ def test_of_several_processes_it_is_the_share_of_all_bytes() -> None:
     samples = [Sample(1, 3, from_page_cache=1.0), Sample(1, 1, from_page_cache=0.0)]
     assert combined(samples, 1).from_page_cache == 0.75
     assert combined([Sample(1, 3), Sample(1, 1)], 1).from_page_cache is None
-
-
-def made(settings: Settings) -> aio_handle:
-    return aio_handle(**settings.as_json())
-
-
-@pytest.mark.parametrize(("mode", "share"), [("auto", 0.5), ("direct", None)])
-def test_a_tuning_knows_what_it_read_from_the_page_cache(
-    file: str, monkeypatch: pytest.MonkeyPatch, mode: str, share: float | None
-) -> None:
-    monkeypatch.setenv("NVME_OPS_CACHE", mode)
-    states = [lambda: files.make_cold(file), lambda: files.make_warm(file)]
-    subject = Passes(file, filled(torch.empty(SIZE, dtype=torch.uint8)), made, ("read",), 1, lambda: states.pop()())
-    subject.measure(Settings(), True)
-    assert subject.from_page_cache == (None if share is None else 1)
-    subject.measure(Settings(), True)
-    assert subject.from_page_cache == (None if share is None else 0)
-    assert subject.all_from_page_cache == share
-
-
-@pytest.fixture
-def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[tune_module.Result, list[str]]]:
-    """A short tuning that nobody drops the file from the page cache for, and what it says."""
-    monkeypatch.setattr(tune_module, "_flush", lambda: files.make_warm(next(map(str, folder.glob("*/data")))))
-
-    def tune() -> tuple[tune_module.Result, list[str]]:
-        words = ["--nvme_dir", str(folder), "--io_size", "32M", "--seconds", "0.5", "--no_write", "--verbose"]
-        given = tune_options.parse([*words, "--log_dir", str(folder / "log")])
-        object.__setattr__(given, "flush_page_cache", True)
-        said: list[str] = []
-        return tune_module.run(given, said.append), said
-
-    return tune
-
-
-def test_a_tuning_says_what_it_read_from_the_page_cache(
-    file: str, folder: Path, tuned: Callable[[], tuple[tune_module.Result, list[str]]]
-) -> None:
-    os.unlink(file)
-    result, said = tuned()
-    (device,) = result.devices
-    assert device.from_page_cache == 1
-    assert "  100 % of what was read lay in the page cache: so far memory was measured" in tune_report.text(result)
-    assert tune_report.as_document(result)["devices"][0]["from_page_cache"] == 1
-    assert any("(100 % from the page cache)" in line for line in said)
-    lines = (folder / "log" / "passes.jsonl").read_text().splitlines()
-    assert {json.loads(line)["from_page_cache"] for line in lines} == {1}

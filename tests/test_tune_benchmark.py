@@ -15,8 +15,8 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import tuning
 from nvme_ops.text import MIB
-from nvme_ops.tune.duel import Duel
-from nvme_ops.tune.search import DEFAULT, Axis, combinations
+from nvme_ops.tune.duel import Rounds
+from nvme_ops.tune.search import DEFAULT, Axis
 
 SECOND, THIRD = replace(DEFAULT, queue_depth=32), replace(DEFAULT, block_size=8 * MIB)
 
@@ -30,31 +30,35 @@ def test_the_sweep_compares_within_rounds() -> None:
         return slow * {DEFAULT: 1.0, SECOND: 2.0, THIRD: 4.0}[settings]  # type: ignore[index]
 
     found = tuning.sweep(measure, [DEFAULT, SECOND, THIRD], 2, lambda _: None)
-    assert found == [(THIRD, pytest.approx(2.0)), (SECOND, pytest.approx(1.0)), (DEFAULT, pytest.approx(0.5))]
+    assert [settings for settings, _ in found] == [THIRD, SECOND, DEFAULT]
+    assert [ratio for _, ratio in found] == pytest.approx([2.0, 1.0, 0.5])
     assert order == [DEFAULT, SECOND, THIRD, THIRD, SECOND, DEFAULT]
 
 
 def test_winners_are_divided_by_the_best_of_the_sweep_round_by_round() -> None:
-    duels = [Duel(SECOND, [1.2, 1.3, 1.2]), Duel(THIRD, [1.5, 1.3, 1.6])]
-    best, over_best = tuning.compare(duels, [DEFAULT, SECOND])
-    assert best == SECOND  # the third was not swept
-    assert over_best[SECOND].median == 1.0
-    assert over_best[THIRD].median == pytest.approx(1.25)
-    assert over_best[THIRD].low == pytest.approx(1.0)
-    assert over_best[THIRD].high == pytest.approx(1.6 / 1.2)
-    assert over_best[DEFAULT].median == pytest.approx(1 / 1.2)
+    rounds = Rounds()
+    for second, third in ((1.2, 1.5), (1.3, 1.3), (1.2, 1.6)):
+        rates = {DEFAULT: 1.0, SECOND: second, THIRD: third}
+        rounds.measure(list(rates), lambda settings, rates=rates: {"read": rates[settings]})  # type: ignore[misc]
+    found = tuning.compare(rounds, [DEFAULT, SECOND], [(SECOND, 3.0), (THIRD, 4.0), (DEFAULT, 5.0)])
+    assert found["best"] == SECOND.as_json()  # the third was not swept
+    assert [each["seconds"] for each in found["repetitions"]] == [3.0, 4.0, 5.0]
+    itself, third, default = [each["against_best"] for each in found["repetitions"]]
+    assert itself == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert third == pytest.approx({"median": 1.25, "min": 1.0, "max": 1.6 / 1.2})
+    assert default["median"] == pytest.approx(1 / 1.2)
+    assert [duel["ratio"] for duel in found["against_default"]] == pytest.approx([1.2, 1.5])
 
 
 def test_the_small_grid_is_part_of_the_full_one() -> None:
-    assert set(combinations(tuning.grid("small"))) < set(combinations(tuning.grid("full")))
-    assert DEFAULT in combinations(tuning.grid("small"))
+    assert set(tuning.combinations(tuning.grid("small"))) < set(tuning.combinations(tuning.grid("full")))
+    assert DEFAULT in tuning.combinations(tuning.grid("small"))
 
 
 def test_a_small_run_prints_and_writes_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "grid", lambda _: [Axis("queue_depth", [32, 128])])
-    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     monkeypatch.setattr(tuning.stop, "leave_on_signals", lambda: None)
     (tmp_path / "place").mkdir()
     file = tmp_path / "found.json"
@@ -86,7 +90,6 @@ def test_wrong_arguments_end_with_status_2(words: list[str], message: str, capsy
 def test_too_little_space_ends_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     monkeypatch.setattr(tuning.stop, "leave_on_signals", lambda: None)
     assert tuning.main(["--path", str(tmp_path), "--io_size", "4000000G"]) == 1
     assert "of free space are needed and there are" in capsys.readouterr().err

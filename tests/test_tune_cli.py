@@ -18,10 +18,14 @@ import torch
 from conftest import round_trip
 
 from nvme_ops import aio_handle
-from nvme_ops.bench.settings import Settings
+from nvme_ops.bench.page_cache import cached_share
 from nvme_ops.op_builder.cache import default_root
-from nvme_ops.tune import run
+from nvme_ops.settings import Settings
+from nvme_ops.tune import cli, devices, options, report, store
+from nvme_ops.tune.devices import Result, Tuned
 from nvme_ops.tune.handle import stored_settings
+from nvme_ops.tune.identity import Identity
+from nvme_ops.tune.search import Outcome
 
 ROOT = Path(__file__).parent.parent
 QUICK = ("--io_size", "32M", "--seconds", "1")
@@ -140,7 +144,7 @@ def test_the_json_is_what_deepspeed_takes(everything: Run) -> None:
 
 
 def test_explain_tells_of_every_value(everything: Run) -> None:
-    for words in ("why: ", *KEYS, "128 KiB", "the best", "+-", "combinations reach 0.97 of it"):
+    for words in ("why: ", *KEYS, "128 KiB", "the best", "+-", "that raced reach 0.97 of it"):
         assert words in everything.output
 
 
@@ -303,7 +307,7 @@ def test_a_log_that_cannot_be_written_ends_with_status_2(place: Path) -> None:
 def test_wrong_arguments_end_with_status_2(place: Path) -> None:
     status, output, errors = tune(place, "--io_size", "0")
     assert (status, output) == (2, "")
-    assert "nvme-tune: error: --io_size" in errors
+    assert "nvme-tune: error: argument --io_size: '0' is not a size" in errors
 
 
 @pytest.mark.gpu
@@ -323,8 +327,52 @@ def test_memory_of_a_gpu_is_tuned(place: Path, flag: str) -> None:
 def test_flushing_drops_the_whole_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a file that stands for the kernel's: others on this machine use the real cache."""
     synchronised: list[int] = []
-    monkeypatch.setattr(run, "DROP_CACHES", str(tmp_path / "drop_caches"))
+    monkeypatch.setattr(devices, "DROP_CACHES", str(tmp_path / "drop_caches"))
     monkeypatch.setattr(os, "sync", lambda: synchronised.append(1))
-    run._flush()
+    devices._flush()
     assert (tmp_path / "drop_caches").read_text() == "1"
     assert synchronised
+
+
+def made_up_result(folder: Path, seconds: float, best: Settings, *words: str) -> Result:
+    rates = {best: {"read": 2e9, "write": 1e9}}
+    outcome = Outcome(best, best, best, None, [], rates, {best: 3}, {}, True)
+    device = Identity(("made up",), "ext4", "1", "6", 2, "cpu", "threads")
+    given = options.parse(["--nvme_dir", str(folder), *words])
+    return Result(given, [Tuned([str(folder)], device, outcome, seconds, 1 << 25)])
+
+
+def test_the_better_founded_result_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other, first = Settings(queue_depth=7), made_up_result(tmp_path, 45, Settings())
+    identity = first.devices[0].identity
+    cli._keep(first)
+    cli._keep(made_up_result(tmp_path, 1, other))
+    assert store.load(identity) == Settings()
+    assert "this run took 1 s, that one 45 s; --replace keeps this one" in capsys.readouterr().err
+    cli._keep(made_up_result(tmp_path, 1, other, "--replace"))
+    assert store.load(identity) == other
+
+
+@pytest.mark.parametrize(("mode", "share"), [("auto", 1), ("direct", None)])
+def test_what_was_read_from_the_page_cache_is_said(
+    place: Path, monkeypatch: pytest.MonkeyPatch, mode: str, share: float | None
+) -> None:
+    """A short tuning during which others keep reading the file."""
+    probe = place / "probe"
+    probe.write_bytes(bytes(4096))
+    if cached_share(str(probe)) is None:
+        pytest.skip("the kernel does not say what lies in the page cache")
+    monkeypatch.setenv("NVME_OPS_CACHE", mode)
+    monkeypatch.setattr(devices, "drop", lambda path: Path(path).read_bytes())
+    words = ["--nvme_dir", str(place), "--io_size", "32M", "--seconds", "0.5", "--no_write", "--verbose"]
+    said: list[str] = []
+    result = devices.tune(options.parse([*words, "--log_dir", str(place / "log")]), said.append)
+    lines = (place / "log" / "passes.jsonl").read_text().splitlines()
+    assert {json.loads(line)["from_page_cache"] for line in lines} == {share}
+    assert report.as_document(result)["devices"][0]["from_page_cache"] == share
+    words_of_text = "  100 % of what was read lay in the page cache: so far memory was measured"
+    assert (words_of_text in report.text(result)) == (share == 1)
+    assert any("(100 % from the page cache)" in line for line in said) == (share == 1)

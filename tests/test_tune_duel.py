@@ -1,4 +1,4 @@
-"""Duels: ratios round by round, their median, and what of a difference is noise."""
+"""Rounds and duels: ratios round by round, their median, and what of a difference is noise."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from dataclasses import replace
 
 import pytest
 
-from nvme_ops.bench.settings import Settings
-from nvme_ops.tune.duel import LEAST_GAIN, Contest, Duel, geometric_mean
+from nvme_ops.settings import Settings
+from nvme_ops.tune.duel import LEAST_GAIN, Duel, Rounds, geometric_mean
 
 DEFAULT = Settings()
 OTHER = replace(DEFAULT, queue_depth=32)
 THIRD = replace(DEFAULT, intra_op_parallelism=2)
 
 
+def raced(*rounds: dict[Settings, float]) -> Rounds:
+    made = Rounds()
+    for rates in rounds:
+        assert made.measure(list(rates), lambda settings, rates=rates: {"read": rates[settings]})  # type: ignore[misc]
+    return made
+
+
 def duel(*ratios: float) -> Duel:
-    return Duel(OTHER, ratios)
+    return raced(*({DEFAULT: 1e9, OTHER: 1e9 * ratio} for ratio in ratios)).duels(DEFAULT)[OTHER]
 
 
 def test_the_ratio_is_the_median_of_the_rounds() -> None:
-    assert duel(1.1, 5.0, 1.2).ratio == 1.2
+    assert duel(1.1, 5.0, 1.2).ratio == pytest.approx(1.2)
 
 
 def test_the_noise_is_what_the_median_scatters_when_all_is_repeated() -> None:
@@ -30,6 +37,7 @@ def test_the_noise_is_what_the_median_scatters_when_all_is_repeated() -> None:
     repeated = [duel(*(math.exp(chance.gauss(0, 0.05)) for _ in range(25))) for _ in range(300)]
     scattered = statistics.stdev(one.ratio for one in repeated)
     assert statistics.median(one.noise for one in repeated) == pytest.approx(scattered, rel=0.2)
+    assert statistics.median(one.noise_of_a_pass for one in repeated) == pytest.approx(0.05 / math.sqrt(2), rel=0.2)
 
 
 def test_slow_changes_of_the_machine_are_no_noise() -> None:
@@ -57,36 +65,41 @@ def test_a_difference_beyond_four_times_the_noise_is_clear() -> None:
     assert not duel(1.2, 0.9, 1.3, 0.8, 1.1).clear
 
 
-def test_one_round_is_never_clear() -> None:
-    assert not duel(1.5).clear
-    assert not duel(1.5).won
+def test_one_round_that_differs_as_passes_do_is_not_clear() -> None:
+    assert not duel(1.3).clear
+    assert not duel(1.3).won
 
 
-def test_a_contest_measures_all_in_turn_and_begins_with_another_each_time() -> None:
-    contest, order = Contest(DEFAULT, [OTHER, THIRD]), []
+def test_a_round_measures_all_in_turn_and_begins_with_another_each_time() -> None:
+    rounds, order = Rounds(), []
 
     def measure(settings: Settings) -> dict[str, float]:
         order.append(settings)
         return {"read": {DEFAULT: 1.0, OTHER: 2.0, THIRD: 3.0}[settings], "write": 1.0}
 
-    assert all(contest.round(measure) for _ in range(3))
+    assert all(rounds.measure([DEFAULT, OTHER, THIRD], measure) for _ in range(3))
     assert order == [DEFAULT, OTHER, THIRD, OTHER, THIRD, DEFAULT, THIRD, DEFAULT, OTHER]
-    first, second = contest.duels()
-    assert (first.challenger, second.challenger) == (OTHER, THIRD)
-    assert first.ratios == pytest.approx([math.sqrt(2)] * 3)  # the geometric mean over the directions
-    assert second.ratios == pytest.approx([math.sqrt(3)] * 3)
+    duels = rounds.duels(DEFAULT)
+    assert duels[OTHER].ratios == pytest.approx([math.sqrt(2)] * 3)  # the geometric mean over the directions
+    assert duels[THIRD].ratios == pytest.approx([math.sqrt(3)] * 3)
+
+
+def test_any_two_settings_of_the_same_rounds_are_compared_over_these() -> None:
+    rounds = raced({DEFAULT: 1.0, OTHER: 2.0}, {DEFAULT: 1.0, OTHER: 2.0, THIRD: 8.0}, {DEFAULT: 1.0, THIRD: 5.0})
+    assert rounds.duels(OTHER)[DEFAULT].ratios == pytest.approx([0.5, 0.5])
+    assert rounds.duels(OTHER)[THIRD].ratios == pytest.approx([4.0])
+    assert rounds.duels(DEFAULT)[THIRD].ratios == pytest.approx([8.0, 5.0])
 
 
 def test_a_round_that_is_cut_short_does_not_count() -> None:
-    contest = Contest(DEFAULT, [OTHER])
-    assert contest.round(lambda _: {"read": 1.0})
-    assert not contest.round(lambda settings: {"read": 9.0} if settings == OTHER else None)
-    assert contest.rounds == 1
-    assert contest.duels()[0].ratios == (1.0,)
+    rounds = raced({DEFAULT: 1.0, OTHER: 1.0})
+    assert not rounds.measure([DEFAULT, OTHER], lambda settings: {"read": 9.0} if settings == OTHER else None)
+    assert len(rounds) == 1
+    assert rounds.duels(DEFAULT)[OTHER].ratios == pytest.approx([1.0])
 
 
 def test_before_the_first_round_there_is_no_duel() -> None:
-    assert Contest(DEFAULT, [OTHER]).duels() == []
+    assert Rounds().duels(DEFAULT) == {}
 
 
 def test_the_geometric_mean_weighs_ratios_alike() -> None:

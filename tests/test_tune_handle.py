@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MIB, LoopDevice, in_threads, pattern, round_trip, store
+from conftest import MIB, LoopDevice, in_threads, pattern, round_trip, run_python, store
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.bench.settings import Settings
 from nvme_ops.op_builder.cache import default_root
+from nvme_ops.settings import Settings
 from nvme_ops.tune import background
 from nvme_ops.tune import store as kept
 from nvme_ops.tune.background import Watched
@@ -53,7 +53,7 @@ class MadeUpSearch:
     def __init__(self, measure: Callable[[Settings, bool], object], axes: object, spent: object) -> None:
         self.measure = measure
 
-    def run(self) -> SimpleNamespace:
+    def find(self) -> SimpleNamespace:
         type(self).runs.append(self)
         self.measure(FOUND, False)
         return SimpleNamespace(best=FOUND)
@@ -97,6 +97,16 @@ def use(handle: aio_handle, folder: Path, size: int = MIB) -> None:
 def no_thread_is_left() -> Iterator[None]:
     yield
     until(lambda: not any(thread.name == "nvme_ops-tune" for thread in threading.enumerate()))
+
+
+def test_the_handle_needs_nothing_of_the_benchmarks() -> None:
+    run_python("""
+        import sys
+        import nvme_ops
+        assert nvme_ops.tuned_handle
+        from nvme_ops.tune import background, handle
+        assert [name for name in sys.modules if name.startswith("nvme_ops.bench")] == []
+    """)
 
 
 # What is stored
@@ -244,10 +254,10 @@ def test_nothing_is_measured_while_a_transfer_goes_on(
     monkeypatch.setattr(Passes, "measure", lambda *_: measured.set())
     handle = tuned_handle(tmp_path)
     tuner: Any = handle._engine._tuner  # type: ignore[attr-defined]
-    token = tuner.begin()
+    tuner._busy.add("a transfer")
     use(handle, tmp_path)
     assert not measured.wait(0.3)
-    tuner.end(token, 0)
+    tuner._busy.clear()
     assert measured.wait(PATIENCE)
     until(lambda: not watched(handle))
 
@@ -277,7 +287,7 @@ def test_a_program_that_never_rests_keeps_the_default(
     monkeypatch.setattr(background, "PATIENCE", 0.3)
     handle = tuned_handle(tmp_path)
     tuner: Any = handle._engine._tuner  # type: ignore[attr-defined]
-    tuner.begin()
+    tuner._busy.add("a transfer")
     use(handle, tmp_path)
     until(lambda: not watched(handle))
     assert settings_of(handle) == Settings()

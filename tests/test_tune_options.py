@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ import torch
 
 from nvme_ops.text import KIB, MIB
 from nvme_ops.tune import options
-from nvme_ops.tune.options import Options
-from nvme_ops.tune.search import combinations
 
 
-def parsed(folder: Path, *words: str) -> Options:
+def parsed(folder: Path, *words: str) -> Namespace:
     return options.parse(["--nvme_dir", str(folder), *words])
 
 
@@ -30,7 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return message
 
 
-def values(found: Options, name: str) -> list[Any]:
+def values(found: Namespace, name: str) -> list[Any]:
     return list(next(axis.values for axis in found.axes if axis.name == name))
 
 
@@ -42,8 +41,8 @@ def sweep(folder: Path, document: object) -> str:
 
 def test_the_defaults_are_those_of_ds_nvme_tune(tmp_path: Path) -> None:
     found = parsed(tmp_path)
-    assert found.folders == [str(tmp_path)]
-    assert found.size == 400 * MIB
+    assert found.nvme_dir == [str(tmp_path)]
+    assert found.io_size == 400 * MIB
     assert found.directions == ["write", "read"]
     assert (found.loops, found.way, found.flush_page_cache, found.log_dir, found.verbose) == (
         1,
@@ -52,7 +51,7 @@ def test_the_defaults_are_those_of_ds_nvme_tune(tmp_path: Path) -> None:
         None,
         False,
     )
-    assert (found.seconds, found.explain, found.json, found.store) == (45.0, False, None, True)
+    assert (found.seconds, found.explain, found.json, found.no_store) == (16.0, False, None, False)
 
 
 def test_several_folders_come_in_one_flag_or_in_several(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_several_folders_come_in_one_flag_or_in_several(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     a, b, c = map(str, folders)
-    assert options.parse(["--nvme_dir", a, b, "--nvme_dir", c, a]).folders == [a, b, c]
+    assert options.parse(["--nvme_dir", a, b, "--nvme_dir", c, a]).nvme_dir == [a, b, c]
 
 
 @pytest.mark.parametrize(("flag", "left"), [("--no_read", ["write"]), ("--no_write", ["read"])])
@@ -71,8 +70,8 @@ def test_one_direction_may_be_left_out(tmp_path: Path, flag: str, left: list[str
 def test_the_rest_is_taken_as_given(tmp_path: Path) -> None:
     found = parsed(tmp_path, "--io_size", "64M", "--loops", "3", "--seconds", "2.5", "--log_dir", "logs", "--verbose",
                    "--explain", "--json", "-", "--no_store")  # fmt: skip
-    assert (found.size, found.loops, found.seconds, found.log_dir) == (64 * MIB, 3, 2.5, "logs")
-    assert (found.verbose, found.explain, found.json, found.store) == (True, True, "-", False)
+    assert (found.io_size, found.loops, found.seconds, found.log_dir) == (64 * MIB, 3, 2.5, "logs")
+    assert (found.verbose, found.explain, found.json, found.no_store) == (True, True, "-", True)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +79,15 @@ def test_the_rest_is_taken_as_given(tmp_path: Path) -> None:
     [
         (["--io_size", "0"], "--io_size: '0' is not a size"),
         (["--io_size", "much"], "--io_size: 'much' is not a size"),
-        (["--io_size", "31M"], "--io_size 31M: a pass of less than 32 MiB mostly measures how it begins and ends"),
+        (["--io_size", "31M"], "--io_size 31 MiB: a pass of less than 32 MiB mostly measures how it begins and ends"),
         (["--no_store", "--replace"], "--replace with --no_store"),
         (["--loops", "0"], "--loops: '0' is not a number of at least 1"),
         (["--loops", "x"], "--loops: 'x' is not"),
-        (["--seconds", "0"], "--seconds: '0' is not a number of seconds above 0"),
+        (["--seconds", "0"], "--seconds: 0 is not a number of seconds above 0"),
         (["--seconds", "-1"], "--seconds"),
-        (["--seconds", "nan"], "--seconds: 'nan' is not"),
-        (["--seconds", "inf"], "--seconds: 'inf' is not"),
+        (["--seconds", "nan"], "--seconds: nan is not"),
+        (["--seconds", "inf"], "--seconds: inf is not"),
+        (["--seconds", "x"], "--seconds: invalid float value: 'x'"),
         (["--no_read", "--no_write"], "leave nothing to measure"),
         (["--json", "/no/such/folder/file"], "--json /no/such/folder/file: its folder does not exist"),
         (["--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file or directory"),
@@ -157,7 +157,6 @@ def test_a_sweep_configuration_of_ds_nvme_tune_restricts_the_search(tmp_path: Pa
     assert values(found, "overlap_events") == [False, True]
     assert values(found, "single_submit") == [False, True]
     assert values(found, "intra_op_parallelism") == [1, 2, 4, 8]
-    assert len(combinations(found.axes)) == 64
 
 
 def test_sizes_may_be_numbers_and_come_in_any_order_and_twice(tmp_path: Path) -> None:
@@ -192,7 +191,6 @@ def test_sequential_requests_are_the_contrary_of_overlapped_events(tmp_path: Pat
         ({"block_size": [-1]}, "block_size: -1 is not"),
         ({"single_submit": ["true"]}, "single_submit: 'true' is neither true nor false"),
         ({"sequential_requests": [1]}, "sequential_requests: 1 is neither true nor false"),
-        ({"queue_depth": list(range(1, 5000))}, "4999 combinations, at most 4096"),
     ],
 )
 def test_a_wrong_configuration_ends_with_status_2_and_what_is_wrong(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
-from nvme_ops.tune.search import DEFAULT, Axis, Search, axes, combinations
+from nvme_ops.tune.search import DEFAULT, Axis, Search, axes
 
-BUDGET = 45.0
+BUDGET = 16.0
 PEAK = 2e9
-SHORT, FULL = 100 * MIB, 300 * MIB
+
+
+def combinations(axes: Sequence[Axis]) -> list[Settings]:
+    names = [axis.name for axis in axes]
+    return [
+        replace(DEFAULT, **dict(zip(names, values, strict=True)))
+        for values in itertools.product(*(axis.values for axis in axes))
+    ]
 
 
 class MadeUpDevice:
@@ -40,6 +47,12 @@ class MadeUpDevice:
         away = math.log2(settings.block_size / self.block)
         if self.kind == "flat":
             return self.peak
+        if self.kind == "deep":  # the more requests in flight, the faster, in small blocks
+            return self.peak * settings.queue_depth / (settings.queue_depth + 40) * (1 - 0.01 * abs(away))
+        if self.kind == "large":
+            return self.peak * settings.block_size / (settings.block_size + 2 * MIB)
+        if self.kind == "threads":  # one lane keeps a processor busy, and does not keep the device busy
+            return self.peak * min(1.0, 0.3 * settings.intra_op_parallelism) * (1 - 0.02 * settings.overlap_events)
         if self.kind == "far":  # a smooth optimum away from the default, and less with too much in flight
             shape = 1 - 0.02 * away**2 - self.crowding * max(0.0, math.log2(flight / self.needs) - 4) / 4
             return (
@@ -57,6 +70,10 @@ class MadeUpDevice:
         crowd = 1 - self.crowding * math.log2(settings.intra_op_parallelism) - 0.01 * max(0.0, away)
         return 1 / (1 / (self.peak * crowd) ** 4 + 1 / lanes**4) ** 0.25
 
+    def size(self, full: bool) -> float:
+        """Bytes of a pass, as ``Passes.calibrate`` chooses them."""
+        return self.rate(DEFAULT) / 2 * BUDGET / (80 if full else 200)
+
     def measure(self, settings: Settings, full: bool) -> dict[str, float]:
         self.passes += 1
         rates = {}
@@ -66,7 +83,7 @@ class MadeUpDevice:
             if self._chance.random() < self.noise:  # somebody else's turn
                 rate *= self._chance.uniform(0.6, 0.95)
             rates[direction] = rate
-            self.now += (FULL if full else SHORT) * self.peak / PEAK / rate
+            self.now += self.size(full) / rate
         return rates
 
     def spent(self) -> float:
@@ -76,41 +93,44 @@ class MadeUpDevice:
         return Search(self.measure, tried or axes(processors), self.spent)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def share_of_best(device: MadeUpDevice) -> float:
-    found = device.search().run().best
+    found = device.search().find().best
     return device.rate(found) / max(map(device.rate, combinations(axes(4))))
 
 
-@pytest.mark.parametrize("kind", ["far", "cliffs", "interacting"])
+KINDS = ["deep", "large", "threads", "far", "cliffs", "interacting"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_winner_is_nearly_always_within_3_per_cent_of_the_best(kind: str) -> None:
-    shares = [share_of_best(MadeUpDevice(kind, seed)) for seed in range(10)]
-    assert min(shares) > 0.9, shares
-    assert sum(share >= 0.97 for share in shares) >= 9, shares
+    shares = [share_of_best(MadeUpDevice(kind, seed, noise=0.03)) for seed in range(10)]
+    assert min(shares) > 0.95, shares
+    assert sum(share >= 0.969 for share in shares) >= 8, shares
 
 
-def test_little_noise_finds_the_best() -> None:
-    for kind in ("far", "cliffs", "interacting"):
-        assert min(share_of_best(MadeUpDevice(kind, seed, noise=0.01)) for seed in range(2)) > 0.97
+@pytest.mark.parametrize("kind", KINDS)
+def test_much_noise_costs_little(kind: str) -> None:
+    shares = [share_of_best(MadeUpDevice(kind, seed, noise=0.1)) for seed in range(10)]
+    assert min(shares) > 0.8, shares
+    assert sum(share >= 0.9 for share in shares) >= 7, shares
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_little_noise_finds_the_best(kind: str) -> None:
+    assert min(share_of_best(MadeUpDevice(kind, seed, noise=0.005)) for seed in range(10)) > 0.96
 
 
 def test_a_flat_device_keeps_the_default() -> None:
     kept = [
-        MadeUpDevice("flat", seed, noise).search().run().best == DEFAULT for seed in range(4) for noise in (0.02, 0.1)
+        MadeUpDevice("flat", seed, noise).search().find().best == DEFAULT for seed in range(4) for noise in (0.02, 0.1)
     ]
     assert sum(kept) >= 7, kept
 
 
 def test_the_difference_of_a_flat_device_is_not_called_more_than_noise() -> None:
-    outcome = MadeUpDevice("flat", 0).search().run()
+    outcome = MadeUpDevice("flat", 0).search().find()
     assert outcome.final is None or abs(outcome.final.ratio - 1) < 4 * outcome.final.noise + 0.02
+    assert all(abs(duel.ratio - 1) < 5 * duel.noise for duel in outcome.races.values())
 
 
 @pytest.mark.parametrize("peak", [5e7, 4e8, 2e9, 2e10])
@@ -124,7 +144,7 @@ def test_nothing_starts_once_the_time_is_over(peak: float) -> None:
         device.now += (PEAK / peak - 1) * (device.now - begins[-1])  # slower or faster than the sizes suggest
         return rates
 
-    outcome = Search(measure, axes(4), device.spent).run()
+    outcome = Search(measure, axes(4), device.spent).find()
     assert max(begins) < BUDGET
     assert outcome.passes
     assert sum(outcome.passes.values()) == len(begins)
@@ -136,7 +156,7 @@ def test_a_final_that_is_cut_short_is_told() -> None:
     def spent() -> float:
         return 0.69 if device.passes < 40 else 0.71 if device.passes < 43 else 1.0
 
-    outcome = Search(device.measure, axes(4), spent).run()
+    outcome = Search(device.measure, axes(4), spent).find()
     assert device.passes == 43
     assert outcome.final is None
     assert not outcome.complete
@@ -145,13 +165,13 @@ def test_a_final_that_is_cut_short_is_told() -> None:
 def test_without_any_time_only_the_default_is_measured() -> None:
     device = MadeUpDevice("far", 1)
     device.now = 2 * BUDGET
-    outcome = device.search().run()
+    outcome = device.search().find()
     assert (outcome.best, list(outcome.rates), device.passes) == (DEFAULT, [DEFAULT], 1)
     assert not outcome.complete
 
 
 def test_the_same_measurements_give_the_same_result() -> None:
-    first, second = (MadeUpDevice("interacting", 3).search().run() for _ in range(2))
+    first, second = (MadeUpDevice("interacting", 3).search().find() for _ in range(2))
     assert first.best == second.best
     assert first.passes == second.passes
 
@@ -159,13 +179,13 @@ def test_the_same_measurements_give_the_same_result() -> None:
 def test_a_quiet_device_takes_less_than_all_the_time() -> None:
     device = MadeUpDevice("far", 0, noise=0.001)
     few = [Axis("block_size", [MIB, 8 * MIB]), Axis("queue_depth", [8, 128])]
-    assert device.search(tried=few).run().complete
+    assert device.search(tried=few).find().complete
     assert device.now < 0.5 * BUDGET
 
 
 def test_hopeless_settings_are_measured_least() -> None:
     device = MadeUpDevice("far", 2)
-    outcome = device.search().run()
+    outcome = device.search().find()
     best = max(map(device.rate, combinations(axes(4))))
     hopeless = [count for settings, count in outcome.passes.items() if device.rate(settings) < 0.6 * best]
     close = [count for settings, count in outcome.passes.items() if device.rate(settings) > 0.95 * best]
@@ -176,14 +196,14 @@ def test_hopeless_settings_are_measured_least() -> None:
 def test_only_the_values_of_the_axes_are_tried() -> None:
     device = MadeUpDevice("interacting", 0)
     tried = [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])]
-    outcome = device.search(tried=tried).run()
+    outcome = device.search(tried=tried).find()
     assert set(outcome.passes) <= set(combinations(tried))
     assert outcome.baseline == replace(DEFAULT, block_size=2 * MIB, queue_depth=24)
     assert outcome.best in combinations(tried)
 
 
 def test_a_single_combination_is_only_measured() -> None:
-    outcome = MadeUpDevice("far", 0).search(tried=[Axis("queue_depth", [16])]).run()
+    outcome = MadeUpDevice("far", 0).search(tried=[Axis("queue_depth", [16])]).find()
     assert outcome.best == outcome.baseline == replace(DEFAULT, queue_depth=16)
     assert outcome.final is None
     assert outcome.complete
@@ -198,7 +218,7 @@ def test_of_equal_settings_the_simplest_wins() -> None:
         return flat(settings) * (0.7 if settings.block_size == MIB else 1)
 
     device.rate = rate  # type: ignore[method-assign]
-    best = device.search().run().best
+    best = device.search().find().best
     assert best.block_size != MIB
     assert best.intra_op_parallelism + best.single_submit + best.overlap_events <= 2
 
@@ -207,15 +227,15 @@ def test_an_interrupted_search_tells_what_it_knows() -> None:
     device = MadeUpDevice("far", 5, noise=0.01)
 
     def measure(settings: Settings, full: bool) -> dict[str, float]:
-        if device.passes == 150:
+        if device.passes == 60:
             raise KeyboardInterrupt
         return device.measure(settings, full)
 
     search = Search(measure, axes(4), lambda: device.now / 400)
     with pytest.raises(KeyboardInterrupt):
-        search.run()
+        search.find()
     outcome = search.outcome()
-    assert sum(outcome.passes.values()) == 150
+    assert sum(outcome.passes.values()) == 60
     assert outcome.final is None
     assert device.rate(outcome.best) > device.rate(DEFAULT)
 
@@ -229,6 +249,6 @@ def test_more_lanes_than_processors_are_not_tried() -> None:
 def test_what_begins_is_told() -> None:
     device = MadeUpDevice("flat", 0)
     told: list[str] = []
-    Search(device.measure, axes(2), device.spent, told.append).run()
+    Search(device.measure, axes(2), device.spent, told.append).find()
     assert set(told) == {"searching", "the best against the default"}
     assert len(told) == device.passes

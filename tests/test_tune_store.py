@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import NOBODY, give_up_root, in_child, in_threads, open_to_all, run_python
 
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.tune import store
 from nvme_ops.tune.identity import Identity
 
@@ -44,6 +46,38 @@ def test_each_device_and_way_has_a_file_of_its_own() -> None:
         assert store.path_of(other) != store.path_of(DEVICE)
 
 
+THOROUGH: dict[str, Any] = {
+    "bytes_per_second": {"best": {"read": 2e9, "write": 1e9}},
+    "from_page_cache": 0.0,
+    "complete": True,
+    "seconds": 45.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seconds": 1.0}, "this run took 1 s, that one 45 s"),
+        ({"complete": False}, "the final of this run was cut short"),
+        ({"from_page_cache": 1.0}, "this run read from the page cache"),
+        ({"bytes_per_second": {"best": {"read": 3e9}}}, "this run left out writes"),
+    ],
+)
+def test_a_worse_founded_result_is_no_reason_to_give_up_a_better_one(change: dict[str, Any], words: str) -> None:
+    worse = {**THOROUGH, **change}
+    assert words in store.why_keep(THOROUGH, worse)
+    assert store.why_keep(worse, THOROUGH) == ""
+    assert store.why_keep(worse, worse) == ""
+
+
+def test_anything_is_better_than_what_says_nothing_of_itself() -> None:
+    assert store.why_keep({"in_background": True}, {**THOROUGH, "seconds": 1.0}) == ""
+
+
+def test_a_run_of_today_replaces_one_of_the_time_when_all_took_45_seconds() -> None:
+    assert store.why_keep(THOROUGH, {**THOROUGH, "seconds": 16.0}) == ""
+
+
 def test_a_later_result_replaces_an_earlier_one(cache: Path) -> None:
     store.save(DEVICE, FOUND, {})
     store.save(DEVICE, Settings(), {})
@@ -56,7 +90,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(cache: Path) -> None:
         """
         import os, signal
         from test_tune_store import DEVICE, FOUND, store
-        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        os.fdatasync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         store.save(DEVICE, FOUND, {})
         """,
         check=False,
@@ -64,11 +98,17 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(cache: Path) -> None:
     )
     assert len(list(cache.iterdir())) == 1
     assert store.load(DEVICE) is None
-    foreign = cache / f".{store.path_of(DEVICE).name}.of_another"
-    foreign.touch()
-    _, theirs = store._locked_file(store.path_of(DEVICE))  # of a writer that is alive
     path = store.save(DEVICE, FOUND, {})
-    assert sorted(cache.iterdir()) == sorted([foreign, Path(theirs), path])
+    assert list(cache.iterdir()) == [path]
+
+
+def test_a_file_is_nobody_elses_whatever_the_umask() -> None:
+    def body() -> None:
+        os.umask(0)
+        store.save(DEVICE, FOUND, {})
+        assert store.load(DEVICE) == FOUND
+
+    in_child(body)
 
 
 def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,11 +128,12 @@ def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.Monke
         ('{"format": 0, "aio": {}}', "format 0 instead of 1"),
         ('{"format": 2, "aio": {}}', "format 2 instead of 1"),
         ('{"format": 1}', "'aio'"),
-        ('{"format": 1, "aio": {"block_size": 1048576}}', "its settings are not"),
-        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": 0}}), "queue_depth is 0"),
-        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": "8"}}), "queue_depth is '8'"),
-        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": True}}), "queue_depth is True"),
-        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "single_submit": 1}}), "single_submit is 1"),
+        ('{"format": 1, "aio": []}', "items"),
+        ('{"format": 1, "aio": {"block_size": 1048576}}', "its settings are"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": 0}}), "its settings are"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": "8"}}), "its settings are"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "queue_depth": True}}), "its settings are"),
+        (json.dumps({"format": 1, "aio": {**FOUND.as_json(), "single_submit": 1}}), "its settings are"),
     ],
 )
 def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning(text: str, reason: str) -> None:
@@ -116,9 +157,9 @@ def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pyte
     store.save(DEVICE, FOUND, {})
 
     def fail(*_: object) -> None:
-        raise OSError("made up")
+        raise OSError(errno.EIO, "made up")
 
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="made up"):
         store.save(DEVICE, Settings(), {})
     assert store.load(DEVICE) == FOUND

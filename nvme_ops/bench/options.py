@@ -14,7 +14,7 @@ import torch
 from nvme_ops import __version__
 from nvme_ops.arguments import check_output, command_line, count, positive, size
 from nvme_ops.bench.engines import ENGINES
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 
 _DESCRIPTION = """\
 Moves tensors between files and memory by all engines asked for, on the same file in interleaved rounds, and says how

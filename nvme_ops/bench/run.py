@@ -17,9 +17,9 @@ from nvme_ops.bench.options import Options
 from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.scratch import scratch_folder, sweep
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table
 from nvme_ops.progress import Step, progress_bar
+from nvme_ops.settings import Settings
 from nvme_ops.text import MIB, size_words
 
 _SMALLER = "--io_size or --folder"

@@ -7,23 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from nvme_ops.bench import stop
 from nvme_ops.bench.files import NotUsable
 from nvme_ops.tune import options, report, store
-from nvme_ops.tune.founding import why_worse
-from nvme_ops.tune.run import Result, run
+from nvme_ops.tune.devices import Result, tune
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Status 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C."""
     stop.leave_on_signals()
-    torch.set_num_threads(1)  # the model's matrices are small, and other threads would disturb what is measured
     given = options.parse(words)
+    shown_by_the_bar = sys.stderr.isatty() and not given.verbose
     try:
-        shown_by_the_bar = sys.stderr.isatty() and not given.verbose
-        result = run(given, _silent if shown_by_the_bar else _say)
+        result = tune(given, (lambda _: None) if shown_by_the_bar else _say)
         if result.interrupted:
             _say("\nnvme-tune: interrupted; the files are removed")
         if result.devices:
@@ -43,7 +39,7 @@ def _show(result: Result) -> None:
     print(document if given.json == "-" else report.text(result) + "\n", end="")
     if given.json and given.json != "-":
         Path(given.json).write_text(document, encoding="utf-8")
-    if given.store and not result.interrupted:
+    if not given.no_store and not result.interrupted:
         _keep(result)
 
 
@@ -51,7 +47,7 @@ def _keep(result: Result) -> None:
     for tuned in result.devices:
         details = report.details(tuned)
         known = None if result.options.replace else store.document(tuned.identity)
-        if known and (problem := why_worse(details, known)):
+        if known and (problem := store.why_keep(known, details)):
             _say(f"not kept for tuned_handle, which has the result of {known.get('tuned')}: {problem}; "
                  "--replace keeps this one")  # fmt: skip
             continue
@@ -61,10 +57,6 @@ def _keep(result: Result) -> None:
             _say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
         else:
             _say(f"kept for tuned_handle in {path}")
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 def _say(words: str) -> None:

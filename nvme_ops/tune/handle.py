@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
-from nvme_ops.bench.settings import Settings
 from nvme_ops.handle import aio_handle
+from nvme_ops.settings import Settings
 from nvme_ops.tune import store
 from nvme_ops.tune.background import Watched, tuner_of
 from nvme_ops.tune.identity import BARE, folder_of, identify
@@ -58,8 +59,8 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
         if found is not None:
             self.adopt(found)
         elif tune and mode == "auto" and self._cache != "buffered" and identity.file_system != BARE:
-            same: dict[str, Any] = {"backend": self._overrides.get("backend"), "cache": self._cache}
-            tuner = tuner_of(identity, folder_of(path), lambda settings: aio_handle(**settings.as_json(), **same))
+            same: dict[str, Any] = {"backend": overrides.get("backend"), "cache": self._cache}
+            tuner = tuner_of(identity, folder_of(path), partial(aio_handle, **same))
             tuner.join(self)
             self._engine = Watched(self._engine, tuner)
 

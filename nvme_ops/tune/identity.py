@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -49,22 +50,20 @@ class Identity:
 
 def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | None = None) -> Identity:
     """The device of a file or folder, or of where it would be: the nearest parent that exists. OSError if none does."""
-    host = host or Host()
-    place = nearest(path)
+    host, place = host or Host(), nearest(path)
     status = os.stat(place)
-    processors = len(os.sched_getaffinity(0))
-    gpu = _gpu() if way != "cpu" else ""
     if stat.S_ISBLK(status.st_mode):
-        found = devices(host, status.st_rdev)
-        disks = tuple(sorted(_describe(host, device) for device in found))
-        return Identity(disks, BARE, "", os.uname().release, processors, way, backend, gpu)
-    try:
-        mount = mount_of(host, place)
-    except OSError:  # no /proc
-        mount = None
-    kind = mount.kind if mount else "unknown"
-    disks = tuple(sorted(_describe(host, device) for device in devices_under(host, place, mount)))
-    return Identity(disks, kind, _file_system_id(place, mount), os.uname().release, processors, way, backend, gpu)
+        found, kind, number = devices(host, status.st_rdev), BARE, ""
+    else:
+        try:
+            mount = mount_of(host, place)
+        except OSError:  # no /proc
+            mount = None
+        found, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
+        number = _file_system_id(place, mount)
+    disks = tuple(sorted(_describe(host, device) for device in found))
+    processors, gpu = len(os.sched_getaffinity(0)), _gpu() if way != "cpu" else ""
+    return Identity(disks, kind, number, os.uname().release, processors, way, backend, gpu)
 
 
 def nearest(path: str | os.PathLike[str]) -> str:
@@ -102,16 +101,12 @@ def _file_system_id(place: str, mount: Mount | None) -> str:
 def _uuid(place: str) -> str:
     """From the file system itself; empty where kernel or file system do not tell."""
     answer = bytearray(_UUID_ANSWER)
-    try:
+    with contextlib.suppress(OSError):  # also for what may not be opened: a socket, or somebody else's
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # not to be read, or a socket
-        return ""
-    try:
-        fcntl.ioctl(descriptor, _GET_UUID, answer)
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
+        try:
+            fcntl.ioctl(descriptor, _GET_UUID, answer)
+        finally:
+            os.close(descriptor)
     uuid = bytes(answer[1 : 1 + answer[0]])
     return uuid.hex() if any(uuid) else ""
 

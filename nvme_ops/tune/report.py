@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from dataclasses import asdict, replace
 from typing import Any
 
-from nvme_ops.bench.settings import Settings
-from nvme_ops.text import columns_text, share_words, size_words
+from nvme_ops.settings import Settings
+from nvme_ops.text import share_words, size_words
+from nvme_ops.tune.devices import Result, Tuned
 from nvme_ops.tune.duel import Duel
-from nvme_ops.tune.run import Result, Tuned
 from nvme_ops.tune.search import DEFAULT, Outcome
 
 _FLAT = 0.03  # settings that lose no more than this
+_ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")  # ds_nvme_tune's
 
 
 def text(result: Result) -> str:
@@ -24,13 +24,13 @@ def text(result: Result) -> str:
         parts += [_why(tuned.outcome)] if result.options.explain else []
     if result.together:
         parts.append("all devices at once, against the default\n" + "\n".join(map(_duel, result.together)))
-    return "\n\n".join([*parts, json.dumps({"aio": in_order(result.best)}, indent=2)])
+    return "\n\n".join([*parts, json.dumps({"aio": _section(result.best)}, indent=2)])
 
 
 def as_document(result: Result) -> dict[str, Any]:
     """``aio`` is what ``aio_handle(**aio)`` takes and DeepSpeed's configuration has by this name."""
     return {
-        "aio": in_order(result.best),
+        "aio": _section(result.best),
         "interrupted": result.interrupted,
         "devices": list(map(details, result.devices)),
     }
@@ -42,12 +42,12 @@ def details(tuned: Tuned) -> dict[str, Any]:
     return {
         "nvme_dir": tuned.folders,
         "identity": asdict(tuned.identity),
-        "aio": in_order(outcome.best),
+        "aio": _section(outcome.best),
         "bytes_per_second": {
             name: dict(outcome.rates.get(settings, {}))
             for name, settings in (("best", outcome.best), ("default", outcome.baseline))
         },
-        "challenger": in_order(outcome.challenger),
+        "challenger": _section(outcome.challenger),
         "ratio": outcome.final.ratio if outcome.final else None,
         "noise": outcome.final.noise if outcome.final else None,
         "rounds": list(outcome.final.ratios) if outcome.final else [],
@@ -59,10 +59,8 @@ def details(tuned: Tuned) -> dict[str, Any]:
     }
 
 
-def in_order(settings: Settings) -> dict[str, Any]:
-    """In the order in which ds_nvme_tune prints them."""
-    order = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")
-    return {name: getattr(settings, name) for name in order}
+def _section(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in _ORDER}
 
 
 def _device(tuned: Tuned) -> str:
@@ -77,9 +75,11 @@ def _device(tuned: Tuned) -> str:
         for settings, label in shown.items()
         if (rates := outcome.rates.get(settings))
     ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = [
         f"{' '.join(tuned.folders)}: {tuned.identity.words()}",
-        textwrap.indent(columns_text(rows), "  "),
+        *(f"  {'  '.join(row).rstrip()}" for row in cells),
         f"  {_verdict(outcome)}",
         f"  {sum(outcome.passes.values())} passes in {tuned.seconds:.0f} s"
         + ("" if outcome.complete else ", after which the final was cut short"),
@@ -107,32 +107,30 @@ def _duel(duel: Duel) -> str:
 
 
 def _why(outcome: Outcome) -> str:
-    """Each setting's values with the best's other values, as the model sees them after all passes."""
-    belief = outcome.belief
-    if belief is None:
+    """Each setting's values with the best's other values, in rounds with the best."""
+    if not outcome.races:
         return "why: too little was measured"
+    noise = next(iter(outcome.races.values())).noise_of_a_pass
     lines = [
         f"why: rates over the best's, what they may be off (one standard deviation), passes with this value; "
-        f"one pass alone is off by {belief.noise:.2f}"
+        f"one pass alone is off by {noise:.2f}"
     ]
     for axis in outcome.axes:
         label = axis.name
         for value in axis.values:
             settings = replace(outcome.best, **{axis.name: value})
-            ratio, noise = belief.ratio(settings, outcome.best)
+            duel = outcome.races.get(settings)
+            figures = f"{duel.ratio:.3f} +- {duel.noise:.3f}" if duel else "not measured"
+            figures = "the best" if settings == outcome.best else figures
             count = sum(passes for tried, passes in outcome.passes.items() if getattr(tried, axis.name) == value)
-            figures = "the best       " if settings == outcome.best else f"{ratio:.3f} +- {noise:.3f}"
-            lines.append(f"  {label:22}{_value(axis.name, value):>8}  {figures}  {count:4}")
+            words = size_words(value) if axis.name == "block_size" else str(value).lower()
+            lines.append(f"  {label:22}{words:>8}  {figures:15}  {count:4}")
             label = ""
-    flat = len(belief.within(_FLAT, outcome.best))
+    flat = 1 + sum(duel.ratio >= 1 - _FLAT for duel in outcome.races.values())
     lines.append(
-        f"{flat} of {len(belief.candidates)} combinations reach {1 - _FLAT:.2f} of it or more: "
-        + ("a flat optimum, little is lost with another" if flat > len(belief.candidates) / 10 else "a narrow optimum")
+        f"{flat} of {1 + len(outcome.races)} combinations that raced reach {1 - _FLAT:.2f} of it or more: "
+        + ("a flat optimum, little is lost with another" if flat > len(outcome.races) / 2 else "a narrow optimum")
     )
     if outcome.final is not None:
         lines.append(f"the final, round by round: {' '.join(f'{ratio:.3f}' for ratio in outcome.final.ratios)}")
     return "\n".join(lines)
-
-
-def _value(name: str, value: Any) -> str:
-    return size_words(value) if name == "block_size" else str(value).lower()

@@ -1,46 +1,36 @@
 """Finds the best settings of a handle within a budget, on machines where single passes vary by 20 %.
 
-1. Openings: the default and a few combinations of block size and lanes.
-2. Passes with the settings that, after all passes so far, may still be the fastest (``model``), until the share of the
-   budget is gone or nothing can be expected any more. Hopeless settings are measured once or never, close calls often.
-   Passes are short: twice as many of half the size say more about noise that comes and goes.
-3. Of the settings that cannot be told from the fastest the simplest is the challenger.
-4. The final: a duel of default and challenger in turn, passes of full size, judged by the median of the ratios, as long
-   as the time allows or until it is clear. A difference inside the noise keeps the default.
+1. Openings: a few block sizes with few and with many lanes race against the default.
+2. The values of one setting after the other race against the best so far, over again until nothing is undecided.
+3. The final: a duel of the best and the default in passes of full size, until it is clear or the time is over.
 
-Apart from what it measures the search is deterministic.
+docs/tune.md explains the races. Apart from what it measures the search is deterministic.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
-from nvme_ops.tune.duel import LEAST_GAIN, LEAST_ROUNDS, Contest, Duel, Rates, beyond_noise, geometric_mean
-from nvme_ops.tune.model import Belief, Model
+from nvme_ops.tune.duel import LEAST_ROUNDS, Duel, Rates, Rounds
 
 #: Measures settings once; with True in a pass of full size, else in a short one.
 Measure: TypeAlias = Callable[[Settings, bool], Rates]
 
 DEFAULT = Settings()
-#: By how much the rates may fall for a simpler setting.
+#: By how much the rates may fall for a simpler setting. What is known as exactly as this is not measured again.
 TIE = 0.01
-#: The share of the budget for the search; the rest is for the final.
-SEARCH_SHARE = 0.7
-#: More combinations than this are not searched: the model's memory grows with their square.
-MOST_CANDIDATES = 4096
-_MOST_PASSES = 500  # of the search: the model's work grows with their square
-# Standard deviations above the mean at which a setting is judged, from the begin to the end of the search: what nobody
-# knows must be tried early, and close calls want repetition late.
-_CURIOUS, _CAUTIOUS = 2.0, 0.5
-_LEAST_DUEL, _MOST_DUEL = 5, 40  # rounds of the final
+#: The share of the budget for the races; the rest is for the final.
+RACE_SHARE = 0.7
+_OPENING_ROUNDS, _ROUNDS = 2, 3  # of a race
+_CERTAIN = 3  # standard deviations below the fastest, and a challenger drops out
+_LEAST_FINAL, _MOST_FINAL = 5, 40  # rounds
 
 
 @dataclass(frozen=True)
@@ -52,22 +42,13 @@ class Axis:
 
 
 def axes(processors: int) -> list[Axis]:
-    """What is tried on so many processors. More lanes than processors only add threads."""
+    """Returns what is tried on so many processors. More lanes than processors only add threads."""
     return [
         Axis("block_size", [128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB]),
         Axis("queue_depth", [4, 8, 16, 32, 64, 128]),
         Axis("intra_op_parallelism", [count for count in (1, 2, 4, 8, 16) if count <= max(1, processors)]),
         Axis("overlap_events", [False, True]),
         Axis("single_submit", [False, True]),
-    ]
-
-
-def combinations(axes: Sequence[Axis]) -> list[Settings]:
-    """All settings that the axes span; what is no axis has its default."""
-    names = [axis.name for axis in axes]
-    return [
-        replace(DEFAULT, **dict(zip(names, values, strict=True)))
-        for values in itertools.product(*(axis.values for axis in axes))
     ]
 
 
@@ -82,155 +63,125 @@ class Outcome:
     axes: Sequence[Axis]
     rates: Mapping[Settings, Rates]  # medians
     passes: Mapping[Settings, int]  # how often each was measured
-    belief: Belief | None
+    races: Mapping[Settings, Duel]  # what was measured in the same races as ``best``, against it
     complete: bool  # or the time was over before the final was
 
 
 @dataclass
-class _Taken:
-    short: list[Rates] = field(default_factory=list)
-    full: list[Rates] = field(default_factory=list)
-
-    def median(self) -> Rates:
-        taken = self.full or self.short
-        return {name: statistics.median(rates[name] for rates in taken) for name in taken[0]}
-
-
 class Search:
-    """One search over the combinations of ``axes``.
+    """One search over the combinations of ``axes``; what is no axis has its default."""
 
-    Args:
-        measure: what it calls again and again.
-        axes: settings and values to try; what is no axis has its default.
-        spent: tells the share of the budget that is gone. Once it is 1 nothing begins but the first pass.
-        progress: told what is done next.
-    """
+    measure: Measure
+    axes: Sequence[Axis]
+    spent: Callable[[], float]  # the share of the budget that is gone; once it is 1 nothing begins but the first pass
+    progress: Callable[[str], None] = lambda _: None  # told what is done next
 
-    def __init__(
-        self,
-        measure: Measure,
-        axes: Sequence[Axis],
-        spent: Callable[[], float],
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._measure, self._axes, self._spent, self._progress = measure, axes, spent, progress
-        self._candidates = combinations(axes)
-        self._baseline = self._challenger = _nearest_to_default(axes)
-        self._model = Model(self._candidates)
-        self._belief: Belief | None = None
-        self._contest: Contest | None = None
-        self._taken: dict[Settings, _Taken] = {}
+    def __post_init__(self) -> None:
+        self._best = self._baseline = _nearest_to_default(self.axes)
+        self._races, self._final = Rounds(), Rounds()
+        self._taken: dict[Settings, tuple[list[Rates], list[Rates]]] = {}  # short and full passes
         self._complete = True
 
-    def run(self) -> Outcome:
-        """Everything. What ``measure`` raises ends it; ``outcome`` then tells what is known."""
-        self._measure_all([self._baseline], math.inf)  # there is always something to tell
-        batch = self._openings()
-        while self._measure_all(batch) and len(self._model) < _MOST_PASSES:
-            self._belief = self._model.fit()
-            if self._belief.possible_gain() < 1 + LEAST_GAIN / 2:
+    def find(self) -> Outcome:
+        """Searches. What ``measure`` raises ends it; ``outcome`` then tells what is known."""
+        self._pass(False, self._baseline)  # there is always something to tell
+        raced = [self._race(self._openings(), _OPENING_ROUNDS)]
+        while any(raced):
+            raced = [self._race(self._along(axis), _ROUNDS) for axis in self.axes]
+        contestants = list(dict.fromkeys([self._baseline, self._best]))
+        while len(self._final) < _MOST_FINAL and self._final.measure(contestants, partial(self._pass, True)):
+            duels = self._final.duels(self._baseline).values()
+            if len(self._final) >= _LEAST_FINAL and all(duel.clear for duel in duels):
                 break
-            gone = max(self._spent() / SEARCH_SHARE, len(self._model) / _MOST_PASSES)
-            optimism = _CURIOUS + (_CAUTIOUS - _CURIOUS) * min(1.0, gone)
-            batch = self._belief.promising(max(8, len(self._model) // 10), optimism)
-            batch += self._simpler(self._belief.best) if gone > 0.5 else []
-        self._belief = self._model.fit()
-        self._final(self._belief)
         return self.outcome()
 
     def outcome(self) -> Outcome:
-        """As far as the search has come. Without a final the best is what the model is sure of."""
-        duels = self._contest.duels() if self._contest is not None else []
-        final = duels[0] if duels and len(duels[0].ratios) >= LEAST_ROUNDS else None
-        challenger = self._challenger
-        if final is not None:
-            won = final.won
-        elif self._belief is not None:
-            challenger = self._simplest(self._belief)
-            won = beyond_noise(*self._belief.ratio(challenger, self._baseline))
-        else:
-            won = False
+        """Returns what is known so far. Without a final the best is what the races found."""
+        final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
+        best = self._best if final is None or final.won else self._baseline
         return Outcome(
-            challenger if won else self._baseline,
-            self._baseline,
-            challenger,
-            final,
-            self._axes,
-            {settings: taken.median() for settings, taken in self._taken.items()},
-            {settings: len(taken.short) + len(taken.full) for settings, taken in self._taken.items()},
-            self._belief,
-            self._complete,
-        )
+            best, self._baseline, self._best, final, self.axes,
+            {settings: _median(full or short) for settings, (short, full) in self._taken.items()},
+            {settings: len(short) + len(full) for settings, (short, full) in self._taken.items()},
+            self._races.duels(best), self._complete,
+        )  # fmt: skip
 
     def _openings(self) -> list[Settings]:
         """At most three block sizes with at most three numbers of lanes, at a depth that suits most devices."""
         depth = min(self._values("queue_depth"), key=lambda value: abs(value - 32))
-        found = [
+        return [
             replace(self._baseline, block_size=block, intra_op_parallelism=lanes, queue_depth=depth)
             for block in _apart(self._values("block_size"))
             for lanes in _apart(self._values("intra_op_parallelism"))
         ]
-        return [settings for settings in found if settings != self._baseline]
+
+    def _along(self, axis: Axis) -> list[Settings]:
+        return [replace(self._best, **{axis.name: value}) for value in axis.values]
 
     def _values(self, name: str) -> Sequence[Any]:
-        return next((axis.values for axis in self._axes if axis.name == name), [getattr(DEFAULT, name)])
+        return next((axis.values for axis in self.axes if axis.name == name), [getattr(DEFAULT, name)])
 
-    def _measure_all(self, batch: Iterable[Settings], limit: float = SEARCH_SHARE) -> bool:
-        """Short passes; False when the time did not suffice."""
-        for settings in batch:
-            rates = self._pass(settings, False, limit)
-            if rates is None:
-                return False
-            self._model.add(settings, geometric_mean(rates.values()))
-        return True
+    def _race(self, challengers: Sequence[Settings], rounds: int) -> bool:
+        """Returns whether there was anything to find out, and time for it."""
+        before = len(self._races)
+        for _ in range(rounds):
+            left = self._undecided(challengers)
+            if not left or not self._races.measure([self._best, *left], partial(self._pass, False)):
+                break
+        self._choose(challengers)
+        return len(self._races) > before
 
-    def _simplest(self, belief: Belief) -> Settings:
+    def _undecided(self, challengers: Sequence[Settings]) -> list[Settings]:
+        duels = self._races.duels(self._best)
+        known = [duels[settings] for settings in challengers if settings in duels]
+        fastest = max([1.0, *(duel.ratio * (1 - duel.noise) for duel in known)])
+        decided = {self._best} | {
+            duel.challenger for duel in known if duel.noise <= TIE or duel.ratio * (1 + _CERTAIN * duel.noise) < fastest
+        }
+        return [settings for settings in challengers if settings not in decided]
+
+    def _choose(self, challengers: Sequence[Settings]) -> None:
+        """The fastest, if it is that beyond the noise; then the simplest of those that lose nothing against it."""
+
+        def at_least(settings: Settings) -> float:
+            duel = duels.get(settings)
+            return 0.0 if duel is None else duel.ratio * (1 - duel.noise)
+
+        duels = self._races.duels(self._best)
+        fastest = max(challengers, key=at_least)
+        if at_least(fastest) > 1:
+            self._best = fastest
+            duels = self._races.duels(self._best)
+        equal = [settings for settings in challengers if at_least(settings) > 1 - TIE]
+        self._best = min([self._best, *equal], key=self._cost)
+
+    def _cost(self, settings: Settings) -> tuple[int, int, int, int]:
         """Lanes cost threads, switches CPU; then what is unusual, and what holds more memory."""
+        unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self.axes)
+        switches = settings.single_submit + settings.overlap_events
+        return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth
 
-        def cost(settings: Settings) -> tuple[int, int, int, int]:
-            unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self._axes)
-            switches = settings.single_submit + settings.overlap_events
-            return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth
-
-        return min(belief.within(TIE, belief.best), key=cost)
-
-    def _simpler(self, settings: Settings) -> list[Settings]:
-        """One setting each as the baseline has it: to know what it costs."""
-        changed = [replace(settings, **{axis.name: getattr(self._baseline, axis.name)}) for axis in self._axes]
-        return [other for other in changed if other != settings]
-
-    def _final(self, belief: Belief) -> None:
-        """Also where the challenger is the baseline itself: its rates are wanted."""
-        self._challenger = self._simplest(belief)
-        alone = self._challenger == self._baseline
-        self._contest = contest = Contest(self._baseline, [] if alone else [self._challenger])
-        while contest.rounds < (_LEAST_DUEL if alone else _MOST_DUEL):
-            if not contest.round(self._full_pass):
-                return
-            if contest.rounds >= _LEAST_DUEL and all(duel.clear for duel in contest.duels()):
-                return
-
-    def _full_pass(self, settings: Settings) -> Rates | None:
-        return self._pass(settings, True, 1.0)
-
-    def _pass(self, settings: Settings, full: bool, limit: float) -> Rates | None:
-        if self._spent() >= limit:
+    def _pass(self, full: bool, settings: Settings) -> Rates | None:
+        if self._taken and self.spent() >= (1.0 if full else RACE_SHARE):
             self._complete = not full
             return None
-        self._progress("the best against the default" if full else "searching")
-        rates = self._measure(settings, full)
-        taken = self._taken.setdefault(settings, _Taken())
-        (taken.full if full else taken.short).append(rates)
+        self.progress("the best against the default" if full else "searching")
+        rates = self.measure(settings, full)
+        self._taken.setdefault(settings, ([], []))[full].append(rates)
         return rates
 
 
+def _median(taken: Sequence[Rates]) -> Rates:
+    return {name: statistics.median(rates[name] for rates in taken) for name in taken[0]}
+
+
 def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
-    return replace(DEFAULT, **{axis.name: min(axis.values, key=partial(_distance, axis.name)) for axis in axes})
+    """In doublings, where there are any."""
 
+    def distance(name: str, value: int) -> float:
+        return abs(math.log2((1 + value) / (1 + getattr(DEFAULT, name))))
 
-def _distance(name: str, value: int) -> float:
-    """From the default, in doublings where there are any."""
-    return abs(math.log2(1 + value) - math.log2(1 + getattr(DEFAULT, name)))
+    return replace(DEFAULT, **{axis.name: min(axis.values, key=partial(distance, axis.name)) for axis in axes})
 
 
 def _apart(values: Sequence[Any]) -> list[Any]:

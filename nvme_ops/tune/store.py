@@ -6,20 +6,20 @@ import contextlib
 import fcntl
 import json
 import os
-import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.bench.settings import Settings
 from nvme_ops.op_builder import trust
+from nvme_ops.settings import Settings
+from nvme_ops.storage.atomic import replacing
 from nvme_ops.tune.identity import Identity
 
 FORMAT = 1  # of the files; those of another one are ignored
+_HASTY = 0.25  # of the earlier run's seconds
 
 
 def folder() -> Path:
@@ -40,12 +40,9 @@ def path_of(identity: Identity) -> Path:
 
 
 def load(identity: Identity) -> Settings | None:
-    """The settings that were found for this device, kernel and way, or None.
-
-    Warns: as ``document``.
-    """
+    """The settings that were found for this device, kernel and way, or None. Warns as ``document``."""
     found = document(identity)
-    return None if found is None else settings_of(found["aio"])
+    return None if found is None else _settings_of(found["aio"])
 
 
 def document(identity: Identity) -> dict[str, Any] | None:
@@ -60,38 +57,32 @@ def document(identity: Identity) -> dict[str, Any] | None:
         if path.exists() and (problem := trust.why_not(path)):
             warnings.warn(f"{path} is ignored, because others could change it: {problem}", RuntimeWarning, stacklevel=2)
             return None
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except (OSError, RuntimeError):
         return None
-    except UnicodeDecodeError:
-        text = ""
     try:
-        found = json.loads(text)
+        found = json.loads(content)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']} instead of {FORMAT}")
-        settings_of(found["aio"])
+        _settings_of(found["aio"])
         return dict(found)
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         warnings.warn(f"{path} is ignored: {error or 'damaged'} (nvme-tune replaces it)", RuntimeWarning, stacklevel=2)
         return None
 
 
-def settings_of(values: object) -> Settings:
-    """From the section ``aio`` of a document. ValueError unless it has all settings, of their types, and no others."""
-    wanted = asdict(Settings())
-    if not isinstance(values, dict) or set(values) != set(wanted):
-        raise ValueError(f"its settings are not {', '.join(wanted)}")
-    for each in fields(Settings):
-        value = values[each.name]
-        if type(value) is not type(wanted[each.name]) or (not isinstance(value, bool) and value < 1):
-            raise ValueError(f"{each.name} is {value!r}")
+def _settings_of(values: dict[str, Any]) -> Settings:
+    """ValueError unless it has all settings, of their types, and no others."""
+    types = {name: type(value) for name, value in Settings().as_json().items()}
+    if {name: type(value) for name, value in values.items()} != types or any(
+        value < 1 for value in values.values() if not isinstance(value, bool)
+    ):
+        raise ValueError(f"its settings are {values}")
     return Settings(**values)
 
 
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
     """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
-
-    What one that was killed has left half written is removed.
 
     ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
     RuntimeError without a home folder.
@@ -105,43 +96,30 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
         "identity": asdict(identity),
         "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    _sweep(path)
-    descriptor, temporary = _locked_file(path)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(kept, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path) as new, open(new.fd, "w", encoding="utf-8", closefd=False) as file:
+        os.fchmod(new.fd, 0o600)
+        file.write(json.dumps(kept, indent=2) + "\n")
     return path
 
 
-def _locked_file(path: Path) -> tuple[int, str]:
-    """A new file beside ``path``, for as long as the descriptor is open known to belong to someone who is alive."""
-    while True:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is swept either
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, temporary
-        os.close(descriptor)  # swept before it was locked
+def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Why ``known`` is better founded than ``found``; an empty string where ``found`` may replace it.
+
+    Both as ``report.details`` makes them; ``known`` may also be what a tuning in the background has left.
+    """
+    if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
+        return "this run read from the page cache, that one from the device"
+    if missing := sorted(_directions(known) - _directions(found)):
+        return f"this run left out {' and '.join(missing)}s"
+    if known.get("complete") and not found.get("complete"):
+        return "the final of this run was cut short"
+    if found["seconds"] < _HASTY * known.get("seconds", 0):
+        return f"this run took {found['seconds']:.0f} s, that one {known['seconds']:.0f} s"
+    return ""
 
 
-def _sweep(path: Path) -> None:
-    """Removes what writers of ``path`` that were killed have left."""
-    wanted = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
-    for name in filter(wanted.fullmatch, os.listdir(path.parent)):
-        with contextlib.suppress(OSError):  # locked: its writer is alive
-            descriptor = os.open(path.parent / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path.parent / name)
-            finally:
-                os.close(descriptor)
+def _directions(document: Mapping[str, Any]) -> set[str]:
+    return set(document.get("bytes_per_second", {}).get("best", {}))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nvme_ops.bench.engines import deepspeed, fio, gdsio, handles, python, saved
 from nvme_ops.bench.engines.task import Task, over_files
 from nvme_ops.bench.measure import Row, Sample, Unavailable
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 
 
 @dataclass(frozen=True)

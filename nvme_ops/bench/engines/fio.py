@@ -6,7 +6,7 @@ from nvme_ops.bench import fio
 from nvme_ops.bench.engines.handles import BLOCKS, SECONDS
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import BlockTimes, Row, Sample
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 
 _CACHED = ["--ioengine=psync", "--bs=1M", "--direct=0", "--invalidate=0"]  # a read of what lies in memory already
 

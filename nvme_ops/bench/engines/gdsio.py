@@ -6,7 +6,7 @@ from nvme_ops.bench import gdsio
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.files import make_file
 from nvme_ops.bench.measure import Row, Sample, Unavailable
-from nvme_ops.bench.settings import Settings
+from nvme_ops.settings import Settings
 
 
 def row(task: Task, name: str, settings: Settings) -> Row:

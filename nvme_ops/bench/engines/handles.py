@@ -14,8 +14,8 @@ import nvme_ops
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import BlockTimes, Row, Sample, Unavailable
 from nvme_ops.bench.page_cache import handles_read_it
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import tensor_row
+from nvme_ops.settings import Settings
 
 BLOCKS, SECONDS = 512, 1.0  # single blocks end with whichever comes first
 

@@ -9,8 +9,8 @@ import torch
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.files import view
 from nvme_ops.bench.measure import Row, Unavailable
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import tensor_row
+from nvme_ops.settings import Settings
 
 
 def row(task: Task, name: str, _: Settings) -> Row:

@@ -9,8 +9,8 @@ import torch
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.files import sync
 from nvme_ops.bench.measure import Row, Unavailable
-from nvme_ops.bench.settings import Settings
 from nvme_ops.bench.work import saved_row
+from nvme_ops.settings import Settings
 
 
 def torch_row(task: Task, name: str, _: Settings) -> Row:
