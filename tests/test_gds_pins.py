@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, pattern, store
+from conftest import MIB, contents, in_threads, pattern, store
 from fake_cufile import FakeCuFile, Function
 from private_device import PrivateDevice
 
@@ -312,7 +312,7 @@ def test_unpinning_during_a_transfer(
 def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) -> None:
     handle, shared, wrong = gds_handle(), device.empty(ODD), list[str]()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
             own = device.empty(5000)
             handle.pin_device_tensor(shared)
@@ -320,11 +320,7 @@ def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) ->
             if not (handle.is_pinned(own) and handle.unpin_device_tensor(own)):
                 wrong.append("lost")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
     assert registered(cufile) == (1, ODD)
     handle.unpin_device_tensor(shared)
