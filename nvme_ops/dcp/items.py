@@ -113,8 +113,8 @@ class DataFile:
             tensor = data.detach()
             if tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"{item.index.fqn!r} is a tensor of the layout {tensor.layout}, to which DCP loads nothing: save its "
-                    "to_dense(), or its parts"
+                    f"{item.index.fqn!r} is a tensor of the layout {tensor.layout}, to which DCP loads nothing: "
+                    "save its to_dense(), or its parts"
                 )
             if type(tensor) is torch.Tensor and not tensor.is_quantized:
                 shape = tuple(tensor.shape)
