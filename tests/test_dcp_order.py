@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
@@ -143,3 +145,18 @@ def test_a_reader_that_goes_lets_go(tmp_path: Path) -> None:
     reader.read_metadata()
     del reader
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_system_without_locks_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for number in range(3):
+        save(tmp_path, number)
+        assert number_in(tmp_path) == number
+    assert files(tmp_path) == [".metadata", "__0_2.distcp"]
+    monkeypatch.setattr(os, "link", refuse)
+    save(tmp_path, 3)
+    assert files(tmp_path) == [".metadata", "__0_3.distcp"]
+    assert number_in(tmp_path) == 3
