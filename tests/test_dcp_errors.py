@@ -34,9 +34,11 @@ class PlannerError(Exception):
 
 
 @pytest.fixture
-def nothing_left_open() -> Iterator[None]:
+def nothing_left_open(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fails where a test leaves a descriptor open."""
-    native().backends()
+    place = tmp_path_factory.mktemp("first")  # the handle of the process keeps its own
+    save(place, 0)
+    load(NvmeStorageReader(place))
     before = len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()  # an exception keeps what it went through
@@ -168,6 +170,23 @@ def test_a_file_that_is_cut_after_the_metadata_were_read(tmp_path: Path) -> None
     assert str(data_file(tmp_path)) in str(error)
     assert "it was truncated or replaced" in str(error)
     assert equal(found, state(99))
+
+
+@pytest.mark.usefixtures("nothing_left_open")
+@pytest.mark.parametrize("turned", [False, True], ids=["straight", "through buffers"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_is_cut_during_the_reads(verify: bool, turned: bool, tmp_path: Path) -> None:
+    class Cuts(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            os.truncate(data_file(tmp_path), 5000)
+            return super().resolve_tensor(read_item)
+
+    dcp.save({"a": torch.ones(3 * MIB // 4, 4), "b": torch.ones(9)}, storage_writer=NvmeStorageWriter(tmp_path))
+    found = {"a": torch.zeros(4, 3 * MIB // 4).t() if turned else torch.zeros(3 * MIB // 4, 4), "b": torch.zeros(9)}
+    reader = NvmeStorageReader(tmp_path, verify=verify)
+    error = why_of(lambda: dcp.load(found, storage_reader=reader, planner=Cuts()))
+    assert isinstance(error, EOFError)
+    assert str(data_file(tmp_path)) in str(error)
 
 
 def test_a_file_that_goes_after_the_metadata_were_read(tmp_path: Path) -> None:

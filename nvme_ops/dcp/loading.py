@@ -15,7 +15,7 @@ from nvme_ops.checkpoint.pieces import is_plain
 from nvme_ops.dcp.items import CHECKSUM
 from nvme_ops.dcp.spans import in_one_piece, spans
 from nvme_ops.dcp.stored import Stored
-from nvme_ops.dcp.through import Through
+from nvme_ops.dcp.through import Through, awaited_on_failure
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 
@@ -109,16 +109,13 @@ class Loading:
             elif self._verify:
                 self.verify_in_files([one])
         future = self._handle.submit_preadv(*_columns(reads))
-        try:
+        with awaited_on_failure(future):
             self.verify_in_files(one for one, *_ in others)
             self._through.copy(
                 (one.path, span)
                 for one, stored, target in others
                 for span in spans(stored, one.item.storage_offsets, one.item.lengths, target)
             )
-        except BaseException:
-            future.exception()
-            raise
         return _Group(future, targets, framed)
 
     def _finish(self, group: _Group) -> None:

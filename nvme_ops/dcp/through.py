@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +16,16 @@ from nvme_ops.tensors import empty
 
 _PAGE = 4096
 _LARGE = 64 << 10  # bytes from which pages of the file should fall on pages of the buffer
+
+
+@contextmanager
+def awaited_on_failure(future: IoFuture) -> Iterator[None]:
+    """Waits for the transfer before an exception leaves the block: its own failure is of no more interest."""
+    try:
+        yield
+    except BaseException:
+        future.exception()
+        raise
 
 
 class Through:
@@ -36,7 +47,8 @@ class Through:
                 [s.start for *_, s in held],
             )
             started = self._handle.submit_preadv(parts, paths, starts)
-            _use(earlier)
+            with awaited_on_failure(started):
+                _use(earlier)
             earlier = started, [(part, span) for part, _, span in held]
         _use(earlier)
 
@@ -46,7 +58,8 @@ class Through:
         for number, first in enumerate(range(0, length, SPAN)):
             part = self._buffer(number % 2)[: min(SPAN, length - first)]
             started = self._handle.submit_pread(part, path, offset + first), part
-            found, earlier = _joined(found, earlier), started
+            with awaited_on_failure(started[0]):
+                found, earlier = _joined(found, earlier), started
         return _joined(found, earlier)
 
     def _buffer(self, number: int) -> torch.Tensor:
