@@ -95,6 +95,25 @@ def test_dcps_log_is_written_where_somebody_reads_it(tmp_path: Path) -> None:
     assert {"write_data", "read_data"} <= {record.msg["func_name"] for record in heard if isinstance(record.msg, dict)}
 
 
+def test_dcps_log_is_not_written_where_nobody_reads_it(tmp_path: Path) -> None:
+    """In a process of its own: pytest reads every log."""
+    program = """
+        import logging, sys, torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.logger import _dcp_logger
+        import nvme_ops.dcp
+
+        made = []
+        _dcp_logger.addFilter(lambda record: made.append(record))
+        nvme_ops.dcp.save({"a": torch.ones(3)}, sys.argv[1])
+        nvme_ops.dcp.load({"a": torch.zeros(3)}, sys.argv[1])
+        print(len(made), _dcp_logger.disabled)
+        dcp.load({"a": torch.zeros(3)}, checkpoint_id=sys.argv[1])
+        print(len(made) > 0)
+    """
+    assert run_python(program, tmp_path).stdout.split() == ["0", "False", "True"]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_files_of_several_threads_of_dcp_are_read(threads: int, tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))

@@ -243,6 +243,7 @@ def test_a_disk_that_is_full_leaves_the_old_checkpoint(make_file_system: Callabl
     assert files(path) == [".metadata", "__0_0.distcp"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
 def test_a_sparse_tensor_is_refused(kind: str, tmp_path: Path) -> None:
     """DCP's planners load nothing to one, and say nothing of it."""

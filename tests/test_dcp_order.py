@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import forked
+from conftest import forked, in_threads
 from dcp_states import files, needs_fork
 
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, readers
@@ -114,6 +114,24 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     first._lock.end()
     saver.join()
     assert number_in(tmp_path) == 1
+
+
+def test_threads_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    seen: set[float] = set()
+
+    def work(number: int) -> None:
+        for each in range(5):
+            if number == 0:
+                seen.add(number_in(tmp_path))
+            else:
+                save(tmp_path, 10.0 * number + each)
+
+    in_threads(work, 4)
+    assert seen <= {0.0} | {10.0 * number + each for number in range(1, 4) for each in range(5)}
+    assert number_in(tmp_path) in {14.0, 24.0, 34.0}
+    save(tmp_path, 1)
+    assert len(files(tmp_path)) == 2
 
 
 def test_a_checkpoint_that_came_while_waiting_is_not_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_states import equal
+from dcp_states import equal, why_of
 from hypothesis import given, settings
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from nvme_ops.checkpoint.integrity import ChecksumError
+from nvme_ops.checkpoint.safetensors_format import FormatError
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, items, loading, spans, stored, through
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: no process group, quantized and nested tensors
@@ -89,6 +92,37 @@ def test_a_part_of_a_wide_tensor_is_read_row_by_row(tmp_path: Path) -> None:
         reader = NvmeStorageReader(tmp_path, verify=verify)
         dcp.load({"a": target}, storage_reader=reader, planner=Part((2, 39_000)))
         assert torch.equal(target, whole[2:, 39_000:39_007])
+
+
+def test_what_is_not_loaded_is_verified_too(tmp_path: Path) -> None:
+    """A checksum is of the whole item: of a part that lies in one piece, the item is read once more."""
+    whole = numbered((50, 4000), torch.float32)
+    dcp.save({"a": whole}, storage_writer=NvmeStorageWriter(tmp_path))
+    (data,) = tmp_path.glob("*.distcp")
+    for damaged in (False, True):
+        if damaged:
+            content = bytearray(data.read_bytes())
+            content[len(content) // 4] ^= 1
+            data.write_bytes(content)
+        target, reader = torch.zeros(3, 4000), NvmeStorageReader(tmp_path, verify=True)
+        if damaged:
+            error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=Part((40, 0))))  # noqa: B023
+            assert isinstance(error, ChecksumError)
+            assert error.tensors == ["a"]
+        else:
+            dcp.load({"a": target}, storage_reader=reader, planner=Part((40, 0)))
+            assert torch.equal(target, whole[40:43])
+
+
+def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(5, 4)}, storage_writer=NvmeStorageWriter(tmp_path))
+    target = torch.zeros(3, 4)
+    for starts in ((3, 0), (-1, 0), (0, 2)):
+        planner, reader = Part(starts), NvmeStorageReader(tmp_path)
+        error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=planner))  # noqa: B023
+        assert isinstance(error, FormatError)
+        assert f"'a': (3, 4) from {starts} on is no part of (5, 4)" in str(error)
+    assert not target.any()
 
 
 def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +213,35 @@ def test_only_a_plain_tensor_is_found_in_an_item(obj: Any, found: bool, tmp_path
         assert (where.dtype, where.shape) == (obj.dtype, tuple(obj.shape))
     else:
         assert stored.find(str(path), 0, path.stat().st_size) is None
+
+
+def zipped_anew(path: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> Path:
+    """The archive with other contents, by names without their folder and dots."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, changed.get(name.rpartition("/")[2].replace(".", "_"), content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compression": zipfile.ZIP_DEFLATED},
+        {"byteorder": b"big"},
+        {"byteorder": b"little".ljust(20)},
+        {"data_pkl": pickle.dumps("x" * (2 << 20))},
+    ],
+    ids=["compressed", "other byte order", "strange byte order", "long description"],
+)
+def test_an_archive_of_another_kind_is_left_to_torch(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    torch.save(torch.zeros(2, 3), path)
+    zipped_anew(path)
+    assert stored.find(str(path), 0, path.stat().st_size) is not None
+    zipped_anew(path, **change)
+    assert stored.find(str(path), 0, path.stat().st_size) is None
 
 
 def test_a_writer_and_a_reader_go_to_another_process(tmp_path: Path) -> None:
