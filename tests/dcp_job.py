@@ -149,7 +149,7 @@ def sharded_tensor(fill: bool) -> Any:
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
-    placements = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    placements: list[Any] = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
     found = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=placements), 1001, WIDTH)
     (shard,) = found.local_shards()
     if fill:

@@ -393,7 +393,7 @@ def test_a_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
 def test_metadata_replaced_before_they_are_locked_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, replaced = fcntl.flock, []
+    lock, replaced = fcntl.flock, list[int]()
 
     def late(fd: Any, operation: int) -> None:
         if operation == fcntl.LOCK_SH and not replaced:
@@ -430,10 +430,11 @@ def test_a_forked_child_saves_and_loads_with_what_it_inherits(tmp_path: Path) ->
 
 
 def test_a_program_that_asks_for_more_than_we_have_gets_dcps_own(tmp_path: Path) -> None:
+    more: Any = object()
     use_by_default()
     try:
-        writer = dcp.FileSystemWriter(tmp_path, _extensions=[object()])
-        reader = dcp.FileSystemReader(tmp_path, _extension_registry=object())
+        writer = dcp.FileSystemWriter(tmp_path, _extensions=[more])
+        reader = dcp.FileSystemReader(tmp_path, _extension_registry=more)
     except TypeError:
         pytest.skip("this torch has no extensions")
     finally:
