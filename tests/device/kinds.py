@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 
 PAGE, BLOCK = 4096, 65536
+ALREADY_PINNED = 5023  # cuFile's code
 
 
 @functools.cache
@@ -30,7 +32,9 @@ def _random() -> torch.Tensor:
 
 def sample(size: int, seed: int = 0) -> torch.Tensor:
     """Like ``pattern``, from one pool for all tests."""
-    return _random()[4096 * seed :][:size]
+    found = _random()[4096 * seed :][:size]
+    assert len(found) == size
+    return found
 
 
 def whole_pages(offset: int, size: int) -> int:
@@ -142,9 +146,36 @@ class SimulatedCuFile(Simulated):
     def require_only(self, tensor: torch.Tensor) -> None:
         assert self.cufile.touched_only(tensor)
 
+    def require_registered(self, count: int, size: int) -> None:
+        """Fails unless so many pieces of memory, of so many bytes in all, are pinned."""
+        now = self.cufile.statistics()
+        assert (now.memories, now.memory_bytes) == (count, size)
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        """Fails where cuFile would answer otherwise when it is to take memory that it has already."""
+        assert code == ALREADY_PINNED
+
     def require_route(self, handle: aio_handle) -> None:
         assert isinstance(handle, gds_handle)
         assert handle.last_path == "gds"
+
+
+class SimulatedCuFileOff(SimulatedCuFile):
+    """The same with ``NVME_OPS_GDS=off``, for what ``gds_handle`` does itself."""
+
+    def handle(self, lanes: int = 1) -> gds_handle:
+        os.environ["NVME_OPS_GDS"] = "off"  # of the child that runs the test
+        return super().handle(lanes)
+
+    def require_registered(self, count: int, size: int) -> None:
+        assert self.cufile.calls(Function.REGISTER_MEMORY) == 0
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        assert code is None or code > 5000
+
+    def require_route(self, handle: aio_handle) -> None:
+        assert isinstance(handle, gds_handle)
+        assert handle.last_path == "bounce"
 
 
 class Gpu:
@@ -202,6 +233,12 @@ class Gpu:
 
     def require_only(self, tensor: torch.Tensor) -> None:
         pass
+
+    def require_registered(self, count: int, size: int) -> None:
+        pass
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        assert code is None or code > 5000
 
     def require_route(self, handle: aio_handle) -> None:
         if self.kind is not GDS and isinstance(handle, gds_handle):
