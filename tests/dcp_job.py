@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,61 @@ def load(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def sharded_tensor(fill: bool) -> Any:
+    """Of torch's older kind: ``reference(6)["rows"]``, in as many parts as there are ranks, or zeros."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    placements: list[Any] = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    found = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=placements), 1001, WIDTH)
+    (shard,) = found.local_shards()
+    if fill:
+        (start, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        shard.tensor.copy_(reference(6)["rows"][start : start + rows])
+    return found
+
+
+def reshard(folder: Path) -> None:
+    """On more ranks than saved ``folder/one``; and tensors of FSDP1's kind."""
+    for dimension in (0, 1):
+        state = sharded(reference(99), dimension)
+        dcp.load(state, storage_reader=NvmeStorageReader(folder / "one", verify=True))
+        require_equal(state, 5)
+    expected = sharded_tensor(True)
+    dcp.save({"rows": expected}, storage_writer=NvmeStorageWriter(folder / "shards"))
+    for reader in (NvmeStorageReader(folder / "shards", verify=True), dcp.FileSystemReader(folder / "shards")):
+        found = sharded_tensor(False)
+        dcp.load({"rows": found}, storage_reader=reader)
+        assert torch.equal(found.local_shards()[0].tensor, expected.local_shards()[0].tensor)
+    fail_to_plan(folder / "shards")
+
+
+def fail_to_plan(checkpoint: Path) -> None:
+    """The planner of one rank raises: all are told, in a save and in a load, and the checkpoint stays."""
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            raise ZeroDivisionError
+
+    class Other(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            raise ZeroDivisionError
+
+    bad, state = dist.get_rank() == 1, {"rows": sharded_tensor(True)}
+    calls: list[Callable[[], object]] = [
+        lambda: dcp.save(
+            state, storage_writer=NvmeStorageWriter(checkpoint), planner=Planner() if bad else dcp.DefaultSavePlanner()
+        ),
+        lambda: dcp.load(
+            state, storage_reader=NvmeStorageReader(checkpoint), planner=Other() if bad else dcp.DefaultLoadPlanner()
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(dcp.CheckpointException) as caught:
+            call()
+        assert {rank: type(failure[0]) for rank, failure in caught.value.failures.items()} == {1: ZeroDivisionError}
+
+
 def fail_to_load(checkpoint: Path) -> None:
     """A flipped bit in what one rank reads: all are told which tensor it is in."""
     if dist.get_rank() == 0:
@@ -167,7 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        {"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))
+        {"save": save, "load": load, "reshard": reshard}[sys.argv[1]](Path(sys.argv[2]))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,17 @@ def load(reader: Any) -> dict[str, Any]:
     return found
 
 
-def why(reader: Any) -> BaseException:
+def why_of(call: Callable[[], object]) -> BaseException:
     """What the rank met, of which DCP makes an exception for all."""
     with pytest.raises(dcp.CheckpointException) as caught:
-        load(reader)
+        call()
     failures: dict[int, Any] = caught.value.failures
     return failures[0][0]
+
+
+def why(reader: Any) -> BaseException:
+    """Why this reader could not load ``state``."""
+    return why_of(lambda: load(reader))
 
 
 def files(path: Path) -> list[str]:

@@ -6,7 +6,8 @@ Knows nothing of what is tested. Every run
 - says at its end what was skipped: each reason once, with the number of tests;
 - fails where it left something in the checkout;
 - gives a test marked ``alone`` the machine for itself, when there are several processes (``-n``);
-- ends a test that hangs, wherever it hangs, and says where.
+- ends a test that hangs, wherever it hangs, and says where;
+- fails a test in a thread, a callback or a destructor of which an exception was raised and nobody heard of it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.stash[STDERR] = os.dup(2)  # before pytest captures it
+    for warning in ("PytestUnhandledThreadExceptionWarning", "PytestUnraisableExceptionWarning"):
+        config.addinivalue_line("filterwarnings", f"error::pytest.{warning}")
 
 
 # Time limits

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import MIB, REPOSITORY, in_child, run_python
-from dcp_states import equal, load, needs_fork, save, state
+from dcp_states import equal, files, load, needs_fork, save, state
 from private_device import private_device
 from torch.distributed.checkpoint import logger as dcp_logger
 from torch.distributed.checkpoint.metadata import Metadata
@@ -93,6 +93,25 @@ def test_dcps_log_is_written_where_somebody_reads_it(tmp_path: Path) -> None:
     finally:
         logger.removeHandler(handler)
     assert {"write_data", "read_data"} <= {record.msg["func_name"] for record in heard if isinstance(record.msg, dict)}
+
+
+def test_dcps_log_is_not_written_where_nobody_reads_it(tmp_path: Path) -> None:
+    """In a process of its own: pytest reads every log."""
+    program = """
+        import logging, sys, torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.logger import _dcp_logger
+        import nvme_ops.dcp
+
+        made = []
+        _dcp_logger.addFilter(lambda record: made.append(record))
+        nvme_ops.dcp.save({"a": torch.ones(3)}, sys.argv[1])
+        nvme_ops.dcp.load({"a": torch.zeros(3)}, sys.argv[1])
+        print(len(made), _dcp_logger.disabled)
+        dcp.load({"a": torch.zeros(3)}, checkpoint_id=sys.argv[1])
+        print(len(made) > 0)
+    """
+    assert run_python(program, tmp_path).stdout.split() == ["0", "False", "True"]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -253,6 +272,30 @@ def test_async_save_tells_what_went_wrong(group: None, tmp_path: Path) -> None:
         future.result()
 
 
+def test_async_saves_of_one_folder_come_one_after_the_other(group: None, tmp_path: Path) -> None:
+    writers = [NvmeStorageWriter(tmp_path, durable=False) for _ in range(4)]
+    futures: list[Any] = [dcp.async_save(state(seed), storage_writer=each) for seed, each in enumerate(writers)]
+    for future in futures:
+        future.result()
+    found = load(NvmeStorageReader(tmp_path, verify=True))
+    assert equal(found, state(found["step"]))
+    assert len(files(tmp_path)) == 2
+
+
+def test_async_save_in_a_process(group: None, tmp_path: Path) -> None:
+    try:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    except ImportError:
+        pytest.skip("this torch saves in threads alone")
+    values = state(1)
+    future: Any = dcp.async_save(
+        values, storage_writer=NvmeStorageWriter(tmp_path), async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    values["model"]["large"].zero_()
+    future.result()
+    assert equal(load(NvmeStorageReader(tmp_path, verify=True)), state(1))
+
+
 def test_the_writer_goes_to_a_process_that_saves(tmp_path: Path) -> None:
     writer = pickle.loads(pickle.dumps(NvmeStorageWriter(tmp_path, handle=aio_handle(), checksum=False)))
     dcp.save(state(1), storage_writer=writer)
@@ -290,6 +333,17 @@ def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
             found = reference(99)
             dcp.load(found, storage_reader=reader)
             assert equal(found, reference(seed))
+
+
+def test_one_process_saves_and_two_ranks_load(tmp_path: Path) -> None:
+    from dcp_job import reference
+
+    dcp.save(reference(5), storage_writer=NvmeStorageWriter(tmp_path / "one"))
+    torchrun(2, "reshard", tmp_path)
+    found = {"rows": torch.zeros_like(reference(6)["rows"])}
+    for reader in (NvmeStorageReader(tmp_path / "shards", verify=True), dcp.FileSystemReader(tmp_path / "shards")):
+        dcp.load(found, storage_reader=reader)
+        assert torch.equal(found["rows"], reference(6)["rows"])
 
 
 @pytest.mark.slow

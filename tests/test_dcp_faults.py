@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import MIB, give_up_root, in_child, open_to_all
-from dcp_states import equal, files, load, needs_fork, save, state, why
+from dcp_states import equal, files, load, needs_fork, save, state, why, why_of
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops._native import native
@@ -240,3 +240,15 @@ def test_a_disk_that_is_full_leaves_the_old_checkpoint(make_file_system: Callabl
         dcp.save({"new": torch.ones(6 * MIB)}, storage_writer=NvmeStorageWriter(path))
     assert equal(load(NvmeStorageReader(path, verify=True)), state(1))
     assert files(path) == [".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_tensor_is_refused(kind: str, tmp_path: Path) -> None:
+    """DCP's planners load nothing to one, and say nothing of it."""
+    state = {"dense": torch.ones(3), "thin": getattr(torch.eye(3), kind)()}
+    error = why_of(lambda: dcp.save(state, storage_writer=NvmeStorageWriter(tmp_path)))
+    assert isinstance(error, ValueError)
+    assert "'thin'" in str(error)
+    assert "to_dense()" in str(error)
+    assert list(tmp_path.glob("*.distcp")) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 import time
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import forked
+from conftest import forked, in_threads
 from dcp_states import files, needs_fork
 
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, readers
@@ -114,6 +116,24 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert number_in(tmp_path) == 1
 
 
+def test_threads_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    seen: set[float] = set()
+
+    def work(number: int) -> None:
+        for each in range(5):
+            if number == 0:
+                seen.add(number_in(tmp_path))
+            else:
+                save(tmp_path, 10.0 * number + each)
+
+    in_threads(work, 4)
+    assert seen <= {0.0} | {10.0 * number + each for number in range(1, 4) for each in range(5)}
+    assert number_in(tmp_path) in {14.0, 24.0, 34.0}
+    save(tmp_path, 1)
+    assert len(files(tmp_path)) == 2
+
+
 def test_a_checkpoint_that_came_while_waiting_is_not_replaced(tmp_path: Path) -> None:
     writer = NvmeStorageWriter(tmp_path, overwrite=False)
     writer.set_up_storage_writer(True)
@@ -143,3 +163,18 @@ def test_a_reader_that_goes_lets_go(tmp_path: Path) -> None:
     reader.read_metadata()
     del reader
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_system_without_locks_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for number in range(3):
+        save(tmp_path, number)
+        assert number_in(tmp_path) == number
+    assert files(tmp_path) == [".metadata", "__0_2.distcp"]
+    monkeypatch.setattr(os, "link", refuse)
+    save(tmp_path, 3)
+    assert files(tmp_path) == [".metadata", "__0_3.distcp"]
+    assert number_in(tmp_path) == 3

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 import nvme_ops
 from nvme_ops import aio_handle
 
-HANDLE = aio_handle()  # of the module, as programs have it; DataLoader's workers inherit it
-
 
 def test_both_processes_go_on(make_handle: HandleFactory, folder: Path) -> None:
     for lanes in (1, 2):
@@ -203,34 +201,35 @@ def test_reserved_huge_pages_are_left_alone_unless_asked_for() -> None:
 
 
 class Rows(Dataset):
-    def __init__(self, path: Path, rows: int, width: int) -> None:
-        self.path, self.rows, self.width = path, rows, width
+    def __init__(self, handle: aio_handle, path: Path, rows: int, width: int) -> None:
+        self.handle, self.path, self.rows, self.width = handle, path, rows, width
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, row: int) -> tuple[int, int, torch.Tensor]:
         tensor = torch.zeros(self.width, dtype=torch.uint8)
-        HANDLE.sync_pread(tensor, self.path, row * self.width)
+        self.handle.sync_pread(tensor, self.path, row * self.width)
         return row, os.getpid(), tensor
 
 
 @pytest.mark.parametrize("used_before", [False, True])
 def test_data_loader(folder: Path, used_before: bool) -> None:
-    rows, width = 40, 10_007
+    """Its workers inherit the handle."""
+    handle, rows, width = aio_handle(), 40, 10_007
     data = pattern(rows * width).view(rows, width)
     path = store(folder / "file", data)
     if used_before:
-        HANDLE.submit_pread(torch.zeros(4), path).result()
-        HANDLE.async_pread(torch.zeros(100_000, dtype=torch.uint8), path)
-    loader = DataLoader(Rows(path, rows, width), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        handle.submit_pread(torch.zeros(4), path).result()
+        handle.async_pread(torch.zeros(100_000, dtype=torch.uint8), path)
+    loader = DataLoader(Rows(handle, path, rows, width), batch_size=4, num_workers=2, multiprocessing_context="fork")
     processes = set()
     for batch, process, tensors in loader:
         assert torch.equal(tensors, data[batch])
         processes |= set(process.tolist())
     assert len(processes) == 2
     assert os.getpid() not in processes
-    assert HANDLE.wait() == int(used_before)
+    assert handle.wait() == int(used_before)
 
 
 def test_a_daemons_own_descriptors_are_left_alone(make_handle: HandleFactory, folder: Path) -> None:

@@ -17,6 +17,7 @@ from conftest import MIB, contents, in_child, pattern, run_python, store
 from fake_cufile import INCOMPLETE, NVIDIA_FS, OLD, WITHOUT_MARKER, FakeCuFile, Function, build
 from private_device import PrivateDevice
 
+from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
 
@@ -93,9 +94,12 @@ def test_opening_holds_up_no_other_thread(cufile: FakeCuFile, folder: Path) -> N
     with cufile.held(OPEN):
         thread.start()
         cufile.wait_for_held_up(OPEN)
-        assert path.stat().st_size == ODD  # this thread goes on
+        back = torch.zeros(ODD, dtype=torch.uint8)
+        aio_handle().read(back, path)
+        assert made == []
     thread.join()
-    assert made
+    assert torch.equal(back, pattern(ODD))
+    assert len(made) == 1
 
 
 def test_an_old_library(
@@ -326,6 +330,7 @@ def look():
     cufile.check_idle(0)
     print("closed", cufile.calls(Function.DRIVER_CLOSE), os.listdir())
 atexit.register(look)  # before the op is loaded: runs after the op's own
+from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 device = private_device()
 """

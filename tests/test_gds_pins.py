@@ -1,18 +1,17 @@
-"""Accelerator memory registered with cuFile: pinned twice, in views, by strangers, beyond the limit, to the end.
+"""Accelerator memory registered with cuFile: its refusals, its limit, and its transfers; the rest is in device/.
 
 cuFile and the accelerator are doubles made of host memory, and the limit is one that the test sets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, pattern, store
+from conftest import MIB, contents, in_threads, pattern, store
 from fake_cufile import FakeCuFile, Function
 from private_device import PrivateDevice
 
@@ -30,32 +29,6 @@ def registered(cufile: FakeCuFile) -> tuple[int, int]:
     return now.memories, now.memory_bytes
 
 
-# New ones
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
-def test_a_new_tensor(cufile: FakeCuFile, device: PrivateDevice, dtype: torch.dtype) -> None:
-    handle = gds_handle()
-    tensor = handle.new_pinned_device_tensor(12345, device.empty(1, dtype=dtype, index=1))
-    assert (tensor.dtype, tensor.shape, tensor.device) == (dtype, (12345,), device.device(1))
-    assert tensor.is_contiguous()
-    assert tensor.data_ptr() % PAGE == 0
-    assert handle.is_pinned(tensor)
-    assert registered(cufile) == (1, tensor.nbytes)
-    assert handle.free_pinned_device_tensor(tensor)
-    assert registered(cufile) == (0, 0)
-
-
-def test_a_freed_tensor_is_still_a_tensor(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle = gds_handle()
-    tensor = handle.new_pinned_device_tensor(ODD, device.empty(1))
-    assert handle.free_pinned_device_tensor(tensor) is True
-    assert handle.free_pinned_device_tensor(tensor) is False
-    assert not handle.is_pinned(tensor)
-    handle.read(tensor, store(folder / "file", pattern(ODD)))
-    assert torch.equal(device.peek(tensor), pattern(ODD))
-
-
 def test_its_memory_is_freed_with_the_last_reference(cufile: FakeCuFile, device: PrivateDevice) -> None:
     handle, before = gds_handle(), device.statistics().device_blocks
     tensor = handle.new_pinned_device_tensor(BIG, device.empty(1))
@@ -65,68 +38,6 @@ def test_its_memory_is_freed_with_the_last_reference(cufile: FakeCuFile, device:
     assert device.statistics().device_blocks == before + 1
     del kept
     assert device.statistics().device_blocks == before
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_number_of_elements_that_cannot_be(cufile: FakeCuFile, device: PrivateDevice, number: int) -> None:
-    with pytest.raises(ValueError, match="num_elem must be at least 1"):
-        gds_handle().new_pinned_device_tensor(number, device.empty(1))
-
-
-def test_an_example_that_will_not_do(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    handle = gds_handle()
-    with pytest.raises(ValueError, match="new_cpu_locked_tensor"):
-        handle.new_pinned_device_tensor(10, torch.empty(1))
-    with pytest.raises(TypeError, match=r"torch\.Tensor"):
-        handle.new_pinned_device_tensor(10, "privateuseone")  # type: ignore[arg-type]
-    assert cufile.calls(Function.REGISTER_MEMORY) == 0
-
-
-# Twice, views, strangers
-
-
-def test_pinning_twice_changes_nothing(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    handle, other, tensor = gds_handle(), gds_handle(), device.empty(ODD)
-    for pinning in (handle, handle, other):
-        assert pinning.pin_device_tensor(tensor) is True
-    assert cufile.calls(Function.REGISTER_MEMORY) == 1
-    assert other.is_pinned(tensor)
-    assert handle.unpin_device_tensor(tensor) is True
-    assert not other.is_pinned(tensor)
-    assert other.unpin_device_tensor(tensor) is False
-    assert cufile.calls(Function.DEREGISTER_MEMORY) == 1
-
-
-def test_a_view_of_a_pinned_tensor_is_pinned(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    handle, tensor = gds_handle(), device.empty(600, 500)
-    handle.pin_device_tensor(tensor)
-    for view in (tensor[:1], tensor[7:9], tensor[-1], tensor[3, 4], tensor.view(-1)):
-        assert handle.is_pinned(view)
-        assert handle.pin_device_tensor(view) is True
-    assert registered(cufile) == (1, 300_000)
-    handle.unpin_device_tensor(tensor)
-
-
-def test_a_view_cannot_unpin(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    handle, tensor = gds_handle(), device.empty(ODD)
-    handle.pin_device_tensor(tensor)
-    for view in (tensor[5:], tensor[:-1], tensor[:0], tensor[7]):
-        assert handle.unpin_device_tensor(view) is False
-    assert handle.is_pinned(tensor)
-    assert handle.unpin_device_tensor(tensor.view(1, -1)) is True  # the same memory
-    assert registered(cufile) == (0, 0)
-
-
-def test_a_stranger_is_not_pinned(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    handle, tensor, stranger = gds_handle(), device.empty(ODD), device.empty(ODD)
-    assert handle.is_pinned(tensor) is False
-    handle.pin_device_tensor(tensor)
-    for other in (stranger, device.empty(ODD, index=1), device.empty(0)):
-        assert handle.is_pinned(other) is False
-        assert handle.unpin_device_tensor(other) is False
-        assert handle.free_pinned_device_tensor(other) is False
-    assert cufile.calls(Function.DEREGISTER_MEMORY) == 0
-    handle.unpin_device_tensor(tensor)
 
 
 @pytest.mark.parametrize("start", [0, PAGE])
@@ -155,56 +66,6 @@ def test_neighbours(cufile: FakeCuFile, device: PrivateDevice) -> None:
     assert handle.unpin_device_tensor(left) is True
     assert handle.is_pinned(right)
     assert handle.unpin_device_tensor(right) is True
-
-
-def test_two_devices(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, tensors = gds_handle(), [device.empty(ODD, index=index) for index in range(2)]
-    for tensor in tensors:
-        handle.pin_device_tensor(tensor)
-    assert registered(cufile) == (2, 2 * ODD)
-    for index, tensor in enumerate(tensors):
-        path = store(folder / str(index), pattern(ODD, index))
-        handle.read(tensor, path)
-        assert torch.equal(device.peek(tensor), pattern(ODD, index))
-        assert handle.unpin_device_tensor(tensor) is True
-
-
-# What cannot be pinned
-
-
-def test_memory_of_the_host(cufile: FakeCuFile) -> None:
-    handle, tensor = gds_handle(), torch.zeros(ODD, dtype=torch.uint8)
-    for call in (handle.pin_device_tensor, handle.unpin_device_tensor, handle.free_pinned_device_tensor):
-        with pytest.raises(ValueError, match="must be a tensor on an accelerator, not on the CPU"):
-            call(tensor)
-    assert handle.is_pinned(tensor) is False
-    assert cufile.calls(Function.REGISTER_MEMORY) == 0
-
-
-def test_what_is_no_tensor(cufile: FakeCuFile) -> None:
-    handle = gds_handle()
-    for call in (handle.pin_device_tensor, handle.unpin_device_tensor, handle.is_pinned):
-        for thing in (None, 5, b"bytes", bytearray(4096)):
-            with pytest.raises(TypeError, match=r"torch\.Tensor"):
-                call(thing)  # type: ignore[arg-type]
-
-
-def test_a_tensor_with_gaps(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    tensor = device.empty(600, 500)
-    for view in (tensor.t(), tensor[:, 1:-1], tensor[::2]):
-        with pytest.raises(ValueError, match="tensor must be contiguous"):
-            gds_handle().pin_device_tensor(view)
-    assert cufile.calls(Function.REGISTER_MEMORY) == 0
-
-
-def test_a_tensor_without_elements(cufile: FakeCuFile, device: PrivateDevice) -> None:
-    with pytest.raises(ValueError, match="tensor has no elements"):
-        gds_handle().pin_device_tensor(device.empty(0))
-
-
-def test_a_tensor_without_memory(cufile: FakeCuFile) -> None:
-    with pytest.raises(ValueError, match="memory of its own"):
-        gds_handle().pin_device_tensor(torch.empty(10, device="meta"))
 
 
 def test_more_than_may_be_pinned(cufile: FakeCuFile, device: PrivateDevice) -> None:
@@ -239,9 +100,6 @@ def test_another_refusal(cufile: FakeCuFile, device: PrivateDevice, code: int) -
     gc.collect()
     assert device.statistics().device_blocks == before
     assert not handle.is_pinned(tensor)
-
-
-# Transfers and lifetimes
 
 
 def test_transfers_of_a_pinned_tensor(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
@@ -312,7 +170,7 @@ def test_unpinning_during_a_transfer(
 def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) -> None:
     handle, shared, wrong = gds_handle(), device.empty(ODD), list[str]()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
             own = device.empty(5000)
             handle.pin_device_tensor(shared)
@@ -320,40 +178,7 @@ def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) ->
             if not (handle.is_pinned(own) and handle.unpin_device_tensor(own)):
                 wrong.append("lost")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
     assert registered(cufile) == (1, ODD)
     handle.unpin_device_tensor(shared)
-
-
-# Without cuFile
-
-
-def test_pins_where_cufile_is_off(cufile: FakeCuFile, device: PrivateDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    handle, tensor = gds_handle(), device.empty(ODD)
-    assert handle.pin_device_tensor(tensor) is True
-    assert handle.is_pinned(tensor[5:])
-    assert handle.unpin_device_tensor(tensor[5:]) is False
-    assert handle.unpin_device_tensor(tensor) is True
-    assert not handle.is_pinned(tensor)
-    assert cufile.calls(Function.REGISTER_MEMORY) == 0
-
-
-def test_a_tensor_around_a_pinned_view_where_cufile_is_off(
-    cufile: FakeCuFile, device: PrivateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be refused, as cuFile does, but what is said to be pinned is."""
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    handle, tensor = gds_handle(), device.empty(ODD)
-    handle.pin_device_tensor(tensor[:PAGE])
-    with contextlib.suppress(OSError):
-        handle.pin_device_tensor(tensor)
-        assert handle.is_pinned(tensor)
-        assert handle.unpin_device_tensor(tensor) is True
-    assert handle.is_pinned(tensor[:PAGE])
-    assert handle.unpin_device_tensor(tensor[:PAGE]) is True

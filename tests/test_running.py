@@ -180,3 +180,25 @@ def test_a_test_that_hangs_fails_and_says_where(tmp_path: Path, processes: tuple
     if processes:  # the others go on
         assert "1 failed, 1 passed" in output
         assert "test_small.py::test_that_hangs" in output
+
+
+@pytest.mark.parametrize("where", ["thread", "callback"])
+def test_an_exception_that_nobody_hears_of_fails_the_test(tmp_path: Path, where: str) -> None:
+    program = f"""
+    import threading
+
+    class Object:
+        def __del__(self):
+            assert False, "lost"
+
+    def test_lost():
+        if {where!r} == "thread":
+            thread = threading.Thread(target=Object.__del__, args=[None])
+            thread.start()
+            thread.join()
+        else:
+            Object()
+    """
+    status, output = run(tmp_path, program)
+    assert status == 1, output
+    assert "lost" in output

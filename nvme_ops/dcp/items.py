@@ -109,7 +109,12 @@ class DataFile:
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensor = data.detach()
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+            if tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"{item.index.fqn!r} is a tensor of the layout {tensor.layout}, to which DCP loads nothing: "
+                    "save its to_dense(), or its parts"
+                )
+            if type(tensor) is torch.Tensor and not tensor.is_quantized:
                 shape = tuple(tensor.shape)
                 head = frame.head(tensor.dtype, shape, self._end)
                 tail_length = frame.tail_length(tensor.dtype, shape, len(head))

@@ -71,6 +71,8 @@ def being_read(folder: str) -> set[str]:
             except BlockingIOError:
                 metadata = metadata_file.read(path, fd)
                 found |= {info.relative_path for info in metadata.storage_data.values()}
+            except OSError:  # no locks here: readers have none either
+                os.unlink(path)
             else:
                 os.unlink(path)
     return found

@@ -56,7 +56,7 @@ class Watched:
     """The engine of a handle, whose transfers a tuner notices."""
 
     def __init__(self, engine: Engine, tuner: Tuner) -> None:
-        self.engine = engine
+        self.engine, self._tuner = engine, tuner
         self.run: Any = partial(tuner.watch, engine.run)
         self.submit: Any = partial(tuner.watch, engine.submit)
         self.submit_many: Any = partial(tuner.watch, engine.submit_many)

@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gpu.support import AIO, GDS, GDS_OFF, TELLING, Kind, cufile_refusal, empty, prime
+from gpu.support import TELLING, cufile_refusal, empty, prime
 
-from nvme_ops import aio_handle, gds_handle
-
-HandleFactory = Callable[..., aio_handle]
-
-
-@pytest.fixture(params=[AIO, GDS, GDS_OFF], ids=["aio", "gds", "gds-off"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
-    """Each kind of handle in turn, its environment set."""
-    kind: Kind = request.param
-    if kind is GDS and cufile_refusal():
-        pytest.skip(cufile_refusal())
-    monkeypatch.setenv("NVME_OPS_GDS", kind.mode)
-    return kind
-
-
-@pytest.fixture
-def make_handle(kind: Kind, folder: Path) -> HandleFactory:
-    """Makes handles, for each kind in turn."""
-
-    def make(**settings: int) -> aio_handle:
-        handle = kind.make(**settings)
-        if kind is GDS:
-            prime(handle, folder)
-        return handle
-
-    return make
-
-
-@pytest.fixture(params=[1, 3], ids=["1-lane", "3-lanes"])
-def handle(request: pytest.FixtureRequest, make_handle: HandleFactory) -> aio_handle:
-    """A handle of each kind."""
-    return make_handle(intra_op_parallelism=request.param)
+from nvme_ops import gds_handle
 
 
 @pytest.fixture

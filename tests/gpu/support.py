@@ -35,8 +35,6 @@ ODD = 3 * CHUNK + 5  # more than that in whole pages, wherever it lies
 SPIN = 200_000_000  # clock cycles: about a tenth of a second
 PATIENCE = 60  # seconds for a process whose work takes a few
 
-each_stream = pytest.mark.parametrize("default_stream", [True, False], ids=["default stream", "side stream"])
-
 
 def gpu(index: int = 0) -> torch.device:
     return torch.device("cuda", index)
@@ -78,6 +76,7 @@ class Kind:
 AIO = Kind("aio_handle", "auto")
 GDS = Kind("gds_handle", "auto")
 GDS_OFF = Kind("gds_handle", "off")
+KINDS = {"gpu-aio": AIO, "gpu-gds": GDS, "gpu-gds-off": GDS_OFF}
 
 
 def prime(handle: aio_handle, folder: Path) -> None:

@@ -1,13 +1,11 @@
 """gds_handle on a real GPU: which way it takes, what it says of it, and how NVME_OPS_GDS limits it.
 
-The contract that it shares with aio_handle is in test_handle_gpu.py. Where cuFile cannot work, the tests that need it
+The contract that it shares with aio_handle is in ../device. Where cuFile cannot work, the tests that need it
 are skipped with gds_handle's own words, and those of ``NVME_OPS_GDS=off`` run.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 from pathlib import Path
 
@@ -15,9 +13,8 @@ import pytest
 import torch
 from conftest import MIB, contents, pattern, store, takes_direct_io
 from gpu.fixtures import cufile, gds, way
-from gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well, still_works
+from gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well
 
-import nvme_ops
 from nvme_ops import gds_handle
 
 pytestmark = on_a_gpu
@@ -220,103 +217,6 @@ def test_block_sizes_and_lanes(way: str, folder: Path, block_size: int, lanes: i
         handle.sync_pread(back, path)
         assert torch.equal(back.cpu(), data)
     assert way in handle.path_statistics()["uses"]
-
-
-def test_many_threads_on_one_file(way: str, folder: Path) -> None:
-    handle, count = gds_handle(intra_op_parallelism=4), 8
-    path = store(folder / "file", pattern(count * ODD, 1))
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        for seed in range(3):
-            data, back = pattern(ODD, 10 * number + seed), empty(ODD)
-            handle.write(data.to(gpu()), path, file_offset=number * ODD)
-            handle.read(back, path, file_offset=number * ODD)
-            if not torch.equal(back.cpu(), data):
-                wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert way in handle.path_statistics()["uses"]
-
-
-def test_many_files_in_one_call(gds: gds_handle, folder: Path) -> None:
-    sizes = [PAGE * (number % 7) + 37 * (number % 3) for number in range(200)]
-    names = [folder / f"file{number}" for number in range(200)]
-    sent = [pattern(size, number).to(gpu()) for number, size in enumerate(sizes)]
-    assert gds.submit_pwritev(sent, names).result() == sum(sizes)
-    back = [empty(size) for size in sizes]
-    assert gds.submit_preadv(back, names).result() == sum(sizes)
-    for number in range(200):
-        assert torch.equal(back[number], sent[number])
-        assert torch.equal(contents(names[number]), sent[number].cpu())
-
-
-def test_a_callback_and_asyncio(gds: gds_handle, folder: Path) -> None:
-    path, there, back = folder / "file", pattern(ODD).to(gpu()), empty(ODD)
-    called = threading.Event()
-    future = gds.submit_pwrite(there, path)
-    future.add_done_callback(lambda _: called.set())
-    assert called.wait(60)
-    assert future.result() == ODD
-
-    async def read() -> int:
-        return int(await gds.submit_pread(back, path))
-
-    assert asyncio.run(read()) == ODD
-    assert torch.equal(back, there)
-
-
-def test_a_file_object(gds: gds_handle, folder: Path) -> None:
-    path, data = folder / "file", pattern(ODD)
-    with nvme_ops.open(path, "w", handle=gds) as file:
-        assert file.pwrite(data.to(gpu()), 100) == ODD
-        file.sync()
-    back = empty(ODD)
-    with nvme_ops.open(path, handle=gds) as file:
-        assert file.pread_async(back, 100).result() == ODD
-    assert torch.equal(back.cpu(), data)
-
-
-def test_a_descriptor_may_be_closed_at_once(gds: gds_handle, folder: Path) -> None:
-    path, data, back = folder / "file", pattern(ODD), empty(ODD)
-    with path.open("wb") as file:
-        future = gds.submit_pwrite(data.to(gpu()), file.fileno(), 0)
-    assert future.result() == ODD
-    with path.open("rb") as file:
-        future = gds.submit_pread(back, file.fileno())
-    assert future.result() == ODD
-    assert torch.equal(back.cpu(), data)
-
-
-def test_a_file_that_is_cut_under_a_read(gds: gds_handle, folder: Path) -> None:
-    """However the read meets it, it ends, and with the right error or the right bytes."""
-    path, back = store(folder / "file", pattern(8 * ODD)), empty(8 * ODD)
-    future = gds.submit_pread(back, path)
-    with path.open("r+b") as file:
-        file.truncate(ODD)
-    error = future.exception()
-    if error is None:
-        assert torch.equal(back.cpu(), pattern(8 * ODD))
-    else:
-        assert isinstance(error, EOFError)
-        assert str(path) in str(error)
-    still_works(gds, folder)
-
-
-def test_a_pipe_is_refused(gds: gds_handle, folder: Path) -> None:
-    reading, writing = os.pipe()
-    try:
-        with pytest.raises(OSError):  # noqa: PT011  (which one is the kernel's choice)
-            gds.read(empty(ODD), reading)
-    finally:
-        os.close(reading)
-        os.close(writing)
-    still_works(gds, folder)
 
 
 def test_expandable_segments(cufile: None, folder: Path) -> None:

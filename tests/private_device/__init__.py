@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import hashlib
 import sys
 import time
@@ -137,6 +138,20 @@ class PrivateDevice:
             yield
         finally:
             self._library.pd_set_pinned(0)
+
+    @contextlib.contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """With page-locked memory; fails where memory, events, or another current stream or device are left behind."""
+        before, streams = self.statistics(), [self.stream(index) for index in range(self.count)]
+        with self.pinned_memory(True):
+            yield
+        gc.collect()
+        after = self.statistics()
+        assert after.violations == before.violations
+        for name in ("device_blocks", "pinned_blocks", "events"):
+            assert getattr(after, name) <= getattr(before, name), name
+        assert self.current_device() == 0
+        assert [self.stream(index) for index in range(self.count)] == streams
 
     @contextlib.contextmanager
     def failing(self, what: str, skipped: int = 0) -> Iterator[None]:

@@ -1,0 +1,282 @@
+"""The kinds of device that the contract is tested on, with the same methods."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MIB, pattern
+from fake_cufile import FakeCuFile, Function
+from gpu.support import CHUNK, GDS, KINDS, ODD, Kind, empty, gpu, keep_busy, on_a_gpu, prime, stream_for
+from private_device import PrivateDevice
+
+from nvme_ops import aio_handle
+from nvme_ops.gds import gds_handle
+
+PAGE, BLOCK = 4096, 65536
+ALREADY_PINNED = 5023  # cuFile's code
+
+
+@functools.cache
+def _random() -> torch.Tensor:
+    return pattern(100 * MIB)
+
+
+def sample(size: int, seed: int = 0) -> torch.Tensor:
+    """Like ``pattern``, from one pool for all tests."""
+    found = _random()[4096 * seed :][:size]
+    assert len(found) == size
+    return found
+
+
+def whole_pages(offset: int, size: int) -> int:
+    """Bytes of the whole pages of a file in a range."""
+    first = -(-offset // PAGE) * PAGE
+    return max(0, (offset + size) // PAGE * PAGE - first)
+
+
+class Simulated:
+    """``aio_handle`` and the simulated device."""
+
+    #: What ``empty`` holds.
+    unwritten = PrivateDevice.unwritten
+    #: Bytes that are moved at once, and of a tensor that is several of them and a little more.
+    chunk, odd = CHUNK, 2 * CHUNK + 5
+    #: Makes ``handle`` and ``tensor(data)`` in a program of its own.
+    program = (
+        "from nvme_ops import aio_handle\n"
+        "from private_device import private_device\n"
+        "tensor, handle = private_device().tensor, aio_handle()\n"
+    )
+
+    def __init__(self, simulated: PrivateDevice) -> None:
+        self.simulated = simulated
+        self.count = simulated.count
+        self.device, self.tensor, self.empty = simulated.device, simulated.tensor, simulated.empty
+        self.peek = simulated.peek
+
+    def handle(self, lanes: int = 1) -> aio_handle:
+        """A handle of this kind."""
+        return aio_handle(intra_op_parallelism=lanes)
+
+    def on(self, default_stream: bool = False, index: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """Makes a device and its default stream, or a new one, this thread's."""
+        return self.simulated.on(0 if default_stream else None, index)
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Makes another device this thread's, with streams that are not the default ones."""
+        with self.simulated.on(index=1) as stream, self.simulated.on(2), self.simulated.on(stream, 1):
+            yield
+
+    def current(self) -> Any:
+        """This thread's device and streams."""
+        return self.simulated.current_device(), [self.simulated.stream(index) for index in range(self.count)]
+
+    def synchronize(self, stream: Any) -> None:
+        """Waits for what is queued on the stream."""
+        self.simulated.synchronize(stream)
+
+    def settle(self) -> None:
+        """Waits for what was queued to prepare the test; here it is done."""
+
+    def keep_busy(self) -> None:
+        """Has the current stream do for a while what it is to do before the next; here it waits until somebody asks."""
+
+    def require_pending(self, stream: Any) -> None:
+        """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
+        assert not self.simulated.idle(stream)
+
+    def memory(self) -> int:
+        """What is allocated on the device."""
+        return int(self.simulated.statistics().device_blocks)
+
+    def held(self) -> contextlib.AbstractContextManager[Any]:
+        """Holds up reads until the end of the block."""
+        return self.simulated.held()
+
+    def wait_for_held_up(self) -> None:
+        """Waits until a read is held up."""
+        self.simulated.wait_for_held_up()
+
+    def require_errno(self, error: OSError, expected: int) -> None:
+        """Fails where a failure to write has another errno."""
+        assert error.errno == expected
+
+    def require_pages(self, offset: int, size: int) -> None:
+        """Fails where cuFile has moved anything but the whole pages of this range of a file."""
+
+    def require_only(self, tensor: torch.Tensor) -> None:
+        """Fails where cuFile has touched other memory."""
+
+    def require_route(self, handle: aio_handle) -> None:
+        """Fails where the handle's last transfer did not go through what this kind is about."""
+
+
+class SimulatedCuFile(Simulated):
+    """``gds_handle``, a double of cuFile and the simulated device; used in the child that runs the test alone."""
+
+    chunk, odd = BLOCK, 2 * MIB + 5
+
+    def __init__(self, simulated: PrivateDevice, cufile: FakeCuFile) -> None:
+        super().__init__(simulated)
+        self.cufile = cufile
+
+    def handle(self, lanes: int = 1) -> gds_handle:
+        return gds_handle(BLOCK, intra_op_parallelism=lanes)
+
+    def held(self) -> contextlib.AbstractContextManager[Any]:
+        return self.cufile.held(Function.READ)
+
+    def wait_for_held_up(self) -> None:
+        self.cufile.wait_for_held_up(Function.READ)
+
+    def require_pages(self, offset: int, size: int) -> None:
+        now = self.cufile.statistics()
+        assert now.bytes_read + now.bytes_written == whole_pages(offset, size)
+
+    def require_only(self, tensor: torch.Tensor) -> None:
+        assert self.cufile.touched_only(tensor)
+
+    def require_registered(self, count: int, size: int) -> None:
+        """Fails unless so many pieces of memory, of so many bytes in all, are pinned."""
+        now = self.cufile.statistics()
+        assert (now.memories, now.memory_bytes) == (count, size)
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        """Fails where cuFile would answer otherwise when it is to take memory that it has already."""
+        assert code == ALREADY_PINNED
+
+    def require_route(self, handle: aio_handle) -> None:
+        assert isinstance(handle, gds_handle)
+        assert handle.last_path == "gds"
+
+
+class SimulatedCuFileOff(SimulatedCuFile):
+    """The same with ``NVME_OPS_GDS=off``, for what ``gds_handle`` does itself."""
+
+    def handle(self, lanes: int = 1) -> gds_handle:
+        os.environ["NVME_OPS_GDS"] = "off"  # of the child that runs the test
+        return super().handle(lanes)
+
+    def require_registered(self, count: int, size: int) -> None:
+        assert self.cufile.calls(Function.REGISTER_MEMORY) == 0
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        assert code is None or code > 5000
+
+    def require_route(self, handle: aio_handle) -> None:
+        assert isinstance(handle, gds_handle)
+        assert handle.last_path == "bounce"
+
+
+class Gpu:
+    """A real GPU and one kind of handle; the methods are those of ``Simulated``."""
+
+    unwritten = PrivateDevice.unwritten
+    chunk, odd = CHUNK, ODD  # what gds_handle compares its ways with
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self.count = torch.cuda.device_count()
+        self.device, self.keep_busy, self.settle = gpu, keep_busy, torch.cuda.synchronize
+        self.memory = torch.cuda.memory_allocated
+        self.program = f"import nvme_ops\ntensor, handle = (lambda data: data.to('cuda')), nvme_ops.{kind.name}()\n"
+
+    def handle(self, lanes: int = 1) -> aio_handle:
+        handle = self.kind.make(intra_op_parallelism=lanes)
+        if self.kind is GDS:
+            prime(handle, self.folder)
+        return handle
+
+    def tensor(self, data: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return data.to(gpu(index))
+
+    def empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
+        return empty(math.prod(size) * dtype.itemsize, index).fill_(self.unwritten).view(dtype).view(size)
+
+    @staticmethod
+    def peek(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu().view(-1).view(torch.uint8)
+
+    @contextlib.contextmanager
+    def on(self, default_stream: bool = False, index: int = 0) -> Iterator[torch.cuda.Stream]:
+        stream = stream_for(default_stream, index)
+        with torch.cuda.device(index), torch.cuda.stream(stream):
+            yield stream
+
+    def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
+        return self.on(index=self.count - 1)
+
+    def current(self) -> Any:
+        return torch.cuda.current_device(), [torch.cuda.current_stream(index) for index in range(self.count)]
+
+    def synchronize(self, stream: Any) -> None:
+        stream.synchronize()
+
+    def require_pending(self, stream: Any) -> None:
+        pass
+
+    def require_errno(self, error: OSError, expected: int) -> None:
+        assert self.kind is GDS or error.errno == expected  # cuFile may tell it in its own way
+
+    def require_pages(self, offset: int, size: int) -> None:
+        pass
+
+    def require_only(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def require_registered(self, count: int, size: int) -> None:
+        pass
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        assert code is None or code > 5000
+
+    def require_route(self, handle: aio_handle) -> None:
+        if self.kind is not GDS and isinstance(handle, gds_handle):
+            assert handle.last_path == "bounce"
+
+
+Device = Simulated | Gpu
+
+GPUS = [pytest.param(name, marks=on_a_gpu) for name in KINDS]
+
+
+def on_kinds(*names: Any) -> pytest.MarkDecorator:
+    """For tests of some kinds alone."""
+    return pytest.mark.parametrize("device", names, indirect=True)
+
+
+on_doubles = on_kinds("simulated", "fake-cufile")
+on_simulated = on_kinds("simulated")
+on_gpus = on_kinds(*GPUS)
+in_own_process = on_kinds("simulated", *GPUS)
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Lets this process make no file longer: in one that is longer, it cannot write beyond."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # no child: CUDA does not survive a fork
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def still_works(device: Device, handle: aio_handle, folder: Path) -> None:
+    """Fails unless the handle writes and reads."""
+    path, data, back = folder / "afterwards", sample(device.odd, 9), device.empty(device.odd)
+    handle.write(device.tensor(data), path)
+    handle.async_pread(back, path)
+    assert handle.wait() == 1
+    assert torch.equal(device.peek(back), data)
+    device.require_route(handle)

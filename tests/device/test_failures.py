@@ -1,0 +1,114 @@
+"""What goes wrong while tensors on an accelerator are moved, and that the handle goes on afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MIB, contents, store
+
+from device.calls import Call, each_read, each_write
+from device.kinds import PAGE, Device, largest_file, sample, still_works
+
+pytest_plugins = ("fake_cufile.fixtures",)
+
+each_lanes = pytest.mark.parametrize("lanes", [1, 3])
+
+
+@each_lanes
+@each_read
+def test_a_file_that_is_too_short(device: Device, folder: Path, read: Call, lanes: int) -> None:
+    handle, path, there = device.handle(lanes), store(folder / "file", sample(device.odd)), device.empty(device.odd)
+    with pytest.raises(EOFError, match=f"{path.name}.*{device.odd}"):
+        read(handle, there, path, 1)
+    device.require_pages(0, 0)
+    assert device.peek(there).eq(device.unwritten).all()
+    still_works(device, handle, folder)
+
+
+@each_lanes
+@each_read
+def test_a_file_that_is_missing(device: Device, folder: Path, read: Call, lanes: int) -> None:
+    handle = device.handle(lanes)
+    with pytest.raises(FileNotFoundError) as caught:
+        read(handle, device.empty(device.odd), folder / "missing", 0)
+    assert str(caught.value.filename) == str(folder / "missing")
+    del caught
+    still_works(device, handle, folder)
+
+
+def test_a_file_that_is_cut_under_a_read(device: Device, folder: Path) -> None:
+    """However the read meets it, it ends, and with the right error or the right bytes."""
+    handle, data = device.handle(2), sample(4 * device.odd)
+    path, back = store(folder / "file", data), device.empty(4 * device.odd)
+    future = handle.submit_pread(back, path)
+    os.truncate(path, device.odd)
+    error = future.exception()
+    if error is None:
+        assert torch.equal(device.peek(back), data)
+    else:
+        assert isinstance(error, EOFError)
+        assert str(path) in str(error)
+    still_works(device, handle, folder)
+
+
+@each_write
+@pytest.mark.parametrize("chunks", [3, 12])
+def test_a_file_that_may_not_grow(device: Device, folder: Path, write: Call, chunks: int) -> None:
+    """RLIMIT_FSIZE also holds inside of a longer file, so writes fail in the middle of a transfer."""
+    size, limit = chunks * device.chunk + 3, device.chunk + PAGE
+    path, sent, handle = store(folder / "file", sample(size, 1)), device.tensor(sample(size)), device.handle()
+    with largest_file(limit), pytest.raises(OSError) as caught:  # noqa: PT011  (cuFile may tell it in its own way)
+        write(handle, sent, path, 0)
+    device.require_errno(caught.value, errno.EFBIG)
+    assert caught.value.filename == str(path)
+    del caught
+    assert torch.equal(contents(path)[limit:], sample(size, 1)[limit:])
+    still_works(device, handle, folder)
+
+
+@pytest.fixture
+def place(make_file_system: Callable[..., Path]) -> Path:
+    """A small file system, mounted and unmounted by this process also where the test runs in a child."""
+    return make_file_system(64 * MIB)
+
+
+def test_a_full_disk(device: Device, place: Path) -> None:
+    handle = device.handle()
+    with pytest.raises(OSError) as caught:  # noqa: PT011  (cuFile may tell it in its own way)
+        handle.write(device.empty(96 * MIB), place / "file")
+    device.require_errno(caught.value, errno.ENOSPC)
+    assert caught.value.filename == str(place / "file")
+    del caught
+    (place / "file").unlink()
+    still_works(device, handle, place)
+
+
+@pytest.mark.parametrize("offset", [-1, 2**63 - 1, 2**64])
+def test_an_offset_that_no_file_has(device: Device, folder: Path, offset: int) -> None:
+    handle, path = device.handle(), store(folder / "file", sample(device.odd))
+    with pytest.raises(ValueError, match="file_offset"):
+        handle.write(device.tensor(sample(device.odd, 1)), path, file_offset=offset)
+    device.require_pages(0, 0)
+    assert torch.equal(contents(path), sample(device.odd))
+
+
+def test_a_file_that_is_no_file(device: Device, folder: Path) -> None:
+    handle, there = device.handle(), device.empty(device.odd)
+    os.mkfifo(folder / "pipe")
+    reading, writing = os.pipe()
+    with pytest.raises(IsADirectoryError):
+        handle.read(there, folder)
+    for pipe in (folder / "pipe", reading):
+        with pytest.raises(OSError, match="neither a regular file nor a block device"):
+            handle.read(there, pipe)
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(OSError, match="descriptor 999"):
+        handle.read(there, 999)
+    device.require_pages(0, 0)
+    still_works(device, handle, folder)

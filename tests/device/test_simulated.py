@@ -1,0 +1,97 @@
+"""What only the simulated device can be made to do: to fail, to wait, and to have no page-locked memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MIB, contents, store
+
+from device.calls import READS, WRITES, Call, both_ways
+from device.kinds import CHUNK, Simulated, on_simulated, sample, still_works
+
+pytest_plugins = ("fake_cufile.fixtures",)
+pytestmark = on_simulated
+
+SIZES = [0, 1, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 8 * CHUNK + MIB + 3]  # the last needs every slot, one of them twice
+
+
+@pytest.mark.parametrize("offset", [0, 4095, 12345])
+@pytest.mark.parametrize("size", SIZES)
+def test_round_trip_without_page_locked_memory(device: Simulated, folder: Path, size: int, offset: int) -> None:
+    handle, path, data = device.handle(), store(folder / "file", sample(offset)), sample(size)
+    with device.simulated.pinned_memory(False):
+        handle.write(device.tensor(data), path, file_offset=offset)
+        assert torch.equal(contents(path)[offset:], data)
+        back = device.empty(size)
+        handle.read(back, path, file_offset=offset)
+    assert torch.equal(device.peek(back), data)
+
+
+@both_ways
+def test_the_callers_stream_and_device_stay_where_the_device_fails(
+    device: Simulated, folder: Path, ways: dict[str, Call]
+) -> None:
+    path, there = store(folder / "file", sample(device.odd)), device.tensor(sample(device.odd))
+    for call in ways.values():
+        with device.elsewhere():
+            before, exchanges = device.current(), device.simulated.exchanges()
+            call(device.handle(), there, path, 0)
+            assert device.simulated.exchanges() > exchanges
+            with pytest.raises(RuntimeError, match="private device"), device.simulated.failing("queue"):
+                call(device.handle(), there, path, 0)
+            assert device.current() == before
+
+
+def test_a_file_cut_while_a_read_waits(device: Simulated, folder: Path) -> None:
+    """The file was long enough at the call: the failure meets the transfer with some chunks on their way."""
+    handle, size = device.handle(), device.odd
+    first, second = store(folder / "first", sample(size)), store(folder / "second", sample(5 * size))
+    back, cut = device.empty(size), device.empty(5 * size)
+    with device.held():
+        ahead, behind = handle.submit_pread(back, first), handle.submit_pread(cut, second)
+        device.wait_for_held_up()
+        os.truncate(second, 2 * size)
+    assert ahead.result() == size
+    with pytest.raises(EOFError, match="second"):
+        behind.result()
+    assert torch.equal(device.peek(back), sample(size))
+    still_works(device, handle, folder)
+
+
+@pytest.mark.parametrize("skipped", [0, 5, 11])
+@pytest.mark.parametrize("what", ["queue", "run", "record"])
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+@pytest.mark.parametrize("way", ["blocking", "async"])
+def test_a_device_that_fails(device: Simulated, folder: Path, way: str, write: bool, what: str, skipped: int) -> None:
+    handle, size = device.handle(), 11 * CHUNK + 5  # twelve copies
+    path, there = store(folder / "file", sample(size)), device.tensor(sample(size))
+    calls: dict[str, Call] = {
+        "blocking": WRITES["write"] if write else READS["read"],
+        "async": WRITES["async_pwrite"] if write else READS["async_pread"],
+    }
+    with (
+        device.simulated.failing(what, skipped),
+        pytest.raises(RuntimeError, match=r"copying to or from the device: .* private device"),
+    ):
+        calls[way](handle, there, path, 0)
+    still_works(device, handle, folder)
+
+
+def test_validation_finds_what_differs(device: Simulated, folder: Path) -> None:
+    path, there = store(folder / "file", sample(device.odd)), device.empty(device.odd)
+    handle = device.handle()
+    with device.held():
+        handle.pread(there, path, True, True)
+        device.wait_for_held_up()  # the first chunk has been read
+        with path.open("r+b") as file:
+            file.write(bytes([int(sample(1)) ^ 1]))
+    with pytest.raises(OSError, match="differ") as caught:
+        handle.wait()
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == str(path)
+    del caught
+    still_works(device, handle, folder)
