@@ -26,7 +26,6 @@ from nvme_ops.checkpoint import safetensors_format as layout
 from nvme_ops.errors import FormatError
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
-
 BITS = {"BOOL": 8, "U8": 8, "F8_E8M0": 8, "I16": 16, "F32": 32, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6}
 
 

@@ -21,7 +21,7 @@ from conftest import KIB, MIB, in_child, in_threads, pattern, run_python
 
 import nvme_ops
 from nvme_ops._native import native
-from nvme_ops.stream.blocks import BLOCK, BLOCKS
+from nvme_ops.memory.blocks import BLOCK, BLOCKS
 
 SIZES = [0, 1, 100, 4095, 4096, 70_000, 256 * KIB, MIB + 1, BLOCK - 1, BLOCK, BLOCK + 1, 9 * MIB + 17]
 DATA = bytes(pattern(24 * MIB).numpy())

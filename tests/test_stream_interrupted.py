@@ -17,9 +17,10 @@ import torch
 from conftest import KIB, MIB, in_child, in_threads, pattern
 
 import nvme_ops
-from nvme_ops.stream import blocks, read_ahead, stream, write_behind
+from nvme_ops.memory import blocks
+from nvme_ops.stream import read_ahead, stream, write_behind
 
-CODE = (os.path.dirname(stream.__file__), os.path.join(os.path.dirname(nvme_ops.__file__), "file.py"))
+CODE = (os.path.dirname(stream.__file__), os.path.join(os.path.dirname(nvme_ops.__file__), "file.py"), blocks.__file__)
 RECORD = 10_000
 
 

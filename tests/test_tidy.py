@@ -35,9 +35,21 @@ BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 # Which parts of the package the modules of each part may import.
 PARTS = {"op_builder": {"op_builder"}, "report": {"op_builder", "report"}}
 
-# Capabilities that say what they ran on, in the report's words; the rest of the package does without.
+# What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
+# moves data imports what measures. A dotted name is a module that is meant for others.
+SUBPACKAGES: dict[str, set[str]] = {
+    "memory": set(),
+    "storage": {"memory"},
+    "stream": {"memory"},
+    "checkpoint": {"memory", "storage", "dcp.contents"},
+    "dcp": {"memory", "storage", "checkpoint.contents", "checkpoint.zip_parts", "checkpoint.between_processes"},
+    "integrations": {"checkpoint.api", "checkpoint.safe_open"},
+    "bench": {"report"},
+    "tune": {"report", "storage", "bench.stop", "bench.files", "bench.page_cache", "bench.scratch"},
+}
+# What the single modules may import of the subpackages: nvme_ops.open has its stream, and nothing else any.
+OF_SINGLE_MODULES = {"file": {"stream"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
-MAY_DESCRIBE_MACHINES = ("nvme_ops/bench/", "nvme_ops/tune/")
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
     f"nvme_ops/{name}/cli.py" for name in ("bench", "checkpoint", "tune")
@@ -152,9 +164,37 @@ def test_imports_point_to_op_builder() -> None:
             allowed = PARTS.get(part)
             if allowed is not None and wanted not in allowed and name_of(path) not in FOR_TYPE_CHECKERS:
                 problems.append(f"{name_of(path)}:{number}: {part} must not import {module}")
-            if part == PACKAGE and wanted == "report" and not name_of(path).startswith(MAY_DESCRIBE_MACHINES):
-                problems.append(f"{name_of(path)}:{number}: {PACKAGE} must not import {module}")
     clean(sorted(set(problems)))
+
+
+def test_subpackages_import_what_is_below_them() -> None:
+    problems = []
+    for path in PYTHON:
+        part, *inner = path.relative_to(ROOT).with_suffix("").parts
+        if part != PACKAGE or inner == ["__init__"] or inner[0] == "ops":
+            continue
+        subpackage = inner[0] if len(inner) > 1 else None
+        allowed = SUBPACKAGES[subpackage] if subpackage else OF_SINGLE_MODULES.get(inner[0], set())
+        found = list(imports(path))
+        for number, module in found:
+            if any(line == number and other.startswith(f"{module}.") for line, other in found):
+                continue  # `from package import module` imports the module
+            first, _, rest = module.partition(".")
+            wanted = rest.split(".")[0]
+            others = first == PACKAGE and wanted != subpackage and wanted in {*SUBPACKAGES, "report"}
+            if others and not any(f"{rest}.".startswith(f"{each}.") for each in allowed):
+                problems.append(f"{name_of(path)}:{number}: {subpackage or inner[0]} must not import {module}")
+    clean(sorted(set(problems)))
+
+
+def test_where_a_handle_keeps_its_engine_is_known_to_handles_alone() -> None:
+    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py", "nvme_ops/tune/handle.py"}
+    problems = []
+    for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in known]:
+        for number, line in enumerate(lines_of(path), 1):
+            if re.search(r"(?<!self)\._engine\b", line):
+                problems.append(f"{name_of(path)}:{number}: nvme_ops.engine.engine_of(handle) gives it")
+    clean(problems)
 
 
 def test_every_header_is_included() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nvme_ops._native import native
 from nvme_ops.engine import Op, engine_of
 from nvme_ops.handle import aio_handle
-from nvme_ops.stream.blocks import BLOCK, BLOCKS, PAGE, SMALL, Block
+from nvme_ops.memory.blocks import BLOCK, PAGE, SMALL, Block, Blocks
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -23,7 +23,7 @@ class ReadAhead:
 
     def __init__(self, handle: aio_handle, fd: int, file: OpenFile) -> None:
         self._handle, self._fd, self._file = handle, fd, file
-        self._all: list[Block] = []  # at most BLOCKS
+        self._all = Blocks()
         self._blocks: deque[Block] = deque()  # of them, without gaps; what the others read nobody waits for any more
         self._expected = -1  # where the next read follows the last one
 
@@ -74,8 +74,7 @@ class ReadAhead:
     def close(self) -> None:
         """Returns when nothing is under way."""
         self.drop()
-        for block in self._all:
-            block.failure()
+        self._all.settle()
 
     def _follows(self, offset: int) -> bool:
         return 0 <= offset - self._expected <= _GAP and self._expected >= 0
@@ -128,12 +127,10 @@ class ReadAhead:
 
     def _take(self) -> Block:
         """One that nothing is read into."""
-        left = [block for block in self._all if block not in self._blocks]
-        for block in left:
-            if block.done():
-                return block
-        if len(self._all) < BLOCKS:
-            self._all.append(Block())
-            return self._all[-1]
-        left[0].failure()
-        return left[0]
+        block = self._all.take(self._blocks)
+        if block is None:  # what is under way in the others is of no use any more
+            self._all.settle()
+            block = self._all.take(self._blocks)
+        if block is None:
+            raise RuntimeError("every block of a stream is in use")
+        return block

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nvme_ops.engine import Op, engine_of
 from nvme_ops.handle import aio_handle
-from nvme_ops.stream.blocks import BLOCKS, SMALL, Block
+from nvme_ops.memory.blocks import SMALL, Block, Blocks
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -32,7 +32,7 @@ class WriteBehind:
 
     def __init__(self, handle: aio_handle, fd: int, file: OpenFile, appends: bool) -> None:
         self._handle, self._fd, self._file, self._appends = handle, fd, file, appends
-        self._blocks: list[Block] = []  # all, at most BLOCKS
+        self._blocks = Blocks()
         self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
         self._failure: BaseException | None = None
         self._told = False  # whether that was raised
@@ -117,15 +117,12 @@ class WriteBehind:
 
     def _take(self, offset: int) -> Block:
         while True:
-            for block in self._blocks:
-                if block not in self._under_way:
-                    block.place(offset)
-                    self._under_way.append(block)
-                    return block
-            if len(self._blocks) < BLOCKS:
-                self._blocks.append(Block())
-            else:
-                self._settle()
+            block = self._blocks.take(self._under_way)
+            if block is not None:
+                block.place(offset)
+                self._under_way.append(block)
+                return block
+            self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest block."""

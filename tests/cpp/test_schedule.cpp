@@ -95,7 +95,8 @@ TEST(a_lower_priority_gets_its_piece_after_a_bounded_number_of_others) {
       since = each == name ? 0 : since + 1;
       longest = std::max(longest, since);
     }
-    CHECK(longest < Shares::kPatientPieces + kPriorities, "fewer than " << Shares::kPatientPieces + kPriorities << " others, got " << longest);
+    CHECK(longest < Shares::kPatientPieces + kPriorities,
+          "fewer than " << Shares::kPatientPieces + kPriorities << " others, got " << longest);
   }
   CHECK(count(order, 'd') > 6300, "demand to have nearly all, got " << count(order, 'd'));
 }

@@ -1,7 +1,8 @@
-"""Blocks of memory between a stream and its file."""
+"""Blocks of memory between a stream and its file, which the program fills or uses one byte after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,3 +83,25 @@ class Block:
     def tensor(self) -> torch.Tensor:
         """All that it holds."""
         return self._tensor[self._begin : self._begin + self.length]
+
+
+class Blocks:
+    """At most ``BLOCKS`` of them, made as they are needed."""
+
+    def __init__(self) -> None:
+        self._all: list[Block] = []
+
+    def take(self, used: Container[Block]) -> Block | None:
+        """One that is not among the ``used`` ones and has nothing under way; None where there is none."""
+        for block in self._all:
+            if block not in used and block.done():
+                return block
+        if len(self._all) < BLOCKS:
+            self._all.append(Block())
+            return self._all[-1]
+        return None
+
+    def settle(self) -> None:
+        """Waits until nothing is under way."""
+        for block in self._all:
+            block.failure()
