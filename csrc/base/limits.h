@@ -24,13 +24,17 @@ inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memo
 
 inline constexpr std::uint64_t kInPlaceBytes = 64 << 10;     // aligned transfers up to this are not worth a copy
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // growth below this is left to the file system
-inline constexpr unsigned kPatience = 16;                 // consecutive EAGAIN or EINTR of one request before we pause
-inline constexpr unsigned kMaxRetries = 1024;             // consecutive EAGAIN or EINTR of one request
-inline constexpr unsigned kDescriptorPatience = 256;      // milliseconds until a lack of descriptors is an error
-inline constexpr std::uint64_t kYieldingBytes = 2 << 20;  // below demand in flight while somebody waits for demand
-inline constexpr std::uint64_t kDeferableBytes = 32 << 20;  // and otherwise: what the first demand may find ahead of it
-inline constexpr int kDemandMilliseconds = 20;              // for which demand is expected to go on
-inline constexpr int kInterruptMilliseconds = 50;           // how often a waiting thread looks for Ctrl-C
+inline constexpr unsigned kPatience = 16;             // consecutive EAGAIN or EINTR of one request before we pause
+inline constexpr unsigned kMaxRetries = 1024;         // consecutive EAGAIN or EINTR of one request
+inline constexpr unsigned kDescriptorPatience = 256;  // milliseconds until a lack of descriptors is an error
+// Bytes below demand in flight: while somebody waits for demand, for a moment after that, and otherwise. What is in
+// flight is what a read may find ahead of it; a device needs some of it to be busy.
+inline constexpr std::uint64_t kYieldingBytes = 2 << 20;
+inline constexpr std::uint64_t kRecentBytes = 8 << 20;
+inline constexpr std::uint64_t kDeferableBytes = 32 << 20;
+inline constexpr int kDemandMilliseconds = 20;  // for which one request of demand stands
+inline constexpr int kRecentMilliseconds = 200;
+inline constexpr int kInterruptMilliseconds = 50;  // how often a waiting thread looks for Ctrl-C
 
 static_assert(kStagingBytes % kHugePage == 0 && kLaneStagingBytes % kHugePage == 0);
 static_assert(kMaxTransfer % kPageSize == 0);

@@ -22,10 +22,11 @@ const int resetting_counts = pthread_atfork(nullptr, nullptr, [] {
   deferable.store(0, std::memory_order_relaxed);
 });
 
-bool somebody_waits() noexcept {
-  if (demand.load(std::memory_order_relaxed) > 0) return true;
+std::uint64_t bound_now() noexcept {
+  if (demand.load(std::memory_order_relaxed) > 0) return kYieldingBytes;
   const Clock::duration since(Clock::now().time_since_epoch().count() - last_demand.load(std::memory_order_relaxed));
-  return since < std::chrono::milliseconds(kDemandMilliseconds);
+  if (since < std::chrono::milliseconds(kDemandMilliseconds)) return kYieldingBytes;
+  return since < std::chrono::milliseconds(kRecentMilliseconds) ? kRecentBytes : kDeferableBytes;
 }
 
 }  // namespace
@@ -40,7 +41,7 @@ bool admit(Priority priority, std::uint64_t bytes) noexcept {
     demand.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
-  const std::uint64_t bound = somebody_waits() ? kYieldingBytes : kDeferableBytes;
+  const std::uint64_t bound = bound_now();
   std::uint64_t in_flight = deferable.load(std::memory_order_relaxed);
   do {
     if (in_flight > 0 && in_flight + bytes > bound) return false;

@@ -22,7 +22,7 @@ std::uint64_t admitted(Priority priority) {
 }
 
 void let_demand_pass() {
-  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kDemandMilliseconds));
+  std::this_thread::sleep_for(std::chrono::milliseconds(kRecentMilliseconds + kDemandMilliseconds));
 }
 
 }  // namespace
@@ -44,6 +44,8 @@ TEST(while_somebody_waits_little_is_admitted) {
   CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);
   finish(Priority::Demand, kPiece);
   CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);  // more of it is expected
+  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kDemandMilliseconds));
+  CHECK_EQUAL(admitted(Priority::Writeback), kRecentBytes / kPiece);  // and may come back
   let_demand_pass();
   CHECK_EQUAL(admitted(Priority::Writeback), kDeferableBytes / kPiece);
 }

@@ -93,7 +93,7 @@ TEST(an_interrupted_write_back_gives_its_admission_back) {
     CHECK(write->outcome()->failure().has_value(), "the failure to be told");
   }
   std::uint64_t admitted = 0;
-  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kDemandMilliseconds));
+  std::this_thread::sleep_for(std::chrono::milliseconds(kRecentMilliseconds + kDemandMilliseconds));
   while (admitted < 1000 && admit(Priority::Writeback, 1 << 20)) ++admitted;
   for (std::uint64_t i = 0; i < admitted; ++i) finish(Priority::Writeback, 1 << 20);
   CHECK_EQUAL(admitted, kDeferableBytes >> 20);
