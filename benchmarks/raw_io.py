@@ -25,6 +25,7 @@ from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
 from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table
+from nvme_ops.engine import engine_of
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.text import MIB, size_words
 
@@ -76,7 +77,7 @@ def staging(path: str, size: int) -> dict[str, int | None]:
     native = AsyncIOBuilder().load()
     native.trim_pool()
     handle = nvme_ops.aio_handle()
-    engine = handle._engine  # no public name: users need not know
+    engine = engine_of(handle)
     tensor = torch.zeros(size, dtype=torch.uint8)
     make_cold(path)
     seen, ended = [engine.staging_bytes()], threading.Event()

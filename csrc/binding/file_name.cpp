@@ -54,7 +54,7 @@ std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
 // What an nvme_ops.File keeps open; empty for anything else.
 Ref kept_open(PyObject* object) {
   if (is_open_file(object)) return Ref::borrowed(object);
-  if (PyUnicode_Check(object) || PyBytes_Check(object) || PyList_Check(object) || PyTuple_Check(object)) return {};
+  if (PyLong_Check(object) || PyUnicode_Check(object) || PyBytes_Check(object) || PyList_Check(object)) return {};
   Ref found(PyObject_GetAttrString(object, "_open_file"));
   if (!found) PyErr_Clear();
   return found;

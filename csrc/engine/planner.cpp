@@ -64,7 +64,8 @@ bool Planner::plan() {
 Planner::Planned Planner::plan_next() {
   while (!remainders_.empty()) {
     const Planned planned = plan_remainder();
-    if (planned != Planned::Nothing) return planned == Planned::Gated ? Planned::Stalled : planned;
+    if (planned == Planned::Gated) break;  // which holds up nothing that may go
+    if (planned != Planned::Nothing) return planned;
   }
   if (free_flights_.empty()) return Planned::Stalled;
   schedule_.begin();
@@ -80,10 +81,11 @@ Planner::Planned Planner::plan_next() {
         counters_->queued_nanoseconds.add(Clock::now() - active->arrived);
       }
       schedule_.planned(*active);
+      at_gate_ = false;
       return planned;
     }
   }
-  if (schedule_.empty()) return Planned::Nothing;
+  if (schedule_.empty() && remainders_.empty()) return Planned::Nothing;
   at_gate_ = idle();  // others hold it: nothing here will end and tell
   return Planned::Stalled;
 }

@@ -20,6 +20,7 @@ from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import build, require_tensors
 from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
@@ -50,7 +51,8 @@ class SafetensorsPlan:
             text = integrity.sealed(self.header.text, found) if found else self.header.text
             self.seal = integrity.seal(text) if found else None
             head = struct.pack("<Q", len(text)) + text
-            handle.submit_pwrite(torch.frombuffer(bytearray(head), dtype=torch.uint8), file.fd, 0).result()
+            written = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            handle.submit_pwrite(written, file.fd, 0, priority=Priority.WRITEBACK).result()
             if self.recycle:
                 os.ftruncate(file.fd, max([len(head), *(entry.end for entry in self.header.entries.values())]))
 

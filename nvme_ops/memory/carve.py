@@ -49,7 +49,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
 
 
 def cut(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Parts of at most ``size`` bytes that follow each other in row-major order; none of an empty tensor."""
+    """Parts of at most ``size`` bytes, about alike, that follow each other in row-major order; none of no bytes."""
     if tensor.nbytes == 0:
         return
     if tensor.nbytes <= size:
@@ -60,7 +60,9 @@ def cut(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         for part in tensor.unbind(0):
             yield from cut(part, size)
     else:
-        yield from tensor.split(size // row)
+        rows = tensor.shape[0]
+        parts = -(-rows // (size // row))
+        yield from tensor.split(-(-rows // parts))
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -105,7 +105,8 @@ class Ring:
     Args:
         pool: has the memory; where less than ``depth`` buffers are to be had at once, those there are do the work. The
             memory of no pool when None.
-        buffer: bytes of one buffer; what the pool can give where that is less.
+        buffer: bytes of one buffer, a page of which is to place data as they lie in the file's pages; what the pool can
+            give where that is less. By default 8 MiB, without a pool beside that page.
         depth: buffers.
         pinned: without a pool, whether the memory is page-locked, for copies to and from an accelerator.
         priority: of its transfers.
@@ -118,13 +119,15 @@ class Ring:
         self,
         pool: Pool | None = None,
         *,
-        buffer: int = PIECE,
+        buffer: int | None = None,
         depth: int = RING_DEPTH,
         pinned: bool = False,
         priority: Priority = Priority.DEMAND,
     ) -> None:
         self._pool, self._depth, self._priority = pool, depth, priority
-        self._size = buffer if pool is None else min(buffer, pool.largest)
+        self._size = buffer or (PIECE + PAGE if pool is None else PIECE)
+        if pool is not None:
+            self._size = min(self._size, pool.largest)
         if self._size < 2 * PAGE:
             raise MemoryError(f"a ring needs buffers of {2 * PAGE} bytes, and the pool has at most {self._size}")
         self._pinned = pinned and can_pin()
