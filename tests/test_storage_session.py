@@ -459,8 +459,8 @@ def test_two_open_stores_of_one_name_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_killed_at_any_point_of_taking_over_nothing_half_is_found(folder: Path, number: int) -> None:
-    """Half an owner, of one that is being written over another, would be neither the old session's nor the new one's."""
+def test_an_owner_written_over_a_longer_one_is_whole(folder: Path, number: int) -> None:
+    """Half an owner, written over a longer one, would be neither the old session's nor the new one's."""
     with Session(folder, name="job", keep=True, fingerprint="long" * 100) as session:
         write(session)
         owner = Path(session.folders[0]) / "owner"

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from nvme_ops.storage import unlink
+from nvme_ops.storage.atomic import remove_litter
 from nvme_ops.storage.owner import (
     MAGIC,
     OWNER,
@@ -243,6 +244,7 @@ class _Place:
                     raise FileExistsError(errno.EEXIST, "is not the file of a session", owner)
                 if before and not is_dead(before, lock):
                     raise _in_use(name, lock, path)
+                remove_litter(path)
                 return cls(path, lock, before)
             except BaseException:
                 with contextlib.suppress(OSError):
