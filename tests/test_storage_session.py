@@ -428,11 +428,12 @@ def test_without_locks_a_leftover_is_told_by_number_and_boot(folder: Path, monke
     assert holder.folder.exists()
     holder.end(kill=True)
     owner = json.loads((holder.folder / "owner").read_text())
-    for change, stays in [
+    changes: list[tuple[dict[str, object], bool]] = [
         ({"boot": "before", "machine": "elsewhere"}, True),  # which may still be running there
         ({"pid": 1}, True),
         ({"boot": "before", "pid": 1}, False),
-    ]:
+    ]
+    for change, stays in changes:
         (holder.folder / "owner").write_text(json.dumps({**owner, **change}))
         Session(folder, name="another").close()
         assert holder.folder.exists() == stays

@@ -268,7 +268,7 @@ def test_a_closed_store(session: Session) -> None:
     assert put.done()
     for call in (lambda: store.put("a", torch.zeros(1)), lambda: store.get("a"), lambda: store.drop("a"), store.trim):
         with pytest.raises(ValueError, match="closed"):
-            call()  # type: ignore[no-untyped-call]
+            call()
     with TensorStore(session) as again:
         assert len(again) == 0
 
@@ -315,7 +315,7 @@ def test_a_forked_child_has_no_part_in_it(session: Session) -> None:
     def child() -> None:
         for call in (store.keys, store.wait, lambda: store.get("a"), lambda: store.put("b", pattern(1)), future.result):
             with pytest.raises(RuntimeError, match="the parent's"):
-                call()  # type: ignore[no-untyped-call]
+                call()
         assert not future.done()
         names = [
             os.readlink(f"/proc/self/fd/{fd}")
