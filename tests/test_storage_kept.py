@@ -202,6 +202,37 @@ def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path
     assert len(seen) > 1  # it was killed in between too
 
 
+@pytest.mark.parametrize("fingerprint", ["", "2"])
+def test_killed_while_it_is_emptied_it_is_whole_or_empty(place: Path, folder: Path, fingerprint: str) -> None:
+    """Of several places all, and never with the new fingerprint."""
+    places = [place / "a", place / "b"]
+    for each in places:
+        each.mkdir()
+
+    def session(mark: str) -> Session:
+        return Session(places, name="job", keep=True, fingerprint=mark)
+
+    def prepare() -> None:
+        with session("") as kept, TensorStore(kept, weights=[1, 1]) as store:
+            store.put("a", pattern(8 * MIB)).result()
+
+    def empty(_: Path) -> None:
+        session("2").close()
+
+    prepare()
+    seen = set()
+    for name, number in traced(empty, place, folder).points():
+        if name in CHANGING | {"mkdir", "getdents64"}:
+            prepare()
+            traced(empty, place, folder, kill_at(name, number))
+            with session(fingerprint) as kept, TensorStore(kept, weights=[1, 1]) as store:
+                seen.add(len(store))
+                if len(store):
+                    assert fingerprint == ""
+                    assert torch.equal(got(store, "a"), pattern(8 * MIB))
+    assert seen == ({0, 1} if fingerprint == "" else {0})
+
+
 def test_a_first_put_that_was_killed_leaves_nothing_or_all(place: Path, folder: Path) -> None:
     outcome = traced(put, place, folder)
     found(place)
