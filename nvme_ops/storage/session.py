@@ -354,6 +354,7 @@ def _close_all() -> None:
 
 def _forked() -> None:
     for session in list(_open_sessions):
+        session._lock = threading.RLock()  # another thread of the parent may have had it
         for place in session._places:
             place.leave_to_parent()
         for user in list(session._users.values()):
