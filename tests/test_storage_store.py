@@ -133,6 +133,8 @@ def test_wrong_tensors_and_keys(store: TensorStore) -> None:
             store.get("a", out)
     with pytest.raises(TypeError, match="dense"):
         store.get("a", torch.zeros(3).to_sparse())
+    with pytest.raises(ValueError, match="share memory"):
+        store.get("a", torch.zeros(1).expand(3))
     assert torch.equal(got(store, "a"), torch.zeros(3))
 
 

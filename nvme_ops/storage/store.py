@@ -208,13 +208,15 @@ class TensorStore:
 
         Raises:
             KeyError: nothing was put under it.
-            ValueError: ``out`` has another dtype or shape, or the store is closed.
+            ValueError: ``out`` has another dtype or shape, or elements that share memory; or the store is closed.
             TypeError: ``out`` is not a dense tensor.
             MemoryError: more than the pool's budget.
             ChecksumError: from the future: the bytes are not those that were put.
         """
         if out is not None:
             require_dense(out)
+            if any(stride == 0 and length > 1 for stride, length in zip(out.stride(), out.shape, strict=True)):
+                raise ValueError("elements of out share memory, so they cannot differ")
         memory: torch.Tensor | None = None
         while True:
             self._claim(key)
