@@ -233,6 +233,23 @@ def test_killed_while_it_is_emptied_it_is_whole_or_empty(place: Path, folder: Pa
     assert seen == ({0, 1} if fingerprint == "" else {0})
 
 
+def test_what_is_not_kept_is_gone_after_a_kill_at_any_call(place: Path, folder: Path) -> None:
+    def work(_: Path) -> None:
+        session = Session(place, name="job")
+        TensorStore(session, handle=aio_handle(backend="threads")).put("a", OLD["a"])
+        session.close()
+
+    left = 0
+    for name, number in traced(work, place, folder).points():
+        if name in CHANGING | {"mkdir", "rmdir"}:
+            killed = traced(work, place, folder, kill_at(name, number))
+            assert killed.status in (0, -signal.SIGKILL)
+            left += len(list(place.iterdir()))
+            Session(place, name="another").close()
+            assert list(place.iterdir()) == []
+    assert left > 0
+
+
 def test_a_first_put_that_was_killed_leaves_nothing_or_all(place: Path, folder: Path) -> None:
     outcome = traced(put, place, folder)
     found(place)
