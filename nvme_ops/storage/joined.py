@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,47 +14,63 @@ from nvme_ops.future import IoFuture
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
 
+Finish = Callable[[BaseException | None], object]
+
 
 class JoinedOperation:
     """Stands where a future has its native operation.
 
+    A failure that nobody asks for is reported through ``sys.unraisablehook``, as a native operation's is.
+
     Args:
         transfers: that it consists of, perhaps none.
         finish: is called once, by who first learns that all have ended: with the first failure, or None. What it raises
-            is what the whole has failed with.
+            is what the whole has failed with. When Ctrl-C interrupts it, it is called again, by who asks next.
     """
 
-    def __init__(self, transfers: Sequence[IoFuture], finish: Callable[[BaseException | None], object]) -> None:
-        self._transfers, self._finish = list(transfers), finish
+    def __init__(self, transfers: Sequence[IoFuture], finish: Finish) -> None:
+        self._transfers = list(transfers)
+        self._finish: Finish | None = finish
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self._ended = False
+        self._ender: int | None = None  # the thread that is at the end of it
         self._failure: BaseException | None = None
         self._bytes = 0
+        self.asked = False  # whether somebody knows how it has ended
 
     def submitted(self) -> bool:
         """True."""
         return True
 
     def done(self) -> bool:
-        """Whether all have ended."""
-        if not self._ended and all(transfer.done() for transfer in self._transfers):
+        """Whether all have ended. A forked child learns no more than what its parent knew when it was forked."""
+        if not self._ended and self._process == os.getpid() and all(each.done() for each in self._snapshot()):
             self._end()
         return self._ended
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits for all; False when ``seconds`` passed first."""
+        """Waits for all; False when ``seconds`` passed first. Raises RuntimeError in a forked child."""
+        if seconds is not None and math.isnan(seconds):
+            raise ValueError("timeout must be a number of seconds, not nan")
         deadline = None if seconds is None else time.monotonic() + seconds
-        for transfer in list(self._transfers):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                transfer.exception(left)
-            except TimeoutError:
+        while not self._ended:
+            if self._process != os.getpid():
+                raise RuntimeError("this transfer is the parent's: a forked child cannot wait for it")
+            for transfer in self._snapshot():
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                try:
+                    transfer.exception(left)
+                except TimeoutError:
+                    return False
+            self._end()
+            if self._ender == threading.get_ident():  # asked by what is called at the end: it cannot wait for itself
                 return False
-        self._end()
         return True
 
     def exception(self) -> BaseException | None:
         """Once done: the first failure, with all in its attribute ``failures`` where there are several."""
+        self.asked = True
         return self._failure
 
     def bytes(self) -> int:
@@ -60,40 +78,56 @@ class JoinedOperation:
         return self._bytes
 
     def add_callback(self, callable: Callable[[], object]) -> None:
-        """Calls it when all have ended, on the thread kept for callbacks."""
-        left = [len(self._transfers) or 1]
+        """Calls it once when all have ended, on the thread kept for callbacks; at once where they have already."""
+        transfers = self._snapshot()
+        left = len(transfers) or 1
         lock = threading.Lock()
 
         def one_ended(_: Any = None) -> None:
+            nonlocal left
             with lock:
-                left[0] -= 1
-                last = left[0] == 0
+                left -= 1
+                last = left == 0
             if last:
                 self._end()
                 callable()
 
-        for transfer in self._transfers:
+        for transfer in transfers:
             transfer.add_done_callback(one_ended)
-        if not self._transfers:
+        if not transfers:
             one_ended()
+
+    def _snapshot(self) -> list[IoFuture]:
+        """The transfers, which another thread may take out at any moment: then all have ended."""
+        return self._transfers.copy()
 
     def _end(self) -> None:
         with self._lock:
-            if self._ended:
+            if self._ended or self._ender is not None or self._finish is None:
                 return
-            found = [transfer.exception() for transfer in self._transfers]
-            failures = [failure for failure in found if failure is not None]
-            if len(failures) > 1:
-                failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
-            self._failure = failures[0] if failures else None
-            if self._failure is None:
-                self._bytes = sum(transfer.result() for transfer in self._transfers)
+            self._ender = threading.get_ident()
             try:
-                self._finish(self._failure)
-            except Exception as error:
-                self._failure = self._failure or error
-            self._transfers.clear()  # and the memory that they hold
-            self._ended = True
+                found = [transfer.exception() for transfer in self._transfers]
+                failures = [failure for failure in found if failure is not None]
+                if len(failures) > 1:
+                    failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
+                failure = failures[0] if failures else None
+                moved = 0 if failures else sum(transfer.result() for transfer in self._transfers)
+                try:
+                    self._finish(failure)
+                except Exception as error:
+                    failure = failure or error
+                self._failure, self._bytes = failure, moved
+                self._finish = None  # and the memory that it holds
+                self._ended = True
+                self._transfers.clear()  # the same
+            finally:
+                self._ender = None
+
+    def __del__(self) -> None:
+        """Tells of a failure that nobody has asked for."""
+        if self._failure is not None and not self.asked and self._process == os.getpid():
+            raise self._failure  # which Python hands to the hook
 
 
 def as_operation(joined: JoinedOperation) -> Operation:

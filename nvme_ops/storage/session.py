@@ -10,25 +10,42 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import hashlib
-import json
 import os
 import re
 import stat
-import time
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Protocol
 
 from nvme_ops.storage import unlink
+from nvme_ops.storage.atomic import remove_litter
+from nvme_ops.storage.owner import (
+    MAGIC,
+    OWNER,
+    boot_id,
+    is_dead,
+    machine_id,
+    open_owner,
+    read_owner,
+    take_lock,
+    write_owner,
+)
 
 _PREFIX = ".nvme_ops-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{16}(?:-[0-9a-f]{16})?")
 _FILE = re.compile(r"[0-9a-f]{32}")
-_OWNER = "owner"
-_MAGIC = "nvme_ops session"
-_BEGINNING = 86400  # seconds in which a session without an owner's words may still be one that begins
+
+
+class _User(Protocol):
+    """What has files of a session open."""
+
+    def close(self) -> None:
+        """Ends with them."""
+
+    def leave_to_parent(self) -> None:
+        """Closes them in a forked child."""
 
 
 class Session:
@@ -37,13 +54,14 @@ class Session:
     Args:
         folders: existing folders, of one device each where there are several.
         name: of what it is for; may be any text.
-        keep: whether what is in it stays for the next session of this name, which takes it over. Only one process at a
-            time has such a session.
+        keep: whether what is in it stays for the next session of this name with the same folders, which takes it over.
+            Only one process at a time has such a session.
         fingerprint: of what is kept, for example of a model and its version. What has another one is emptied.
 
     Raises:
         NotADirectoryError, FileNotFoundError, PermissionError: a place that is no folder, or may not be written.
         BlockingIOError: another process has the session that is kept; the message says which.
+        FileExistsError: something that is no session's lies where the lock of one that is kept belongs.
     """
 
     def __init__(
@@ -54,26 +72,58 @@ class Session:
         keep: bool = False,
         fingerprint: str = "",
     ) -> None:
+        self.name, self.keep, self.fingerprint = name, keep, fingerprint
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._places: list[_Place] = []
+        self._users: dict[str, _User] = {}
         given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
         if not given:
             raise ValueError("a session needs at least one folder")
-        self.name, self.keep, self.fingerprint = name, keep, fingerprint
-        self._process = os.getpid()
-        self._places: list[_Place] = []
-        #: Whether this session found what one before it has kept, with the same fingerprint.
-        self.found = keep
+        _open_sessions.add(self)  # before there is a lock that a forked child would keep
         try:
             for folder in given:
-                place = _Place.open(os.fspath(folder), name, keep, fingerprint)
-                self._places.append(place)
-                self.found = self.found and place.found
-            if keep and not self.found:
-                for place in self._places:
-                    place.empty()
+                self._places.append(_Place.open(os.fspath(folder), name, keep))
+            #: Whether this session found what one before it has kept, with the same fingerprint.
+            self.found = keep and self._belong_together()
+            self._group = str(self._places[0].before["group"]) if self.found else os.urandom(16).hex()
+            if not self.found:
+                self._begin_anew()
+            for number, place in enumerate(self._places):
+                place.write(self._owner(number))
         except BaseException:
             self.close()
             raise
-        _open_sessions.add(self)
+
+    def _belong_together(self) -> bool:
+        """Whether the same session has left all of them, in this order."""
+        groups = {place.before.get("group") for place in self._places}
+        return len(groups) == 1 and all(
+            place.before.get("keep") is True
+            and place.before.get("fingerprint") == self.fingerprint
+            and place.before.get("place") == [number, len(self._places)]
+            for number, place in enumerate(self._places)
+        )
+
+    def _begin_anew(self) -> None:
+        """Killed at any point in this, it leaves nothing that the next session takes for whole."""
+        for number, place in enumerate(self._places):
+            place.write({**self._owner(number), "place": None})
+        for place in self._places:
+            place.empty()
+
+    def _owner(self, number: int) -> dict[str, object]:
+        return {
+            "magic": MAGIC,
+            "name": self.name,
+            "keep": self.keep,
+            "fingerprint": self.fingerprint,
+            "group": self._group,
+            "place": [number, len(self._places)],
+            "pid": os.getpid(),
+            "boot": boot_id(),
+            "machine": machine_id(),
+        }
 
     @property
     def folders(self) -> list[str]:
@@ -89,27 +139,69 @@ class Session:
         """The path of a file of this name, which may be any text, in the folder of that number."""
         if self.closed:
             raise ValueError(f"the session {self.name!r} is closed")
-        return os.path.join(self._places[index].path, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+        return os.path.join(self._places[index].path, _hash(name, 16))
 
     def open(self, index: int, name: str) -> int:
         """A descriptor to read and write that file with; it is made where there is none. Nobody else may open it.
 
-        Raises OSError: also where somebody has planted a link or a folder under its name, or taken the folder away.
+        Raises:
+            OSError: also where somebody has planted a link or a folder under its name, or taken the folder away.
+            PermissionError: in a forked child, and for a file that has another name elsewhere, or another owner.
         """
         path = self.path(index, name)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if self._process != os.getpid():
+            raise PermissionError(errno.EPERM, "the session is the parent's: a forked child makes its own", path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
+            return fd
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "is not a file of this session's alone", path)
+
+    def lend(self, name: str, user: _User) -> None:
+        """``user`` has the files of this name open until ``take_back``; ``close`` closes it first.
+
+        Raises ValueError where another one has, or the session is closed.
+        """
+        with self._lock:
+            if self.closed:
+                raise ValueError(f"the session {self.name!r} is closed")
+            if name in self._users:
+                raise ValueError(f"the session {self.name!r} has an open store{f' named {name!r}' * bool(name)}")
+            self._users[name] = user
+
+    def take_back(self, name: str, user: _User) -> None:
+        """The opposite of ``lend``."""
+        with self._lock:
+            if self._users.get(name) is user:
+                del self._users[name]
 
     def close(self) -> None:
-        """Removes the folders, or leaves what is kept to the next session. Once or more; no forked child does."""
-        places, self._places = self._places, []
+        """Removes the folders, or leaves what is kept to the next session. Once or more; no forked child does.
+
+        Closes the stores in it first, and raises what they raise, when all is closed.
+        """
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._close_places)
+            if self._process == os.getpid():
+                for user in list(self._users.values()):
+                    last_first.callback(user.close)
+
+    def _close_places(self) -> None:
+        with self._lock:
+            places, self._places = self._places, []
         for place in places:
-            place.close(remove=not self.keep and self._process == os.getpid())
+            place.close(remove=not self.keep)
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_users"):
+            self.close()
 
     def __repr__(self) -> str:
         """For example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
@@ -119,43 +211,49 @@ class Session:
 class _Place:
     """One folder of a session, and the lock on it."""
 
-    def __init__(self, path: str, lock: int, found: bool) -> None:
-        self.path, self.found = path, found
+    def __init__(self, path: str, lock: int, before: dict[str, object]) -> None:
+        self.path, self.before = path, before
         self._lock = lock
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, parent: str, name: str, keep: bool, fingerprint: str) -> _Place:
-        if not os.path.isdir(parent):
-            number = errno.ENOTDIR if os.path.exists(parent) else errno.ENOENT
-            raise OSError(number, os.strerror(number), parent)
+    def open(cls, parent: str, name: str, keep: bool) -> _Place:
+        if not stat.S_ISDIR(os.stat(parent).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), parent)
         parent = os.path.realpath(parent)
         _remove_abandoned(parent)
-        base = os.path.join(parent, _PREFIX + hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
+        base = os.path.join(parent, _PREFIX + _hash(name, 8))
         while True:
             path = base if keep else f"{base}-{os.urandom(8).hex()}"
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-            _require_ours(path)
-            owner = os.path.join(path, _OWNER)
+            owner = os.path.join(path, OWNER)
             try:
-                lock = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                _require_ours(path)
+                lock = open_owner(owner, create=True)
             except FileNotFoundError:  # somebody took the empty folder for a leftover
                 continue
             try:
-                if not _take_lock(lock, patient=True):
-                    pid = _read(lock).get("pid")
-                    raise BlockingIOError(errno.EWOULDBLOCK, f"the session {name!r} is in use by process {pid}", path)
+                if not take_lock(lock, patient=True):
+                    raise _in_use(name, lock, path)
                 if not _is_file_of(lock, owner):  # the same, a moment later
                     os.close(lock)
                     continue
-                before = _read(lock)
-                _write(lock, name, keep, fingerprint)
-                return cls(path, lock, before.get("fingerprint") == fingerprint and before.get("keep") is True)
+                before = read_owner(lock)
+                if before is None:
+                    raise FileExistsError(errno.EEXIST, "is not the file of a session", owner)
+                if before and not is_dead(before, lock):
+                    raise _in_use(name, lock, path)
+                remove_litter(path)
+                return cls(path, lock, before)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.close(lock)
                 raise
+
+    def write(self, owner: dict[str, object]) -> None:
+        """Says whose it is."""
+        write_owner(self._lock, owner)
 
     def empty(self) -> None:
         """Removes all files of ours but the lock."""
@@ -164,16 +262,31 @@ class _Place:
 
     def close(self, remove: bool) -> None:
         """Once."""
-        if remove:
-            with contextlib.suppress(OSError):  # somebody has taken it away
+        if self._process != os.getpid() or self._lock < 0:
+            return
+        with contextlib.suppress(OSError):  # somebody has taken it away
+            if remove:
                 _remove(self.path)
-        if self._process == os.getpid():
-            os.close(self._lock)
+            elif owner := read_owner(self._lock):
+                self.write({**owner, "pid": None})
+        lock, self._lock = self._lock, -1
+        os.close(lock)
 
     def leave_to_parent(self) -> None:
         """In a forked child: the lock must end with the parent."""
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                os.close(lock)
+
+
+def _in_use(name: str, lock: int, path: str) -> BlockingIOError:
+    pid = (read_owner(lock) or {}).get("pid")
+    return BlockingIOError(errno.EWOULDBLOCK, f"the session {name!r} is in use by process {pid}", path)
+
+
+def _hash(name: str, size: int) -> str:
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=size).hexdigest()
 
 
 def _require_ours(path: str) -> None:
@@ -195,44 +308,25 @@ def _remove_abandoned(parent: str) -> None:
 def _remove_if_abandoned(path: str) -> None:
     _require_ours(path)
     try:
-        lock = os.open(os.path.join(path, _OWNER), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = open_owner(os.path.join(path, OWNER))
     except FileNotFoundError:
         os.rmdir(path)  # whoever is about to make an owner in it notices
         return
     try:
-        owner = _read(lock)
-        if owner.get("keep") or (owner and owner.get("magic") != _MAGIC):
-            return
-        if _take_lock(lock) and _is_dead(_read(lock), lock):
-            _remove(path)
+        if take_lock(lock):
+            owner = read_owner(lock)  # not before: what was about to be kept then, may be kept now
+            if owner is not None and not owner.get("keep") and is_dead(owner, lock):
+                _remove(path)
     finally:
         os.close(lock)
-
-
-def _is_dead(owner: dict[str, object], lock: int) -> bool:
-    """Where there are locks, to have one is enough; elsewhere the process must be gone, or the machine restarted."""
-    if _has_locks(lock):
-        return True
-    if not owner:
-        return time.time() - os.fstat(lock).st_mtime > _BEGINNING
-    if owner.get("boot") != _boot():
-        return owner.get("machine") == _machine()
-    pid = owner.get("pid")
-    try:
-        os.kill(pid if isinstance(pid, int) else 0, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
 
 
 def _remove(path: str) -> None:
     """The files of ours, then the folder, which stays where there is anything else in it."""
     for entry in _files(path):
         unlink.unlink(entry)
-    if not any(entry != _OWNER for entry in os.listdir(path)):
-        os.unlink(os.path.join(path, _OWNER))
+    if not any(entry != OWNER for entry in os.listdir(path)):
+        os.unlink(os.path.join(path, OWNER))
         os.rmdir(path)
 
 
@@ -243,83 +337,28 @@ def _files(path: str) -> Iterator[str]:
         ]
 
 
-def _take_lock(fd: int, patient: bool = False) -> bool:
-    """False where somebody else has it. A file system without locks gives it to everybody.
-
-    ``patient``: others may have it for the moment in which they look whether it is a leftover.
-    """
-    for _ in range(100 if patient else 1):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001 if patient else 0)
-            continue
-        except OSError:
-            pass
-        return True
-    return False
-
-
-def _has_locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _is_file_of(fd: int, path: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     return False
 
 
-def _read(fd: int) -> dict[str, object]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(os.pread(fd, 1 << 16, 0) or b"{}")
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _write(fd: int, name: str, keep: bool, fingerprint: str) -> None:
-    owner = {
-        "magic": _MAGIC,
-        "name": name,
-        "keep": keep,
-        "fingerprint": fingerprint,
-        "pid": os.getpid(),
-        "boot": _boot(),
-        "machine": _machine(),
-    }
-    content = json.dumps(owner).encode()
-    os.pwrite(fd, content, 0)
-    os.ftruncate(fd, len(content))
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/etc/machine-id").read_text().strip()
-    return os.uname().nodename
-
-
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for session in list(_open_sessions):
-        session.close()
+    with contextlib.ExitStack() as stack:
+        for session in list(_open_sessions):
+            stack.callback(session.close)
 
 
 def _forked() -> None:
     for session in list(_open_sessions):
+        session._lock = threading.RLock()  # another thread of the parent may have had it
         for place in session._places:
             place.leave_to_parent()
+        for user in list(session._users.values()):
+            user.leave_to_parent()
 
 
 atexit.register(_close_all)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import errno
 import os
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nvme_ops.settings import PAGE, SLAB_STEP
 from nvme_ops.text import size_words
+
+#: What the kernel says where a file cannot grow: the disk, the user's share of it or the limit of a file.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -82,7 +87,7 @@ class Slab:
             size = self._sizes[index]
             start = next(iter(self._by_size[size]))
             if self._punched:
-                self._fill(start, nbytes)
+                self._fill_hole(start, nbytes)
             self._remove_hole(start, size)
             if size > nbytes:
                 self._add_hole(start + nbytes, size - nbytes)
@@ -102,21 +107,31 @@ class Slab:
             self._in_use -= extent.nbytes
             self._merge_hole(*extent)
 
-    def reserve(self, extent: Extent) -> None:
-        """Hands out a certain extent of a file that is there already. Raises ValueError where it is not free."""
+    def reserve(self, extents: Iterable[Extent]) -> None:
+        """Hands out certain extents of a file that is there already, of which nothing else is handed out.
+
+        Raises ValueError where some lie beyond its end, overlap or are not whole pages; then none is handed out.
+        """
+        ordered = sorted(extents)
         with self._lock:
-            for start, size in self._starts.items():
-                if start <= extent.start and extent.end <= start + size:
-                    break
-            else:
-                raise ValueError(f"{extent} of {self._path} is not free")
-            self._remove_hole(start, size)
-            if extent.start > start:
-                self._add_hole(start, extent.start - start)
-            if extent.end < start + size:
-                self._add_hole(extent.end, start + size - extent.end)
-            self._in_use += extent.nbytes
-            self._used[extent.start] = extent.nbytes
+            if self._used:
+                raise ValueError(f"extents of {self._path} are in use")
+            end = 0
+            for extent in ordered:
+                if extent.start % PAGE or extent.nbytes % PAGE or extent.nbytes <= 0:
+                    raise ValueError(f"{extent} is not of whole pages")
+                if not end <= extent.start <= extent.end <= self._size:
+                    raise ValueError(f"{extent} lies on another one or beyond the {self._size} bytes of the file")
+                end = extent.end
+            for holes in (self._starts, self._ends, self._by_size, self._sizes):
+                holes.clear()
+            end = 0
+            for extent in [*ordered, Extent(self._size, 0)]:
+                if extent.start > end:
+                    self._add_hole(end, extent.start - end)
+                end = extent.end
+            self._used = dict(ordered)
+            self._in_use = sum(self._used.values())
 
     def trim(self) -> None:
         """Gives the blocks of all holes back to the file system, and cuts the file where it ends with one."""
@@ -127,22 +142,38 @@ class Slab:
                 self._remove_hole(last, self._size - last)
                 self._size = last
             for start, size in self._starts.items():
-                self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, size)
                 self._punched = True
+                self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, size)
 
     def _grow(self, nbytes: int) -> None:
-        tail = self._ends.get(self._size)
-        missing = nbytes - (self._size - tail if tail is not None else 0)
+        tail = self._ends.get(self._size, self._size)
+        missing = nbytes - (self._size - tail)
         for step in (max(missing, self._step), missing):
             try:
-                self._fill(self._size, step)
+                # blocks of the hole at the end too: when they are not to be had the file must not have grown
+                begin = tail if self._punched else self._size
+                self._fill(begin, self._size + step - begin)
                 break
             except OSError as error:
                 os.ftruncate(self._fd, self._size)  # what there was of it
-                if error.errno != errno.ENOSPC or step == missing:
+                self._punch(tail, self._size - tail)
+                if error.errno not in NO_ROOM or step == missing:
                     raise
         start, self._size = self._size, self._size + step
         self._merge_hole(start, step)
+
+    def _fill_hole(self, start: int, nbytes: int) -> None:
+        try:
+            self._fill(start, nbytes)
+        except OSError:
+            self._punch(start, nbytes)  # the blocks that there were of it
+            raise
+
+    def _punch(self, start: int, nbytes: int) -> None:
+        """Where some of its blocks may be missing."""
+        if self._punched and nbytes:
+            with contextlib.suppress(OSError):
+                self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, nbytes)
 
     def _fill(self, start: int, nbytes: int) -> None:
         """Gives the range blocks, where it has none."""

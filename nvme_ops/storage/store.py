@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
-from copy import copy as copy_object
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
-from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense, is_plain
+from nvme_ops.memory.carve import dense_bytes, dense_strides, is_dense
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
+from nvme_ops.storage.claims import Claims
 from nvme_ops.storage.index import Index
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.session import Session
-from nvme_ops.storage.slab import Extent, Slab
-from nvme_ops.storage.stripe import Striping, measured
+from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.storage.values import Value, bytes_of, fill, require_dense
 from nvme_ops.tensors import empty
 
-_SLAB = "slab"
+_SLAB, _INDEX = "slab", "index"
+_MEASURE, _SYNC, _TRIM = object(), object(), object()  # what a thread is busy with
 _COLLECTED = 16  # writes looked at in one call whether they have ended
 
 
@@ -42,32 +42,6 @@ class StoreFuture(IoFuture):
         self.tensor = tensor
 
 
-class Piece(NamedTuple):
-    """Bytes of a tensor from ``begin`` on, and the extent that has them in the slab of a folder."""
-
-    folder: int
-    begin: int
-    nbytes: int
-    extent: Extent
-
-
-@dataclass(eq=False)
-class Value:
-    """What the store knows of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    pieces: list[Piece]
-    checksum: int | None = None
-    readers: list[StoreFuture] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tensor."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-
 class TensorStore:
     """Tensors by key, in one preallocated file for each folder of a session.
 
@@ -76,12 +50,17 @@ class TensorStore:
     ``get`` as soon as ``put`` has returned; ``get`` waits for a ``put`` of its key that is under way.
 
     Args:
-        session: has the folders. Where it is kept, what was put and has ended is there in the next session, also when
+        session: has the folders. Where it is kept, what was put and waited for is there in the next session, also when
             this process is killed; ``sync`` makes it outlive the machine's power.
         pool: has the memory of what ``get`` returns without ``out``; without one there is no bound.
         checksum: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; with several folders there is one more like it for each.
         weights: the rates of the folders' devices, in any unit; measured at the first ``put`` when None.
+        name: tells apart the stores of one session.
+
+    Raises:
+        ValueError: wrong weights, a closed session, or one that has an open store of this name.
+        FormatError: what a session has kept was damaged; the message names the file.
     """
 
     def __init__(
@@ -92,30 +71,31 @@ class TensorStore:
         checksum: bool = False,
         handle: aio_handle | None = None,
         weights: Sequence[float] | None = None,
+        name: str = "",
     ) -> None:
-        count = len(session.folders)
-        if weights is not None and len(weights) != count:
-            raise ValueError(f"{len(weights)} weights for {count} folders")
-        self._session, self._pool, self._checksum = session, pool, checksum
-        first = handle or shared_handle()
-        self._handles = [first, *(copy_object(first) for _ in range(count - 1))]
+        self._session, self._pool, self._checksum, self._name = session, pool, checksum, name
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._unclaimed = threading.Condition(self._lock)
-        self._claimed: set[str] = set()  # keys that a thread is at
+        self._claims = Claims(self._lock)  # of keys, and of what else a thread is busy with
         self._values: dict[str, Value] = {}
-        self._writing: dict[str, StoreFuture] = {}
+        self._writing: dict[str, JoinedOperation] = {}
+        self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
         self._retired: list[Value] = []
-        self._fds = [session.open(index, _SLAB) for index in range(count)]
-        self._paths = [session.path(index, _SLAB) for index in range(count)]
-        self._files = [native().OpenFile(fd) for fd in self._fds]
-        self._slabs = [Slab(fd, path) for fd, path in zip(self._fds, self._paths, strict=True)]
-        self._index = Index(session) if session.keep else None
-        for key, value in self._index.load() if self._index else ():
-            for piece in value.pieces:
-                self._slabs[piece.folder].reserve(piece.extent)
-            self._values[key] = value
-        self._striping = Striping(weights or [1.0]) if weights or count == 1 else None
+        self._index: Index | None = None
+        with contextlib.ExitStack() as undo:
+            session.lend(name, self)
+            undo.callback(session.take_back, name, self)
+            self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
+            undo.callback(self._slabs.close)
+            if session.keep:
+                self._index = Index(session, _INDEX + name)
+                undo.callback(self._index.close)
+                self._values = self._index.load()
+                try:
+                    self._slabs.reserve(piece for value in self._values.values() for piece in value.pieces)
+                except (ValueError, TypeError) as error:
+                    raise self._index.damaged(error) from error
+            self._undo = undo.pop_all()
 
     # What users call
 
@@ -133,47 +113,89 @@ class TensorStore:
             key: a name.
             tensor: dense, on any device. One that is not plain in memory is copied first.
             keep: ``"previous"``: the value that the key has stays until the new one is complete, whatever happens.
-                Otherwise a value of the same size is overwritten in its place.
+                Otherwise a value of the same size is overwritten in its place, and lost when that fails. In a session
+                that is kept nothing is overwritten.
             priority: of the writes.
 
         Raises:
             OSError: ENOSPC: the disk is full; nothing was written and the value that the key had is still there.
-            TypeError: not a dense tensor.
+            TypeError: not a dense tensor, or a key that is no str.
+            ValueError: the store is closed, or ``keep`` is something else.
         """
-        source = _dense(tensor)
+        if keep not in (None, "previous"):
+            raise ValueError(f"keep must be None or 'previous', not {keep!r}")
+        if not isinstance(key, str):
+            raise TypeError(f"a key must be a str, not {type(key).__name__}")
+        source = bytes_of(tensor)
+        self._measure()
         self._claim(key)
         try:
+            self._reclaim()
             with self._lock:
                 old = self._values.get(key)
-                in_place = old is not None and keep is None and old.nbytes == source.nbytes and not _busy(old)
-                pieces = old.pieces if old is not None and in_place else self._allocate(source.nbytes)
+                overwritten = keep is None and self._index is None and old is not None
+                if old is not None and overwritten and old.nbytes == source.nbytes and not old.busy():
+                    in_place, pieces = True, old.pieces
+                else:
+                    in_place, pieces = False, self._slabs.allocate(source.nbytes)
             value = Value(tensor.dtype, tuple(tensor.shape), dense_strides(tensor), pieces)
+            transfers: list[IoFuture] = []
+            trouble: BaseException | None = None
 
             def finish(failure: BaseException | None) -> None:
-                with self._lock:
-                    self._writing.pop(key, None)
-                    if failure is not None:
-                        self._forget(key) if in_place else self._release(value)
-                        return
-                    if self._index:
-                        self._index.put(key, value)
-                    self._values[key] = value
-                    if old is not None and not in_place:
-                        self._retired.append(old)
+                self._finish_put(key, value, old, in_place, operation, failure or trouble)
 
             try:
-                transfers = self._move(pieces, source, write=True, priority=priority)
-            except BaseException as error:
-                finish(error)
+                self._slabs.move(pieces, source, transfers, write=True, priority=priority)
+                if self._checksum:  # while it is on its way
+                    value.checksum = checksums_anywhere([source])[0]
+            except BaseException as error:  # some of it may be on its way
+                trouble = error
                 raise
-            if self._checksum:  # while it is on its way
-                value.checksum = checksums_anywhere([source])[0]
-            future = StoreFuture(JoinedOperation(transfers, finish), tensor)
-            with self._lock:
-                self._writing[key] = future
-            return future
+            finally:
+                operation = JoinedOperation(transfers, finish)
+                operation.asked = trouble is not None
+                with self._lock:
+                    self._writing[key] = operation
+            return StoreFuture(operation, tensor)
         finally:
-            self._unclaim(key)
+            self._claims.give_back(key)
+
+    def _finish_put(
+        self,
+        key: str,
+        value: Value,
+        old: Value | None,
+        in_place: bool,
+        operation: JoinedOperation,
+        failure: BaseException | None,
+    ) -> None:
+        """Takes note of what became of it. Interrupted at any point, it can be called again."""
+        with self._lock:
+            error: Exception | None = None
+            if failure is None:
+                try:
+                    self._record(key, value, None if in_place else old)
+                except Exception as trouble:
+                    error = trouble
+            if failure is not None or error is not None:
+                if in_place and self._values.get(key) is old:  # overwritten in part
+                    del self._values[key]
+                self._release(value)
+                self._failed = [each for each in self._failed if not each.asked] + [operation]
+            self._writing.pop(key, None)
+        if error is not None:
+            raise error
+
+    def _record(self, key: str, value: Value, old: Value | None) -> None:
+        """The key has this value from now on; ``old`` can go."""
+        if self._index:
+            self._index.put(key, value)
+        self._values[key] = value
+        if old is not None:
+            self._retire(old)
+        if self._index and self._index.is_long(self._values):
+            self._index.compact(self._values)
 
     def get(self, key: str, out: torch.Tensor | None = None, *, priority: Priority = Priority.DEMAND) -> StoreFuture:
         """Starts to read the tensor of ``key`` into ``out``, or into a new one: the future's ``tensor``.
@@ -186,9 +208,15 @@ class TensorStore:
 
         Raises:
             KeyError: nothing was put under it.
-            ValueError: ``out`` has another dtype or shape.
+            ValueError: ``out`` has another dtype or shape, or elements that share memory; or the store is closed.
+            TypeError: ``out`` is not a dense tensor.
+            MemoryError: more than the pool's budget.
             ChecksumError: from the future: the bytes are not those that were put.
         """
+        if out is not None:
+            require_dense(out)
+            if any(stride == 0 and length > 1 for stride, length in zip(out.stride(), out.shape, strict=True)):
+                raise ValueError("elements of out share memory, so they cannot differ")
         memory: torch.Tensor | None = None
         while True:
             self._claim(key)
@@ -207,7 +235,8 @@ class TensorStore:
                     return self._read(key, value, out, fits, memory, priority)
                 wanted = value.nbytes
             finally:
-                self._unclaim(key)
+                self._claims.give_back(key)
+            memory = None  # goes back first
             memory = self._memory(wanted)  # for which others may wait at this key meanwhile
 
     def _read(
@@ -227,90 +256,114 @@ class TensorStore:
         else:
             target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
             source = dense_bytes(target)
-        transfers = self._move(value.pieces, source, write=False, priority=priority)
+        transfers: list[IoFuture] = []
+        try:
+            self._slabs.move(value.pieces, source, transfers, write=False, priority=priority)
+        finally:
+            with self._lock:  # whatever happens, their extents are not used again before they have ended
+                value.busy()
+                value.readers += transfers
 
         def finish(failure: BaseException | None) -> None:
             if failure is not None:
                 return
             if value.checksum is not None and checksums_anywhere([source])[0] != value.checksum:
-                raise ChecksumError(self._paths[value.pieces[0].folder] if value.pieces else "", [key])
+                raise ChecksumError(self._slabs.paths[value.pieces[0].folder] if value.pieces else "", [key])
             if out is not None and not fits:
-                copy(out, target) if is_plain(out) else out.copy_(target)
+                fill(out, target)
 
-        future = StoreFuture(JoinedOperation(transfers, finish), target if out is None else out)
-        with self._lock:
-            value.readers = [reader for reader in value.readers if not reader.done()]
-            value.readers.append(future)
-        return future
+        return StoreFuture(JoinedOperation(transfers, finish), target if out is None else out)
 
     def drop(self, key: str) -> None:
         """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
         self._claim(key)
         try:
             with self._lock:
-                value = self._values.pop(key)
+                value = self._values[key]
                 if self._index:
                     self._index.drop(key)
-                self._retired.append(value)
+                del self._values[key]
+                self._retire(value)
         finally:
-            self._unclaim(key)
+            self._claims.give_back(key)
         self._reclaim()
 
     def __contains__(self, key: object) -> bool:
+        self._require_own()
         with self._lock:
             return key in self._values or key in self._writing
 
     def __len__(self) -> int:
         return len(self.keys())
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
     def keys(self) -> list[str]:
         """What was put and not dropped, those whose first value is under way included."""
+        self._require_own()
         with self._lock:
             return list({**self._values, **self._writing})
 
     def wait(self) -> None:
         """Waits for all that is under way. Raises the first failure of a ``put`` that nobody has asked for."""
-        for future in list(self._writing.values()):
-            future.result()
+        self._require_own()
         with self._lock:
+            writers = list(self._writing.values())
             readers = [reader for value in [*self._values.values(), *self._retired] for reader in value.readers]
+        for writer in writers:
+            writer.wait(None)
         for reader in readers:
             reader.exception()
+        with self._lock:
+            failed, self._failed = self._failed, []
+        found: list[BaseException] = []
+        for each in failed:
+            each.wait(None)  # another thread may be at its end
+            if not each.asked and (failure := each.exception()) is not None:
+                found.append(failure)
+        if found:
+            raise found[0]
 
     def sync(self) -> None:
         """``wait``, then makes all of it durable."""
         self.wait()
-        for fd in self._fds:
-            os.fdatasync(fd)
-        if self._index:
-            self._index.sync()
+        with self._claims.at(_SYNC):
+            self._slabs.sync()
+            if self._index:
+                self._index.sync()
 
     def trim(self) -> None:
         """Gives the space of what was dropped back to the file systems."""
         self._reclaim()
-        for slab in self._slabs:
-            slab.trim()
+        with self._claims.at(_TRIM):
+            self._slabs.trim()
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the slabs that hold tensors."""
         self._reclaim()
-        return sum(slab.bytes_in_use for slab in self._slabs)
+        return self._slabs.bytes_in_use
 
     def close(self) -> None:
         """Waits for what is under way and closes the files, which are the session's to remove. Once or more."""
-        if not self._fds or self._process != os.getpid():
+        if self._process != os.getpid():
+            return
+        if not self._claims.close():
             return
         try:
             self.wait()
         finally:
-            fds, self._fds = self._fds, []
-            for file in self._files:
-                file.close()
-            if self._index:
-                self._index.close(self._values)
-            for fd in fds:
-                os.close(fd)
+            with self._lock:
+                if self._index and not self._writing:
+                    self._index.compact(self._values)
+            self._undo.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: closes what would keep the space of removed files."""
+        self._slabs.close_descriptors()
+        if self._index:
+            self._index.close()
 
     def __enter__(self) -> TensorStore:
         return self
@@ -320,101 +373,55 @@ class TensorStore:
 
     # Below
 
-    def _claim(self, key: str) -> None:
-        """Waits until nobody else is at the key and nothing of it is being written; its failure is its future's."""
+    def _require_own(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError("this store is the parent's: a forked child makes one of its own")
+
+    def _claim(self, key: str) -> None:
+        """Waits until nobody else is at the key and nothing of it is being written; its failure is its future's."""
+        self._require_own()
         self._collect()
         while True:
-            with self._unclaimed:
-                if not self._fds:
-                    raise ValueError("the store is closed")
-                while key in self._claimed:
-                    self._unclaimed.wait()
-                future = self._writing.get(key)
-                if future is None:
-                    self._claimed.add(key)
-                    return
-            future._operation.wait(None)
-
-    def _unclaim(self, key: str) -> None:
-        with self._unclaimed:
-            self._claimed.discard(key)
-            self._unclaimed.notify_all()
+            self._claims.take(key)
+            with self._lock:
+                operation = self._writing.get(key)
+            if operation is None:
+                return
+            self._claims.give_back(key)
+            operation.wait(None)
 
     def _collect(self) -> None:
         """Takes note of writes that have ended, the oldest first, whether or not their futures were asked."""
         with self._lock:
             oldest = list(itertools.islice(self._writing.values(), _COLLECTED))
-        for future in oldest:
-            if not future.done():
+        for operation in oldest:
+            if not operation.done():
                 break
 
-    def _allocate(self, nbytes: int) -> list[Piece]:
-        """Room for a tensor; all of it, or OSError and nothing."""
-        self._reclaim()
-        if self._striping is None:
-            self._striping = Striping(measured(self._handles, self._slabs, self._fds))
-        pieces: list[Piece] = []
-        try:
-            for folder, begin, size in self._striping.parts(nbytes) if nbytes else ():
-                pieces.append(Piece(folder, begin, size, self._slabs[folder].allocate(size)))
-        except BaseException:
-            for piece in pieces:
-                self._slabs[piece.folder].free(piece.extent)
-            raise
-        return pieces
-
-    def _move(self, pieces: Sequence[Piece], memory: torch.Tensor, write: bool, priority: Priority) -> list[IoFuture]:
-        transfers: list[IoFuture] = []
-        try:
-            for folder, begin, nbytes, extent in pieces:
-                handle = self._handles[folder]
-                submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
-                part = memory if nbytes == memory.numel() else memory[begin : begin + nbytes]
-                transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
-        except BaseException:
-            for transfer in transfers:
-                transfer.exception()
-            raise
-        return transfers
+    def _measure(self) -> None:
+        """The first who comes measures the devices; the others wait for that, and nobody has a lock meanwhile."""
+        if not self._slabs.is_measured:
+            with self._claims.at(_MEASURE):
+                self._slabs.measure()
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         return empty(nbytes, dtype=torch.uint8) if self._pool is None or not nbytes else self._pool.lease(nbytes).tensor
 
     def _reclaim(self) -> None:
         """Frees the extents of what was replaced or dropped, and is not being read any more."""
+        self._require_own()
         with self._lock:
-            retired, self._retired = self._retired, []
-            for value in retired:
-                self._retired.append(value) if _busy(value) else self._release(value)
+            busy = []
+            for value in self._retired:
+                busy.append(value) if value.busy() else self._release(value)
+            self._retired = busy
+
+    def _retire(self, value: Value) -> None:
+        if not value.retired:
+            value.retired = True
+            self._retired.append(value)
 
     def _release(self, value: Value) -> None:
-        for piece in value.pieces:
-            self._slabs[piece.folder].free(piece.extent)
-
-    def _forget(self, key: str) -> None:
-        """The value was overwritten in part."""
-        value = self._values.pop(key, None)
-        if value is not None:
-            if self._index:
-                self._index.drop(key)
-            self._release(value)
-
-
-def _busy(value: Value) -> bool:
-    value.readers = [reader for reader in value.readers if not reader.done()]
-    return bool(value.readers)
-
-
-def _dense(tensor: Any) -> torch.Tensor:
-    """The bytes to store: of the tensor's own memory where it is dense, else of a copy."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
-        kind = f"a tensor of {tensor.layout}, {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor)
-        raise TypeError(f"a dense torch.Tensor is needed, not {kind}")
-    tensor = tensor.detach()
-    if not is_dense(tensor):
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        copy(made, tensor.resolve_conj())
-        tensor = made
-    return dense_bytes(tensor)
+        if not value.released:
+            value.released = True
+            self._slabs.free(value.pieces)

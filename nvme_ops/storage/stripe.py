@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.ring import InFlight
 from nvme_ops.settings import PAGE, STRIPE
-from nvme_ops.storage.slab import Slab
+from nvme_ops.storage.slab import NO_ROOM, Slab
 from nvme_ops.tensors import empty
 
 _SECONDS = 0.2  # of measuring one device in one direction
@@ -29,12 +31,14 @@ class Part(NamedTuple):
 class Striping:
     """Divides tensors by the ``weights`` of the folders, which are their devices' rates, in any unit.
 
-    A tensor of less than two stripes (4 MiB) goes to one folder as a whole: to that which is ahead of the others.
+    A tensor of less than two stripes of 4 MiB goes to one folder as a whole: to that which is ahead of the others.
+
+    Raises ValueError for weights that are not positive, finite numbers.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        if not weights or min(weights) <= 0:
-            raise ValueError(f"weights must be positive, one for each folder: {list(weights)}")
+        if not len(weights) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights must be positive numbers, one for each folder: {list(weights)}")
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
         self._given = [0.0] * len(weights)  # bytes by weight: how long each would be busy with them
@@ -64,22 +68,31 @@ class Striping:
 
 
 def measured(handles: Sequence[aio_handle], slabs: Sequence[Slab], fds: Sequence[int]) -> list[float]:
-    """Bytes per second of each device: written and read, one after the other, for a fraction of a second."""
+    """Bytes per second of each device: written and read, one after the other, for a fraction of a second.
+
+    The same for all where a disk has no room to measure with.
+    """
     block = empty(STRIPE, dtype=torch.uint8)
     block.zero_()
-    return [_rate(handle, slab, fd, block) for handle, slab, fd in zip(handles, slabs, fds, strict=True)]
+    try:
+        return [_rate(handle, slab, fd, block) for handle, slab, fd in zip(handles, slabs, fds, strict=True)]
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return [1.0] * len(slabs)
 
 
 def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float:
     extent = slab.allocate(_MOST)
     try:
         moved, begin = 0, time.perf_counter()
-        for place in range(extent.start, extent.end, STRIPE):
-            handle.submit_pwrite(block, fd, place).result()
-            handle.submit_pread(block, fd, place).result()
-            moved += 2 * STRIPE
-            if time.perf_counter() - begin > _SECONDS:
-                break
+        with InFlight(0) as in_flight:  # interrupted, it waits: the extent is free afterwards
+            for place in range(extent.start, extent.end, STRIPE):
+                in_flight.add(handle.submit_pwrite(block, fd, place))
+                in_flight.add(handle.submit_pread(block, fd, place))
+                moved += 2 * STRIPE
+                if time.perf_counter() - begin > _SECONDS:
+                    break
         return moved / (time.perf_counter() - begin)
     finally:
         slab.free(extent)

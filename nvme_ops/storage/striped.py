@@ -1,0 +1,131 @@
+"""``StripedSlabs``: a slab in each folder of a session, among which the bytes of tensors are divided."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.engine import Priority
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.slab import Extent, Slab
+from nvme_ops.storage.stripe import Striping, measured
+from nvme_ops.storage.values import Piece
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
+
+
+class StripedSlabs:
+    """Places for tensors in several files, and transfers to and from them.
+
+    Args:
+        session: has the folders.
+        name: of the file in each.
+        handle: for the first folder; each other one has one more like it.
+        weights: the rates of the folders' devices, in any unit; to be measured (``measure``) when None.
+    """
+
+    def __init__(self, session: Session, name: str, handle: aio_handle, weights: Sequence[float] | None) -> None:
+        count = len(session.folders)
+        if weights is not None and len(weights) != count:
+            raise ValueError(f"{len(weights)} weights for {count} folders")
+        given = [1.0] if weights is None and count == 1 else weights
+        self._striping = None if given is None else Striping(given)
+        self._handles = [handle, *(copy(handle) for _ in range(count - 1))]
+        self.paths = [session.path(number, name) for number in range(count)]
+        self._fds: list[int] = []
+        self._files: list[OpenFile] = []
+        try:
+            for number in range(count):
+                self._fds.append(session.open(number, name))
+                self._files.append(native().OpenFile(self._fds[-1]))
+            self._slabs = [Slab(fd, path) for fd, path in zip(self._fds, self.paths, strict=True)]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates of the devices are known."""
+        return self._striping is not None
+
+    def measure(self) -> None:
+        """Takes a fraction of a second for each folder. One thread at a time."""
+        self._striping = self._striping or Striping(measured(self._handles, self._slabs, self._fds))
+
+    def allocate(self, nbytes: int) -> list[Piece]:
+        """Room for a tensor: all of it, or OSError and nothing. One thread at a time."""
+        pieces: list[Piece] = []
+        try:
+            for folder, begin, size in self._striping.parts(nbytes) if self._striping and nbytes else ():
+                pieces.append(Piece(folder, begin, size, self._slabs[folder].allocate(size)))
+        except BaseException:
+            self.free(pieces)
+            raise
+        return pieces
+
+    def free(self, pieces: Iterable[Piece]) -> None:
+        """Takes back what ``allocate`` gave, or ``reserve`` handed out."""
+        for piece in pieces:
+            self._slabs[piece.folder].free(piece.extent)
+
+    def reserve(self, pieces: Iterable[Piece]) -> None:
+        """Hands out what is in use in files that are there already. Raises ValueError where that cannot be."""
+        extents: list[list[Extent]] = [[] for _ in self._slabs]
+        for piece in pieces:
+            if not 0 <= piece.folder < len(extents):
+                raise ValueError(f"folder {piece.folder} of {len(extents)}")
+            extents[piece.folder].append(piece.extent)
+        for slab, those in zip(self._slabs, extents, strict=True):
+            slab.reserve(those)
+
+    def move(
+        self,
+        pieces: Sequence[Piece],
+        memory: torch.Tensor,
+        transfers: list[IoFuture],
+        write: bool,
+        priority: Priority,
+    ) -> None:
+        """Submits the transfers of a tensor's bytes one by one, adding each to ``transfers``."""
+        for folder, begin, nbytes, extent in pieces:
+            handle = self._handles[folder]
+            submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
+            part = memory if nbytes == memory.numel() else memory[begin : begin + nbytes]
+            transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that are handed out."""
+        return sum(slab.bytes_in_use for slab in self._slabs)
+
+    def sync(self) -> None:
+        """Makes what has been written durable."""
+        for fd in self._fds:
+            os.fdatasync(fd)
+
+    def trim(self) -> None:
+        """Gives the space of what is free back to the file systems."""
+        for slab in self._slabs:
+            slab.trim()
+
+    def close(self) -> None:
+        """Waits for what is under way and closes the files. Once or more."""
+        for file in self._files:
+            file.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """No more than this in a forked child, which has no part in its parent's transfers."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)

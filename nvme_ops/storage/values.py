@@ -1,0 +1,73 @@
+"""What a store knows of a tensor: its kind, and where its bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_ops.future import IoFuture
+from nvme_ops.memory.carve import copy, dense_bytes, is_dense
+from nvme_ops.storage.slab import Extent
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor from ``begin`` on, and the extent that has them in the slab of a folder."""
+
+    folder: int
+    begin: int
+    nbytes: int
+    extent: Extent
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor that is stored, or on its way."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    pieces: list[Piece]
+    checksum: int | None = None
+    readers: list[IoFuture] = field(default_factory=list)  # transfers alone: what they fill may go before
+    retired: bool = False  # nobody finds it any more
+    released: bool = False  # its extents are free
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def busy(self) -> bool:
+        """Whether it is being read."""
+        self.readers = [reader for reader in self.readers if not reader.done()]
+        return bool(self.readers)
+
+
+def require_dense(tensor: Any) -> None:
+    """Raises TypeError for what is no tensor with memory of its own kind."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a dense torch.Tensor is needed, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TypeError(f"a dense torch.Tensor is needed, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes to store: of the tensor's own memory where it is dense, else of a copy. TypeError as above."""
+    require_dense(tensor)
+    tensor = tensor.detach()
+    if not is_dense(tensor):
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        copy(made, tensor.resolve_conj())
+        tensor = made
+    return dense_bytes(tensor)
+
+
+def fill(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Fills ``out``, strided as it likes, on any device, with the values of ``source``, which is of its kind."""
+    out = out.detach()
+    if out.element_size() == 1 and not out.is_neg():  # not every such dtype can be copied
+        out.view(torch.uint8).copy_(source.view(torch.uint8))
+    else:
+        out.copy_(source)
