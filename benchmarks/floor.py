@@ -80,8 +80,9 @@ def store_rows(scratch: str, size: int, stack: contextlib.ExitStack) -> Iterator
             return Row(name, lambda: timed(partial(work, *arguments), size), check=partial(check, tensors))
 
         words = size_words(piece)
+        write = partial(handle.submit_pwrite, priority=nvme_ops.Priority.WRITEBACK)  # as the store's
         writes = [
-            row("handle.submit_pwrite", raw, handle.submit_pwrite, file, tensors, piece),
+            row("handle.submit_pwrite", raw, write, file, tensors, piece),
             row("store.put", put, tensors),
         ]
         yield Table("store", f"write, tensors of {words}", "GB/s", writes, "handle.submit_pwrite")

@@ -29,7 +29,9 @@ def is_plain_on_host(tensor: torch.Tensor) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its memory is its elements without gaps, in whatever order of its dimensions."""
-    return not tensor.is_conj() and not tensor.is_neg() and tensor.permute(_order(tensor)).is_contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or tensor.permute(_order(tensor)).is_contiguous()
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -39,7 +41,9 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def dense_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor."""
-    return tensor.detach().permute(_order(tensor)).reshape(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    flat = tensor if tensor.is_contiguous() else tensor.permute(_order(tensor))
+    return flat.view(-1).view(torch.uint8)
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
