@@ -12,15 +12,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::atomic<std::int64_t> demand{0};      // requests in flight
-std::atomic<std::uint64_t> deferable{0};  // bytes of lower priority in flight
+std::atomic<std::int64_t> demand{0};  // requests in flight, of all lanes of the process
 std::atomic<Clock::rep> last_demand{0};
 
 // Those of the parent end in the parent.
-const int resetting_counts = pthread_atfork(nullptr, nullptr, [] {
-  demand.store(0, std::memory_order_relaxed);
-  deferable.store(0, std::memory_order_relaxed);
-});
+const int resetting_demand = pthread_atfork(nullptr, nullptr, [] { demand.store(0, std::memory_order_relaxed); });
 
 std::uint64_t bound_now() noexcept {
   if (demand.load(std::memory_order_relaxed) > 0) return kYieldingBytes;
@@ -32,26 +28,26 @@ std::uint64_t bound_now() noexcept {
 }  // namespace
 
 void note_demand() noexcept {
-  static_cast<void>(resetting_counts);
+  static_cast<void>(resetting_demand);
   last_demand.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
 }
 
-bool admit(Priority priority, std::uint64_t bytes) noexcept {
+bool Admission::admit(Priority priority, std::uint64_t bytes) noexcept {
   if (priority == Priority::Demand) {
     demand.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
   const std::uint64_t bound = bound_now();
-  std::uint64_t in_flight = deferable.load(std::memory_order_relaxed);
+  std::uint64_t in_flight = deferable_.load(std::memory_order_relaxed);
   do {
     if (in_flight > 0 && in_flight + bytes > bound) return false;
-  } while (!deferable.compare_exchange_weak(in_flight, in_flight + bytes, std::memory_order_relaxed));
+  } while (!deferable_.compare_exchange_weak(in_flight, in_flight + bytes, std::memory_order_relaxed));
   return true;
 }
 
-void finish(Priority priority, std::uint64_t bytes) noexcept {
+void Admission::finish(Priority priority, std::uint64_t bytes) noexcept {
   if (priority != Priority::Demand) {
-    deferable.fetch_sub(bytes, std::memory_order_relaxed);
+    deferable_.fetch_sub(bytes, std::memory_order_relaxed);
     return;
   }
   note_demand();

@@ -26,6 +26,7 @@ LaneOptions lane_options(const EngineOptions& options) {
           options.single_submit,
           options.overlap_events,
           std::make_shared<StagingBudget>(chunks - guaranteed),
+          std::make_shared<Admission>(),
           std::make_shared<std::atomic<const Backend*>>(options.backends.front())};
 }
 

@@ -29,7 +29,7 @@ unsigned depth_of(const LaneOptions& options) {
 Lane::Lane(LaneOptions options)
     : options_(std::move(options)),
       reap_at_once_(std::clamp<std::size_t>(kReapBurst / options_.block_size, 1, kMaxReaped)),
-      planner_(options_.block_size, depth_of(options_), options_.staging, &counters_),
+      planner_(options_.block_size, depth_of(options_), options_.staging, options_.admission, &counters_),
       chunks_(StagingArea::kMostChunks) {}
 
 Lane::Shares Lane::ready(Share share) {

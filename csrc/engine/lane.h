@@ -22,6 +22,7 @@ struct LaneOptions {
   bool single_submit;   // one system call per request, against one per batch
   bool overlap_events;  // refill the queue after every completion, against after an eighth of it
   std::shared_ptr<StagingBudget> staging;
+  std::shared_ptr<Admission> admission;
   std::shared_ptr<std::atomic<const Backend*>> in_use;  // told which backend opened
 };
 

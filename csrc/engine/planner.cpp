@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "base/limits.h"
-#include "engine/admission.h"
 #include "engine/copy.h"
 #include "engine/folio_gate.h"
 
@@ -250,7 +249,7 @@ bool Planner::stage(Flight& flight) {
 }
 
 bool Planner::pass_gates(Flight& flight) {
-  flight.admitted = admit(flight.request.priority, flight.request.bytes);
+  flight.admitted = admission_->admit(flight.request.priority, flight.request.bytes);
   if (!flight.admitted || flight.request.op == Op::Read) return flight.admitted;
   flight.gated = enter_folios(gated_write(flight.piece, flight.in()));
   if (!flight.gated) leave_gates(flight);
@@ -258,7 +257,7 @@ bool Planner::pass_gates(Flight& flight) {
 }
 
 void Planner::leave_gates(Flight& flight) {
-  if (std::exchange(flight.admitted, false)) finish(flight.request.priority, flight.request.bytes);
+  if (std::exchange(flight.admitted, false)) admission_->finish(flight.request.priority, flight.request.bytes);
   if (!std::exchange(flight.gated, false)) return;
   leave_folios(gated_write(flight.piece, flight.in()));
 }

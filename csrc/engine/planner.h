@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/admission.h"
 #include "engine/counters.h"
 #include "engine/residency.h"
 #include "engine/schedule.h"
@@ -61,8 +62,13 @@ class Planner {
 public:
   using Shares = std::list<ActiveShare>;
 
-  Planner(std::uint64_t block_size, unsigned depth, std::shared_ptr<StagingBudget> staging, Counters* counters)
-      : block_size_(block_size), depth_(depth), staging_(std::move(staging)), counters_(counters) {}
+  Planner(std::uint64_t block_size, unsigned depth, std::shared_ptr<StagingBudget> staging,
+          std::shared_ptr<Admission> admission, Counters* counters)
+      : block_size_(block_size),
+        depth_(depth),
+        staging_(std::move(staging)),
+        admission_(std::move(admission)),
+        counters_(counters) {}
 
   // Room for all that can be in flight, so that nothing on a transfer's way needs memory. Throws std::bad_alloc.
   void reserve();
@@ -118,6 +124,7 @@ private:
   const std::uint64_t block_size_;
   const unsigned depth_;
   StagingArea staging_;
+  const std::shared_ptr<Admission> admission_;
   Counters* const counters_;
   Schedule<ActiveShare> schedule_;
   Shares draining_, ended_;

@@ -45,8 +45,12 @@ class JoinedOperation:
 
     def done(self) -> bool:
         """Whether all have ended. A forked child learns no more than what its parent knew when it was forked."""
-        if not self._ended and self._process == os.getpid() and all(each.done() for each in self._snapshot()):
-            self._end()
+        if self._ended or self._process != os.getpid():
+            return self._ended
+        for transfer in self._snapshot():
+            if not transfer.done():
+                return False
+        self._end()
         return self._ended
 
     def wait(self, seconds: float | None) -> bool:
@@ -107,12 +111,15 @@ class JoinedOperation:
                 return
             self._ender = threading.get_ident()
             try:
-                found = [transfer.exception() for transfer in self._transfers]
-                failures = [failure for failure in found if failure is not None]
+                failures, moved = [], 0
+                for transfer in self._transfers:
+                    if (failure := transfer.exception()) is not None:
+                        failures.append(failure)
+                    else:
+                        moved += transfer.result()
                 if len(failures) > 1:
                     failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
                 failure = failures[0] if failures else None
-                moved = 0 if failures else sum(transfer.result() for transfer in self._transfers)
                 try:
                     self._finish(failure)
                 except Exception as error:

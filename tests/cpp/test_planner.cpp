@@ -20,7 +20,7 @@ constexpr unsigned kDepth = 4;
 
 struct Planned {
   Counters counters;
-  Planner planner{kBlock, kDepth, std::make_shared<StagingBudget>(4), &counters};
+  Planner planner{kBlock, kDepth, std::make_shared<StagingBudget>(4), std::make_shared<Admission>(), &counters};
 
   Planned() { planner.reserve(); }
 
