@@ -10,17 +10,17 @@ from nvme_ops._native import native
 
 
 def checksums_of(data: Sequence[torch.Tensor | bytes], kind: str) -> list[int]:
-    """Of the bytes of each, tensors being contiguous and on the CPU, all in one call."""
+    """Computes the checksum of the bytes of each, tensors being contiguous and on the CPU, all in one call."""
     found: list[int] = native().checksums(kind, data)
     return found
 
 
 def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
-    """Of one; with the ``value`` of what comes before it of both together, as ``zlib.crc32`` does it."""
+    """Computes that of one; with the ``value`` of what comes before, of both together, as ``zlib.crc32`` does."""
     return joined(value, checksums_of([tensor], kind)[0], tensor.nbytes, kind)
 
 
 def joined(first: int, second: int, length: int, kind: str) -> int:
-    """Of bytes with the checksum ``first`` and ``length`` more with the checksum ``second``."""
+    """Joins the checksum of some bytes, ``first``, with that of ``length`` more, ``second``."""
     found: int = native().joined_checksum(kind, first, second, length)
     return found

@@ -180,7 +180,7 @@ class File(_RawFile):
             return self._stream.read_into(view)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """At most ``size`` bytes, fewer only at the end of the file; by default all that follow."""
+        """Reads at most ``size`` bytes, fewer only at the end of the file; by default all that follow."""
         self._require_readable()
         return self._stream.read(self._size() if size is None or size < 0 else size)
 

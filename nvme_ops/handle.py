@@ -128,7 +128,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return isinstance(self._engine, ClosedEngine)
 
     def __enter__(self) -> Self:
-        """In a ``with`` statement: closed at the end of the block."""
+        """Returns the handle, which is closed at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,7 @@ def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
 
 
 def _own_paths(root: Path) -> Iterator[tuple[str, str]]:
-    """By controller; version 2 has none in its line."""
+    """Yields the process's path in each hierarchy, by controller; version 2 has none in its line."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):

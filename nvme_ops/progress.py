@@ -17,7 +17,7 @@ Step = Callable[[str], None]  # told in words what begins; what was told before 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Step]:
-    """Of ``total`` steps."""
+    """Shows a bar of ``total`` steps."""
     if not sys.stderr.isatty():
         yield from _lines_now_and_then(total)
         return
@@ -84,7 +84,7 @@ def _plain_line(total: int) -> Iterator[Step]:
 
 @contextmanager
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
-    """Of ``total`` bytes; it is told how many more were dealt with."""
+    """Shows a bar of ``total`` bytes; it is told how many more were dealt with."""
     if not sys.stderr.isatty():
         yield from _percentages_now_and_then(total, words)
         return

@@ -47,7 +47,7 @@ def obstacles(host: Host) -> list[str]:
 
 
 def kernel_has_it(host: Host) -> bool:
-    """From the kernel's configuration where it can be read, else from its list of symbols."""
+    """Reads the kernel's configuration where it can be read, else from its list of symbols."""
     release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
     configuration = _unpacked(host, "/proc/config.gz")
     for name in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):

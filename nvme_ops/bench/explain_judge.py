@@ -113,7 +113,7 @@ def judge(measured: Measured) -> Judgement:
 
 
 def least_difference(rates: Mapping[str, Rates]) -> float:
-    """By how much the medians of two rows must differ to count; LEAST where the run was quiet."""
+    """The difference from which the medians of two rows count as different; LEAST where the run was quiet."""
     rows = [_around_median(row) for row in rates.values() if any(row)]
     rounds = ([value for value in taken if value is not None] for taken in zip(*rows, strict=True))
     levels = [statistics.median(values or [0.0]) for values in rounds]
@@ -217,7 +217,7 @@ class _Case:
         return max(faster, key=lambda each: self.medians[each.name], default=None)
 
     def _settings(self) -> list[Finding]:
-        """Of each argument the best value, where it beats the default with page-locked memory."""
+        """Names the best value of each argument, where it beats the default with page-locked memory."""
         busy, found = self.measured.busy.get(LOCKED, 0.0), []
         for argument, name in {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}.items():
             if best := self._best_variation(LOCKED, argument):

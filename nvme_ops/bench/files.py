@@ -67,7 +67,7 @@ def sync(path: str) -> None:
 
 
 def checksum(path: str) -> int:
-    """Of a file, read by plain Python."""
+    """The digest of a file, read by plain Python."""
     total = 0
     for piece in _pieces(path):
         total = zlib.crc32(piece, total)
@@ -75,7 +75,7 @@ def checksum(path: str) -> int:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's bytes, on any device; the same as of a file that holds them."""
+    """The digest of a tensor's bytes, on any device; the same as of a file that holds them."""
     there = tensor.cpu()  # view() does not keep it
     return zlib.crc32(view(there))
 

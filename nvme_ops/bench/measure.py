@@ -70,7 +70,7 @@ class BlockTimes:
 
     @classmethod
     def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
-        """From the seconds of each block."""
+        """Makes one of the seconds of each block."""
         times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
         return cls(len(complete), *times)
 

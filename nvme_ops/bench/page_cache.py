@@ -10,7 +10,7 @@ from nvme_ops._native import native
 
 
 def cached_share(path: str, size: int = 0) -> float | None:
-    """Of the first ``size`` bytes of a file, or of all, from 0 to 1; None where nobody tells."""
+    """The share of a file's first ``size`` bytes, or of all, from 0 to 1; None where nobody tells."""
     size = min(size or os.path.getsize(path), os.path.getsize(path))
     there = cached_bytes(path, size) if size else None
     return None if there is None else there / size

@@ -51,7 +51,7 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
 
 
 def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
-    """Of processes that worked at the same time: the longest of their times, the sum of the rest, as ds_io does it."""
+    """Joins passes of processes that ran at the same time: the longest time, the sum of the rest, as ds_io does it."""
 
     def total(values: Sequence[Any]) -> Any:
         return None if any(value is None for value in values) else sum(values)

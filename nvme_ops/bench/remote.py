@@ -80,7 +80,7 @@ class Remote:
         return here
 
     def __enter__(self) -> Remote:
-        """Until the end of the block there is a process where one is needed."""
+        """Keeps a process until the end of the block, where one is needed."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -176,7 +176,7 @@ def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], ar
 
 
 def _answer(row: Row, command: str) -> Any:
-    """With a look at the page cache, which only this process may know the file for."""
+    """Runs a pass with a look at the page cache, which only this process may know the file for."""
     if command == "blocks" and row.blocks is None:
         return None
     return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()

@@ -77,7 +77,7 @@ def _setpriv() -> str:
 
 
 def serve_parent() -> None:
-    """In a process of multiprocessing: what a terminal sends is the parent's, and with the parent it ends, however.
+    """Ties a process of multiprocessing to its parent, which has what a terminal sends: it ends with it, however.
 
     Its process group of its own is also what it starts: ``kill_group`` ends them together.
     """

@@ -35,12 +35,12 @@ class Work:
 
     @functools.cached_property
     def locked(self) -> torch.Tensor:
-        """From ``new_cpu_locked_tensor``."""
+        """Memory of ``new_cpu_locked_tensor``."""
         return filled(self.handle.new_cpu_locked_tensor(self.size, torch.empty(0, dtype=torch.uint8)))
 
     @functools.cached_property
     def huge(self) -> torch.Tensor:
-        """From ``nvme_ops.empty``."""
+        """Memory of ``nvme_ops.empty``."""
         return filled(nvme_ops.empty(self.size, dtype=torch.uint8))
 
     @property

@@ -230,13 +230,13 @@ def _budget() -> int:
 
 
 def _forget_parents() -> None:
-    """In the child of a fork: the threads are the parent's."""
+    """Forgets, in a forked child, what the threads of the parent do."""
     _kept.clear()
     _failed.clear()
 
 
 def _tell_what_failed() -> None:
-    """At exit, when all saves have ended: nobody asked these futures."""
+    """Prints, at exit, what went wrong with saves whose futures nobody asked."""
     for future in _failed:
         if not future._asked:
             sys.stderr.write(f"nvme_ops.save_async({future.path!r}) failed, and nobody asked its future:\n")

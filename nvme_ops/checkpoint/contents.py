@@ -34,7 +34,7 @@ class Item:
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return self.end - self.start
 
 
@@ -54,7 +54,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """Of all data."""
+        """Bytes of all data."""
         return sum(item.bytes for item in self.items)
 
 
@@ -73,7 +73,7 @@ class Difference:
 
 
 def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
-    """Of a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
+    """Lists what is in a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
     name = os.fspath(path)
     if format is None and os.path.exists(os.path.join(name, ".metadata")):
         from nvme_ops.dcp import contents as of_dcp  # which imports this module, and takes a while

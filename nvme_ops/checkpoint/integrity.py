@@ -91,7 +91,7 @@ def _in_json(written: str) -> bytes:
 
 
 def recorded(header: Header, path: str) -> dict[str, int] | None:
-    """By tensor, what the file says; None where it says nothing. Raises FormatError for what cannot be."""
+    """The checksums that the file keeps, by tensor; None where it has none. Raises FormatError for what cannot be."""
     text = header.metadata.get(KEY)
     if text is None:
         return None

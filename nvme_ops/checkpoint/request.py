@@ -40,6 +40,6 @@ class Request:
 
 
 def lacking(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
-    """To raise where the file has no tensors of these names."""
+    """Makes the error to raise where the file has no tensors of these names."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return MissingTensorError(f"{path} has no tensor {shown}{why}")

@@ -130,7 +130,7 @@ class Slice:
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """In the format's words: ``F32``, ``BF16``, ..."""
+        """The dtype in the format's words: ``F32``, ``BF16``, ..."""
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:

@@ -122,7 +122,7 @@ def _read(fd: int, size: int, offset: int, path: str) -> bytes:
 
 @collector.paused()
 def decode(text: bytes, size: int, path: str) -> Header:
-    """From the JSON text of a file of ``size`` bytes. Raises FormatError."""
+    """Parses the JSON text of a file of ``size`` bytes. Raises FormatError."""
     start = 8 + len(text)
     metadata, entries = _read_plainly(text, start, path) or _read_strictly(text, start, path)
     position = start

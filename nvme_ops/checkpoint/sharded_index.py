@@ -50,7 +50,7 @@ class Index:
 
 
 def read_index(path: str) -> Index:
-    """Of a file. Raises FormatError with what is wrong with it."""
+    """Parses a file. Raises FormatError with what is wrong with it."""
     with open(path, "rb") as file:
         content = file.read(MOST_HEADER + 1)
     if len(content) > MOST_HEADER:

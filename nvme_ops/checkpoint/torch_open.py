@@ -33,7 +33,7 @@ class File:
     mapped: bool = False  # its storages may lie in the page cache
 
     def archive(self) -> Archive | None:
-        """Of the present format; None where only torch's own reader will do.
+        """Opens an archive of the present format; None where only torch's own reader will do.
 
         Raises:
             FormatError: no file of torch's at all, or a damaged one.

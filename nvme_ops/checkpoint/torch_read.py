@@ -218,7 +218,7 @@ def fill(
 
 
 def _fill_strided(archive: Archive, handle: aio_handle, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
-    """From elements that do not follow each other in the file."""
+    """Fills tensors from elements that do not follow each other in the file."""
     ring = Ring()
     blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
     held = ring.read(handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))

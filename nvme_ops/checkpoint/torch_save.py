@@ -66,7 +66,7 @@ class _Pickler(pickle.Pickler):
         self.dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
 
     def persistent_id(self, each: Any) -> tuple[Any, ...] | None:
-        """Of a storage; None of anything else."""
+        """The persistent id of a storage; None for anything else."""
         if not isinstance(each, _STORAGES):
             return None
         if isinstance(each, torch.storage.TypedStorage):

@@ -127,7 +127,7 @@ def _batches(runs: Iterable[tuple[int, int, list[str]]]) -> Iterator[list[tuple[
 
 
 def is_zip(fd: int) -> bool:
-    """By its first bytes, as torch decides."""
+    """Whether its first bytes are a zip file's, as torch decides."""
     return os.pread(fd, 4, 0) == zip_parts.LOCAL_MARK
 
 
@@ -220,7 +220,7 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
 
 
 def _checked(entries: Sequence[Record], end: int, path: str) -> dict[str, Record]:
-    """By name without the folder. Each record has to end where the next one, or the directory, begins."""
+    """The records by name without the folder. Each record has to end where the next one, or the directory, begins."""
     if not entries:
         refuse(path, "the zip directory has no entries")
     folder = entries[0].name.partition(b"/")[0] + b"/"

@@ -31,7 +31,7 @@ class Turn:
         return any(turn.thread == threading.get_ident() for turn in before)
 
     def wait(self) -> None:
-        """Until all that were asked for before have ended. An exception, as of Ctrl-C, gives the place away."""
+        """Waits until all that were asked for before have ended. An exception, as of Ctrl-C, gives the place away."""
         with changed:
             try:
                 while self._queue[0] is not self:
@@ -51,7 +51,7 @@ class Turn:
 
 
 def _forget_parents() -> None:
-    """In the child of a fork: the threads are the parent's."""
+    """Forgets, in a forked child, what the threads of the parent do."""
     global changed
     changed = threading.Condition()
     _turns.clear()

@@ -38,7 +38,7 @@ _NAMES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of what DCP's writers put into ``.metadata``, and nothing else."""
+    """Unpickles what DCP's writers put into ``.metadata``, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 and others pickle a member of an Enum
@@ -57,7 +57,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def contents(path: str) -> Contents:
-    """Of a folder. Raises FormatError and ChecksumError for damaged metadata, OSError where there are none."""
+    """Lists what a folder holds. Raises FormatError, ChecksumError for damaged metadata, OSError where there are none."""
     place = os.path.join(path, METADATA)
     with opened(place) as fd:
         found = metadata_file.read(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())

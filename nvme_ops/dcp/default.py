@@ -14,7 +14,7 @@ from nvme_ops.dcp.writer import NvmeStorageWriter
 
 
 class _Writer(NvmeStorageWriter):
-    """With the parameters of FileSystemWriter. Those that choose how it does its work have nothing to choose here.
+    """Takes the parameters of FileSystemWriter. Those that choose how it does its work have nothing to choose here.
 
     What asks for another format or for transforms (``serialization_format``, ``_extensions``, and whatever newer
     versions of torch add) gets DCP's own writer.
@@ -39,7 +39,7 @@ class _Writer(NvmeStorageWriter):
 
 
 class _Reader(NvmeStorageReader):
-    """With the parameters of FileSystemReader; whoever asks for transforms gets DCP's own."""
+    """Takes the parameters of FileSystemReader; whoever asks for transforms gets DCP's own."""
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
         """Perhaps DCP's own."""
@@ -60,7 +60,7 @@ def _chosen(ours: type, theirs: type, path: Any, *arguments: Any, **settings: An
 
 
 def use_by_default(enabled: bool = True) -> None:
-    """From now on DCP, and whoever takes a ``FileSystemWriter`` or ``FileSystemReader`` from it by name, takes ours.
+    """Makes DCP, and whoever takes a ``FileSystemWriter`` or ``FileSystemReader`` from it by name, takes ours.
 
     For ``dcp.save(state_dict, checkpoint_id="folder")``, and for accelerate and transformers' Trainer, which make DCP's
     writer themselves. What took the name from DCP before keeps DCP's.

@@ -105,7 +105,7 @@ class DataFile:
         return self._handle.submit_pwritev(sources, self._fd, starts, priority=Priority.WRITEBACK)
 
     def _place(self, item: WriteItem) -> _Item:
-        """At the end of what is there."""
+        """Places an item at the end of what is there."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensor = data.detach()

@@ -35,7 +35,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """In the state dict."""
+        """The name in the state dict."""
         return str(self.item.storage_index.fqn)
 
 
@@ -134,7 +134,7 @@ class Loading:
 
 
 def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
-    """In the order of the files, so that neighbours are read as one run."""
+    """Groups them in the order of the files, so that neighbours are read as one run."""
     group: list[tuple[Wanted, Stored]] = []
     size = 0
     for _, _, one, stored in sorted(

@@ -12,7 +12,7 @@ _known: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary()
 
 
 class Saving:
-    """From here to ``end``. DCP tells nobody that a save has failed: then it ends with its thread or the next save."""
+    """Holds the folder until ``end``. DCP tells nobody that a save failed: its thread's end or next save ends it then."""
 
     def __init__(self, metadata: str) -> None:
         path = os.path.realpath(metadata)

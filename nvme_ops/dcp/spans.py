@@ -28,7 +28,7 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Of the stretch."""
+        """Bytes of the stretch."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

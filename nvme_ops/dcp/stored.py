@@ -46,7 +46,7 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -174,7 +174,7 @@ class _Unpickler(pickle.Unpickler):
 def _described(
     storage: Any, first: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any = None, *more: Any
 ) -> _Described:
-    """In the place of torch's functions of the same parameters."""
+    """Stands in the place of torch's functions of the same parameters."""
     plain = isinstance(storage, _Storage) and not grad and not hooks and not more
     numbers = [first, *shape, *strides]
     if not plain or len(shape) != len(strides) or not all(type(number) is int and number >= 0 for number in numbers):

@@ -29,7 +29,7 @@ _before: dict[str, Any] = {}
 def _save_file(
     tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """In the place of ``safetensors.torch.save_file``."""
+    """Stands in the place of ``safetensors.torch.save_file``."""
     save(tensors, filename, format="safetensors", metadata=metadata)
 
 
@@ -37,7 +37,7 @@ _OURS = {"safe_open": safe_open, "safe_save_file": _save_file}
 
 
 def install() -> None:
-    """From here on. Once or more.
+    """Makes transformers save and load through nvme_ops from here on. Once or more.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.

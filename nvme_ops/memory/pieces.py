@@ -20,7 +20,7 @@ CHECKSUM = "crc32c"
 
 
 def checksums_anywhere(tensors: Sequence[torch.Tensor], kind: str = CHECKSUM) -> list[int]:
-    """Of tensors on any device, however they lie: what is not plainly in host memory comes there in pieces."""
+    """Computes them on any device, however tensors lie: what is not plainly in host memory comes there in pieces."""
     plain = [index for index, tensor in enumerate(tensors) if is_plain_on_host(tensor)]
     found = dict(zip(plain, checksums_of([tensors[index] for index in plain], kind), strict=True))
     return [found[index] if index in found else _checksum_by_pieces(each, kind) for index, each in enumerate(tensors)]

@@ -57,7 +57,7 @@ class Lease:
 
 
 class Pool:
-    """At most ``budget`` bytes of memory, leased in huge pages, aligned for direct I/O.
+    """Leases at most ``budget`` bytes of memory, in huge pages, aligned for direct I/O.
 
     Threads are served in the order in which they ask. A forked child begins with a pool of its own, which is empty:
     what its parent has leased is the parent's.
@@ -182,7 +182,7 @@ class Pool:
             self._in_use -= self._freed.popleft()
 
     def _give_back(self, charge: int) -> None:
-        """From wherever a tensor ends: takes no lock."""
+        """Counts memory as free, from wherever a tensor ends: takes no lock."""
         self._freed.append(charge)
         native().note_ending()
 

@@ -118,7 +118,7 @@ def opened(path: str) -> Iterator[int]:
 
 
 def _lock_shared(fd: int) -> None:
-    """Not where somebody else has locked it. A save does so for the moment after the file got its name."""
+    """Locks it, unless somebody else has: a save does so for the moment after the file got its name."""
     for _ in range(100):
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

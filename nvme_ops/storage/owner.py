@@ -35,7 +35,7 @@ def read_owner(fd: int) -> dict[str, object] | None:
 
 
 def write_owner(fd: int, owner: dict[str, object]) -> None:
-    """In one step: who is killed at any point leaves what was there before, or this."""
+    """Writes in one step: who is killed at any point leaves what was there before, or this."""
     content = json.dumps(owner).encode()
     content = content.ljust(os.fstat(fd).st_size)
     if os.pwrite(fd, content, 0) != len(content):

@@ -36,7 +36,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def busy(self) -> bool:

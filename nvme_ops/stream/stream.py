@@ -63,7 +63,7 @@ class Stream:
 
     @_in_turn
     def write(self, data: memoryview) -> None:
-        """At the position, or at the end of a file to append to; moves it."""
+        """Writes at the position, or at the end of a file to append to; moves it."""
         if self._ahead is not None:
             self._ahead.drop()
         if self._behind is None:
@@ -207,7 +207,7 @@ def _at_exit(stream: Stream) -> None:
 
 
 def _flush_all() -> None:
-    """At exit: files that are still open."""
+    """Flushes, at exit, files that are still open."""
     for stream in list(_written):
         try:
             stream.flush()

@@ -199,7 +199,7 @@ def tuner_of(identity: Identity, folder: str, make_handle: Callable[..., aio_han
 
 
 def _bytes(memory: Any) -> int:
-    """Of a tensor, of anything with the buffer protocol, or of a list of these."""
+    """Bytes of a tensor, of anything with the buffer protocol, or of a list of these."""
     try:
         return memory.nbytes if isinstance(memory, torch.Tensor) else memoryview(memory).nbytes
     except TypeError:

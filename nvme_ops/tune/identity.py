@@ -99,7 +99,7 @@ def _file_system_id(place: str, mount: Mount | None) -> str:
 
 
 def _uuid(place: str) -> str:
-    """From the file system itself; empty where kernel or file system do not tell."""
+    """The file system's own UUID; empty where kernel or file system do not tell."""
     answer = bytearray(_UUID_ANSWER)
     with contextlib.suppress(OSError):  # also for what may not be opened: a socket, or somebody else's
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)

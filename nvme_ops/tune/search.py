@@ -176,7 +176,7 @@ def _median(taken: Sequence[Rates]) -> Rates:
 
 
 def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
-    """In doublings, where there are any."""
+    """Goes in doublings, where there are any."""
 
     def distance(name: str, value: int) -> float:
         return abs(math.log2((1 + value) / (1 + getattr(DEFAULT, name))))

@@ -37,7 +37,7 @@ def _move(task: Task, tensor: torch.Tensor) -> None:
 
 
 def write(path: str, tensor: torch.Tensor) -> None:
-    """In place, as the other engines write."""
+    """Writes in place, as the other engines do."""
     with open(path, "r+b") as file:
         tensor.numpy().tofile(file)
         file.flush()
