@@ -51,7 +51,7 @@ private:
 
 std::unique_ptr<Queue> open_queue(const QueueOptions&) {
   const CuFileDriver* const driver = CuFileDriver::current();
-  if (driver == nullptr) raise({Failure::Kind::Internal, 0, "cuFile's driver is not open", {}});
+  if (driver == nullptr) raise({Failure::Kind::Unavailable, 0, "cuFile's driver is not open", {}});
   return std::make_unique<CuFileQueue>(*driver);
 }
 

@@ -13,7 +13,7 @@ constexpr const char* kLibrary = "libcufile.so.0";  // no package brings an unve
 constexpr const char* kOverride = "NVME_OPS_CUFILE_LIBRARY";
 
 Failure not_usable(const std::string& reason) {
-  return {Failure::Kind::Internal, 0, "cuFile is not usable: " + reason, {}};
+  return {Failure::Kind::Unavailable, 0, "cuFile is not usable: " + reason, {}};
 }
 
 const char* loading_error() {

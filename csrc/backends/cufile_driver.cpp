@@ -59,7 +59,7 @@ std::chrono::seconds opening_patience(const CuFileApi& api) {
 }
 
 Failure cannot_work(const std::string& reason) {
-  return {Failure::Kind::Internal,
+  return {Failure::Kind::Unavailable,
           0,
           "cuFile cannot work here: " + reason + " (NVME_OPS_GDS=off moves GPU tensors without cuFile)",
           {}};

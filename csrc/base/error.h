@@ -13,7 +13,8 @@
 namespace nvme_ops {
 
 struct Failure {
-  enum class Kind : std::uint8_t { System, EndOfFile, Argument, Memory, Interrupted, Mismatch, Internal };
+  // Unavailable: what was asked for cannot be had here, now. Internal: a bug of ours.
+  enum class Kind : std::uint8_t { System, EndOfFile, Argument, Memory, Interrupted, Mismatch, Unavailable, Internal };
   Kind kind;
   int error;  // errno, where there is one
   std::string message;

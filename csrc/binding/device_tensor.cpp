@@ -45,7 +45,7 @@ void translated(Body&& body) {
   try {
     body();
   } catch (const c10::Error& error) {
-    raise({Failure::Kind::Internal,
+    raise({Failure::Kind::Unavailable,
            0,
            std::string("copying to or from the device: ") + error.what_without_backtrace(),
            {}});

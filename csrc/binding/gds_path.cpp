@@ -172,7 +172,7 @@ private:
   }
 
   Way fall_back(const std::string& reason, std::string* why) const {
-    if (mode_ == Mode::Require) raise({Failure::Kind::Internal, 0, "NVME_OPS_GDS=require, but " + reason, {}});
+    if (mode_ == Mode::Require) raise({Failure::Kind::Unavailable, 0, "NVME_OPS_GDS=require, but " + reason, {}});
     *why = reason;
     return Way::Bounce;
   }

@@ -37,6 +37,7 @@ Ref exception_of(const Failure& failure) {
     case Failure::Kind::Interrupted:
       type = PyExc_KeyboardInterrupt;
       break;
+    case Failure::Kind::Unavailable:
     case Failure::Kind::Internal:
       break;
   }

@@ -223,7 +223,8 @@ Failure interrupted_failure() {
 
 void require_process(unsigned long generation) {
   if (generation == fork_generation()) return;
-  raise({Failure::Kind::Internal, 0, "submitted before this process was forked: only the parent can wait for it", {}});
+  raise(
+      {Failure::Kind::Unavailable, 0, "submitted before this process was forked: only the parent can wait for it", {}});
 }
 
 }  // namespace nvme_ops

@@ -57,7 +57,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def contents(path: str) -> Contents:
-    """Lists what a folder holds. Raises FormatError, ChecksumError for damaged metadata, OSError where there are none."""
+    """Lists what a folder holds. Raises FormatError or ChecksumError for damaged metadata, OSError for none."""
     place = os.path.join(path, METADATA)
     with opened(place) as fd:
         found = metadata_file.read(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())

@@ -12,7 +12,7 @@ _known: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary()
 
 
 class Saving:
-    """Holds the folder until ``end``. DCP tells nobody that a save failed: its thread's end or next save ends it then."""
+    """Holds the folder until ``end``. DCP tells nobody that a save failed: then its thread or the next one ends it."""
 
     def __init__(self, metadata: str) -> None:
         path = os.path.realpath(metadata)

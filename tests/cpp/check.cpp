@@ -41,8 +41,8 @@ void hangs(int) {
 }
 
 const char* name_of(nvme_ops::Failure::Kind kind) {
-  static const char* const names[] = {"System",      "EndOfFile", "Argument", "Memory",
-                                      "Interrupted", "Mismatch",  "Internal"};
+  static const char* const names[] = {"System",      "EndOfFile", "Argument",    "Memory",
+                                      "Interrupted", "Mismatch",  "Unavailable", "Internal"};
   return names[static_cast<std::size_t>(kind)];
 }
 

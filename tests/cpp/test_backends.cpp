@@ -187,7 +187,7 @@ TEST(backends_are_chosen_by_name) {
   ::unsetenv("NVME_OPS_BACKEND");
   for (const Backend* backend : backends()) {
     if (probe(*backend).usable) continue;
-    CHECK_FAILURE(check::failure_of([&] { choose_backends(backend->name); }), Internal, 0, probe(*backend).reason);
+    CHECK_FAILURE(check::failure_of([&] { choose_backends(backend->name); }), Unavailable, 0, probe(*backend).reason);
   }
 }
 
