@@ -152,3 +152,25 @@ TEST(a_stopped_job_gives_its_planned_requests_up) {
   CHECK(job->outcome()->done(), "the job to have ended");
   CHECK(!planned.planner.busy(), "nothing left");
 }
+
+TEST(what_is_known_of_one_extent_is_not_believed_of_the_next) {
+  Planned planned;
+  const Bytes data = support::pattern(2 * kBlock, 3);
+  support::write_file(directory() / "cold", data);
+  support::evict(directory() / "cold");
+  support::write_file(directory() / "cached", data);
+  const auto file = File::open(directory() / "cold", Op::Read, Cache::Auto);
+  if (!file->direct_possible() || cached_pages(file->direct(), 0, 0).value_or(1) > 0) {
+    check::skipped("what is in the page cache cannot be told, or not be changed, here");
+    return;
+  }
+  const Memory first(data.size()), second(data.size());
+  planned.add(Op::Read, {extent(directory() / "cold", Op::Read, first, 0, Cache::Auto),
+                         extent(directory() / "cached", Op::Read, second, 0, Cache::Auto)});
+  while (planned.planner.busy()) {
+    planned.planner.plan();
+    planned.move();
+  }
+  CHECK_EQUAL(planned.counters.cached_bytes.value(), data.size());
+  CHECK_EQUAL(support::difference(second.data(), data.data(), data.size()), data.size());
+}
