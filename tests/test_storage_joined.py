@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from pathlib import Path
@@ -15,15 +16,19 @@ from slow_store import Slow
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 
-HANDLE = aio_handle()
+
+@functools.cache
+def shared() -> aio_handle:
+    """Made by the first test that needs it: collecting compiles nothing."""
+    return aio_handle()
 
 
-def writes(folder: Path, count: int = 3, handle: aio_handle = HANDLE) -> list[IoFuture]:
-    return [handle.submit_pwrite(pattern(10_000), folder / str(number)) for number in range(count)]
+def writes(folder: Path, count: int = 3, handle: aio_handle | None = None) -> list[IoFuture]:
+    return [(handle or shared()).submit_pwrite(pattern(10_000), folder / str(number)) for number in range(count)]
 
 
 def failing(folder: Path, count: int) -> list[IoFuture]:
-    return [HANDLE.submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
+    return [shared().submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
 
 
 def test_its_bytes_are_those_of_all(folder: Path) -> None:
