@@ -15,7 +15,7 @@ from conftest import MIB, HandleFactory, LoopDevice, contents, pattern, store
 
 from nvme_ops import IoFuture, aio_handle
 
-LONG = 64 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
+LONG = 192 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
 
 
 @pytest.fixture
