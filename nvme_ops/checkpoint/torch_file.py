@@ -23,7 +23,8 @@ from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.errors import UnsafeError
 from nvme_ops.file import shared_handle
 from nvme_ops.memory.carve import Kind
-from nvme_ops.memory.pieces import checksums_anywhere, is_plain
+from nvme_ops.memory.carve import is_plain
+from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.atomic import opened
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]

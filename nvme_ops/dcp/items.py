@@ -20,6 +20,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
+from nvme_ops.memory.carve import is_plain_on_host
 from nvme_ops.memory.ring import InFlight
 
 #: What DCP's metadata say more of an item: a dict that has where the tensor's bytes begin and the item's CRC-32, where
@@ -165,7 +166,7 @@ def _nominal_size(item: WriteItem) -> int:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Its values in row-major order in host memory."""
-    if tensor.device.type == "cpu" and pieces.is_plain(tensor):
+    if is_plain_on_host(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 

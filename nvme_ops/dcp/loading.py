@@ -16,7 +16,7 @@ from nvme_ops.dcp.stored import Stored
 from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.pieces import is_plain
+from nvme_ops.memory.carve import is_plain
 from nvme_ops.memory.ring import InFlight, Place, Ring
 
 _GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items asked of the planner at once; two groups are under way

@@ -11,7 +11,7 @@ import torch
 from nvme_ops.checksums import checksum_of, checksums_of
 from nvme_ops.engine import Priority
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import copy, copy_bytes, cut, is_plain, is_plain_on_host
+from nvme_ops.memory.carve import copy_bytes, cut, is_plain, is_plain_on_host
 from nvme_ops.memory.ring import InFlight, Place, Ring
 from nvme_ops.settings import PIECE
 from nvme_ops.tensors import empty
@@ -100,7 +100,7 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
         if direct:
             starts = [places[index][0] for index in direct]
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
-        for index, value in _write_copies(handle, fd, places, others, kind):
+        for index, value in _write_copies(handle, fd, places, others, kind).items():
             found[index] = value
         if kind:  # while they are on their way
             for index, value in zip(direct, checksums_of(sources, kind), strict=True):
@@ -114,8 +114,8 @@ def _write_copies(
     places: Sequence[tuple[int, torch.Tensor]],
     chosen: Sequence[int],
     kind: str | None,
-) -> Iterator[tuple[int, int]]:
-    """Writes those that cannot go from where they are; yields each with the checksum of what came so far of it."""
+) -> dict[int, int]:
+    """Writes those that cannot go from where they are; returns the checksum of each, by its index."""
     ring = Ring(pinned=any(places[index][1].is_cuda for index in chosen), priority=Priority.WRITEBACK)
     parts = [(index, start, part) for index in chosen for start, part in _parts(*places[index], ring.piece)]
     values = dict.fromkeys(chosen, 0)
@@ -123,7 +123,7 @@ def _write_copies(
     for (index, _, _), held in zip(parts, copies, strict=True):
         if kind:
             values[index] = checksum_of(held, kind, values[index])
-    yield from values.items()
+    return values
 
 
 def _parts(start: int, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -146,6 +146,3 @@ def read_into(handle: aio_handle, fd: int, targets: Sequence[tuple[int, torch.Te
         held = ring.read(handle, (Place(fd, start, part.nbytes) for start, part in parts))
         for (_, part), found in zip(parts, held, strict=True):
             part.copy_(found.view(part.dtype).view(part.shape))
-
-
-__all__ = ["CHECKSUM", "Borrowed", "checksums_anywhere", "copy", "copy_bytes", "is_plain", "read_into", "write"]
