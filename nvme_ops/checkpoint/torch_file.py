@@ -22,8 +22,7 @@ from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged,
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.errors import UnsafeError
 from nvme_ops.file import shared_handle
-from nvme_ops.memory.carve import Kind
-from nvme_ops.memory.carve import is_plain
+from nvme_ops.memory.carve import Kind, is_plain
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.atomic import opened
 
