@@ -19,8 +19,8 @@ import nvme_ops
 from benchmarks.file_rows import FIO_BEST, load_through_us, save_through_us
 from nvme_ops.bench import fio
 from nvme_ops.bench.engines import deepspeed
-from nvme_ops.bench.files import make_cold, make_file, make_warm, sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measuring.files import make_cold, make_file, make_warm, sync
 from nvme_ops.storage import unlink
 
 SAFETENSORS = "safetensors"
@@ -148,11 +148,11 @@ def _into_new(work: Work, load: Callable[[dict[str, torch.Tensor]], object]) -> 
 
 
 def _deepspeed_save(tensors: Tensors, path: str) -> None:
-    from deepspeed import io  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
     op = deepspeed.load()
     if isinstance(op, Unavailable):
         raise op
+    from deepspeed import io  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
     handle = op.aio_handle()
     pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
     config = io.FastFileWriterConfig(

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import check_output, positive, size
-from nvme_ops.bench import files, machine, stop
+from nvme_ops.bench import machine
+from nvme_ops.bench.cli import show_progress as show_progress
 from nvme_ops.bench.measure import Unavailable, interleave
-from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table, as_json, as_text, plot
+from nvme_ops.measuring import files, stop
+from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.text import MIB, size_words
 
 ROOT = Path(__file__).parent.parent
-sys.modules.setdefault("op_builder", None)  # type: ignore[arg-type]  # or DeepSpeed takes this checkout's for its own
 BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
 
@@ -82,12 +83,6 @@ def parse(made: argparse.ArgumentParser, words: Sequence[str] | None) -> argpars
     return given
 
 
-def show_progress(words: str) -> None:
-    """One line that is written over, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
-
-
 def listed(found: Mapping[str, object]) -> str:
     """Names and values on one line."""
     return "; ".join(f"{name} {words}" for name, words in found.items())
@@ -104,10 +99,16 @@ class Run:
         show_progress("")
         print(listed(self.result["machine"]))
 
-    def folders(self, copies: int, make: Callable[[Run, str, dict[str, Any]], Generator[Table, None, None]]) -> Run:
+    def folders(
+        self,
+        copies: int,
+        make: Callable[[Run, str, dict[str, Any]], Generator[Table, None, None]],
+        measured: bool = False,
+    ) -> Run:
         """Measures, in each folder, the tables of ``make(run, scratch, found)``, one after the other.
 
-        ``scratch`` has room for so many ``copies`` of the file; ``found`` is what the JSON file shall hold.
+        ``scratch`` has room for so many ``copies`` of the file; ``found`` is what the JSON file shall hold;
+        ``measured``: ``make`` has measured the rows of its tables itself.
         """
         self.result["folders"] = {}
         for folder in self.given.path:
@@ -119,7 +120,8 @@ class Run:
                 closing(make(self, scratch, found)) as tables,
             ):
                 for table in tables:
-                    interleave(table.rows, self.given.rounds, show_progress)
+                    if not measured:
+                        interleave(table.rows, self.given.rounds, show_progress)
                     found["tables"].append(self.show(folder, table))
         return self
 

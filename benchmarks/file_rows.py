@@ -13,9 +13,9 @@ import nvme_ops
 from nvme_ops.bench import fio
 from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import make_warm
 from nvme_ops.bench.measure import Row, Unavailable
-from nvme_ops.bench.work import Work, filled, saved_row, tensor_row
+from nvme_ops.bench.work import Work, saved_row, tensor_row
+from nvme_ops.measuring.files import filled, make_warm
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 
 from benchmarks import command
 from benchmarks.checkpoint import state_dict
-from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample
 from nvme_ops.bench.tables import Table
+from nvme_ops.measuring.files import make_cold
 from nvme_ops.text import size_words
 
 GROUPS = {

@@ -21,10 +21,10 @@ import torch
 import nvme_ops
 from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import sync
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.remote import Remote, environment
-from nvme_ops.bench.work import Work, filled, tensor_row
+from nvme_ops.bench.work import Work, tensor_row
+from nvme_ops.measuring.files import filled, sync
 from nvme_ops.op_builder import cufile
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB

@@ -28,8 +28,8 @@ from benchmarks import command as shared
 from benchmarks import page_machine, page_render
 from benchmarks.command import ROOT
 from nvme_ops.arguments import positive
-from nvme_ops.bench import stop
-from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.measuring import stop
+from nvme_ops.measuring.scratch import scratch_folder
 
 _PATIENCE = 30.0  # seconds for a command to remove its files
 

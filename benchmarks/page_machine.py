@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.command import ROOT
 from nvme_ops.bench import machine
-from nvme_ops.report.host import Host
-from nvme_ops.report.mounts import mount_of
+from nvme_ops.host import Host
 from nvme_ops.report.result import Status
 from nvme_ops.report.sections import collect
+from nvme_ops.storage.mounts import mount_of
 
 # Of the report: what bears on the figures and is the same at the next run.
 _SETTINGS = {

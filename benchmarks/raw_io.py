@@ -21,11 +21,11 @@ import nvme_ops
 from benchmarks import command, file_rows, small_io
 from nvme_ops.bench.engines import deepspeed
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import make_cold
 from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
-from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.bench.tables import Table
 from nvme_ops.engine import engine_of
+from nvme_ops.measuring.files import make_cold
+from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.text import MIB, size_words
 

@@ -22,7 +22,7 @@ import nvme_ops
 from benchmarks import command
 from benchmarks.throttled import Devices, join, throttled
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import files, fio, machine
+from nvme_ops.bench import fio, machine
 from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, WrongData, interleave, timed
@@ -30,6 +30,7 @@ from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
 from nvme_ops.bench.run import Scaling, scaling_of
 from nvme_ops.bench.tables import Table, as_json, with_range
+from nvme_ops.measuring import files
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB, columns_text, size_words
 

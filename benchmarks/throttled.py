@@ -29,9 +29,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import stop
-from nvme_ops.bench.files import NotUsable
 from nvme_ops.limits import free_memory
+from nvme_ops.measuring import stop
+from nvme_ops.measuring.files import NotUsable
 from nvme_ops.text import MIB, size_words
 
 MEMORY = "/dev/shm"

@@ -28,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from an
 import nvme_ops
 from benchmarks import command
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import files, machine, stop
-from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.bench import machine
+from nvme_ops.measuring import files, stop
+from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB, size_words
 from nvme_ops.tune import devices, options
 from nvme_ops.tune.duel import Rounds, geometric_mean
-from nvme_ops.tune.passes import Passes, fill
+from nvme_ops.tune.passes import Passes
 from nvme_ops.tune.search import DEFAULT, Axis, axes
 
 Say = Callable[[str], None]
@@ -108,7 +109,7 @@ def measure(given: argparse.Namespace, say: Say) -> dict[str, Any]:
     with scratch_folder(given.path, 2 * given.io_size + 128 * MIB, "--io_size or --path") as place:
         path = os.path.join(place, "data")
         Path(path).touch()
-        tensor = fill(nvme_ops.empty(given.io_size, dtype=torch.uint8))
+        tensor = files.filled(nvme_ops.empty(given.io_size, dtype=torch.uint8))
         passes = Passes(path, tensor, nvme_ops.aio_handle)
         passes.calibrate(1e9)  # all the time in the world: passes of --io_size
 

@@ -3,20 +3,23 @@
     import nvme_ops
     handle = nvme_ops.aio_handle()                          # DeepNVMe's interface
     file = nvme_ops.open("weights", "r")                    # a file object that reads tensors
-    tensor = nvme_ops.empty(1024, 1024)                     # memory that storage fills fastest
+    tensor = nvme_ops.empty(1024, 1024)                     # memory that storage fills fastest: huge pages
     nvme_ops.save(model, "model.safetensors")               # checkpoints, atomic and at the speed of the device
     nvme_ops.load("model.safetensors", into=model)
 
-Importing the package loads nothing: names come when they are used, the compiled op when a handle is made.
+Importing the package loads nothing: modules load when a name is first used, the compiled op when a handle is made.
+``NVME_OPS_DEEPSPEED=1`` is the exception: then importing it installs ``nvme_ops.integrations.deepspeed``.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nvme_ops import dcp as dcp
+    from nvme_ops import offload as offload
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
@@ -67,6 +70,7 @@ __all__ = [
     "empty",
     "gds_handle",
     "load",
+    "offload",
     "open",
     "safe_open",
     "save",
@@ -81,10 +85,14 @@ if not TYPE_CHECKING:  # so that a name which is not there is an error to type c
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name == "dcp":  # a module to be named as it is, which importing sets
-            return importlib.import_module("nvme_ops.dcp")
+        if name in ("dcp", "offload"):  # modules to be named as they are, which importing sets
+            return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if os.environ.get("NVME_OPS_DEEPSPEED") not in (None, "", "0"):
+    importlib.import_module("nvme_ops.integrations.deepspeed").install()

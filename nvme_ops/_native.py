@@ -1,4 +1,4 @@
-"""The compiled op, loaded (and at first built) when something needs it, not when nvme_ops is imported."""
+"""Loads the compiled op when it is first needed, compiling it if necessary, and not when nvme_ops is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _module: Any = None  # asking the builder takes microseconds, and this is asked 
 
 
 def native() -> Any:
-    """The native module, which ``nvme_ops/ops/async_io.pyi`` describes. RuntimeError when it cannot be built."""
+    """Returns the native module, described in ``nvme_ops/ops/async_io.pyi``. RuntimeError if it cannot be built."""
     global _module
     if _module is None:
         from nvme_ops.op_builder import AsyncIOBuilder

@@ -1,4 +1,4 @@
-"""What the command lines have in common: types for argparse, and checks of what they are given."""
+"""What the command lines share: argument types for argparse, and checks of the values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nvme_ops.text import parse_size
 
 
 def command_line(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser that shows these texts as they are written, and takes no abbreviations."""
+    """Returns a parser that keeps the line breaks of its texts and accepts no abbreviated flags."""
     return argparse.ArgumentParser(
         prog=command,
         description=description,
@@ -20,7 +20,7 @@ def command_line(command: str, description: str, epilog: str) -> argparse.Argume
 
 
 def size(text: str) -> int:
-    """A size in bytes."""
+    """Parses a size in bytes."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -28,12 +28,12 @@ def size(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """A number of at least 1."""
+    """Parses a number of at least 1."""
     return _number(text, 1)
 
 
 def count(text: str) -> int:
-    """A number of at least 0."""
+    """Parses a number of at least 0."""
     return _number(text, 0)
 
 
@@ -44,7 +44,7 @@ def _number(text: str, least: int) -> int:
 
 
 def check_output(flag: str, file: str) -> None:
-    """Raises ValueError where the file that ``flag`` names cannot be written, which else is met after the work."""
+    """Raises ValueError if the file that ``flag`` names cannot be written, before any work is done."""
     folder = os.path.dirname(os.path.abspath(file))
     if not os.path.isdir(folder):
         raise ValueError(f"{flag} {file}: its folder does not exist")

@@ -10,17 +10,17 @@ from nvme_ops._native import native
 
 
 def checksums_of(data: Sequence[torch.Tensor | bytes], kind: str) -> list[int]:
-    """Computes the checksum of the bytes of each, tensors being contiguous and on the CPU, all in one call."""
+    """Returns the checksums of ``data``: bytes, or contiguous CPU tensors, all in one call."""
     found: list[int] = native().checksums(kind, data)
     return found
 
 
 def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
-    """Computes that of one; with the ``value`` of what comes before, of both together, as ``zlib.crc32`` does."""
+    """Returns the checksum of ``tensor``, continuing from ``value`` as ``zlib.crc32`` does."""
     return joined(value, checksums_of([tensor], kind)[0], tensor.nbytes, kind)
 
 
 def joined(first: int, second: int, length: int, kind: str) -> int:
-    """Joins the checksum of some bytes, ``first``, with that of ``length`` more, ``second``."""
+    """Returns the checksum of two parts together: ``first`` of one, ``second`` of the ``length`` bytes after it."""
     found: int = native().joined_checksum(kind, first, second, length)
     return found

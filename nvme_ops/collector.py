@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, and when it is not wanted."""
+"""Pauses Python's collector of cyclic garbage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """While thousands of objects are made, none of them garbage: to look through them takes as long as to make them.
+    """Pauses the collector while the block makes thousands of objects, none of which is garbage.
 
-    As a decorator too. Other threads' garbage waits as long.
+    It would scan them again and again.
+    Also works as a decorator. Garbage of other threads is not collected meanwhile either.
     """
     was_on = gc.isenabled()
     gc.disable()

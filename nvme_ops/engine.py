@@ -1,7 +1,7 @@
-"""``Engine``: what moves bytes for a handle, and the words it is asked in.
+"""``Engine``: the interface between a handle and what moves its bytes.
 
-``aio_handle`` and ``gds_handle`` each have one; what stands between a handle and its engine, as a tuner that watches
-it, is one too. Only the handles and this module know where a handle keeps its engine.
+``aio_handle`` and ``gds_handle`` each have one; a wrapper in between, such as a tuner that watches the transfers, is
+one too. Only the handles and this module access a handle's engine.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 
 class Op(enum.IntEnum):
-    """The direction of a transfer, seen from memory."""
+    """The direction of a transfer: ``READ`` fills memory."""
 
     READ = 0
     WRITE = 1
 
 
 class Priority(enum.IntEnum):
-    """How urgent a transfer is, most urgent first. The native ``Priority`` has the same numbers."""
+    """How urgent a transfer is, most urgent first. The native ``Priority`` has the same values."""
 
     DEMAND = 0  #: somebody waits for it
-    PREFETCH = 1  #: somebody will soon
+    PREFETCH = 1  #: somebody will wait for it soon
     WRITEBACK = 2  #: nobody waits, but memory is held until it ends
     BACKGROUND = 3  #: it may take its time
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a handle has done since it was made, in this process."""
+    """What a handle has done in this process since it was made."""
 
     read_bytes: int
     written_bytes: int
-    staged_bytes: int  #: of all: copied through staging memory
-    cached_bytes: int  #: of all: from or through the page cache
-    requests: int  #: answered by the kernel
+    staged_bytes: int  #: the part of both that was copied through staging memory
+    cached_bytes: int  #: the part of both that the page cache served or took
+    requests: int  #: completed by the kernel
     mean_in_flight: float  #: requests in one lane's queue when one more was submitted, that one included
     max_in_flight: int
     queue_seconds: float  #: from a transfer's arrival at a lane to its first request, summed over transfers and lanes
@@ -50,7 +50,7 @@ class Statistics:
 
     @property
     def bytes(self) -> int:
-        """All that was moved."""
+        """All bytes moved."""
         return self.read_bytes + self.written_bytes
 
     @property
@@ -82,7 +82,7 @@ class Engine(Protocol):
         priority: int = ...,
         /,
     ) -> int:
-        """Moves the bytes on the caller's thread, or with ``all_lanes`` on the lanes' threads; returns how many."""
+        """Moves the bytes on the caller's thread or, with ``all_lanes``, on the lanes' threads; returns how many."""
 
     def submit(
         self,
@@ -96,7 +96,7 @@ class Engine(Protocol):
         pending: Pending | None = ...,
         /,
     ) -> Operation:
-        """Starts the transfer on the lanes' threads. ``pending`` knows it from before it starts."""
+        """Starts the transfer on the lanes' threads. It is in ``pending`` before it starts."""
 
     def submit_many(
         self,
@@ -107,19 +107,19 @@ class Engine(Protocol):
         priority: int = ...,
         /,
     ) -> Operation:
-        """Starts many transfers as one."""
+        """Starts many transfers as one operation."""
 
     def backend(self) -> str:
-        """The way to the kernel: ``io_uring``, ``libaio`` or ``threads``."""
+        """Returns the backend's name: ``io_uring``, ``libaio`` or ``threads``."""
 
     def staging_bytes(self) -> int:
-        """Staging memory held at the moment."""
+        """Returns the bytes of staging memory held now."""
 
     def paths(self) -> dict[str, Any]:
-        """The paths that tensors on accelerators took: ``last``, ``why`` and ``uses``."""
+        """Returns the paths that accelerator tensors took: ``last``, ``why`` and ``uses``."""
 
     def statistics(self) -> dict[str, int]:
-        """The counters behind ``Statistics``."""
+        """Returns the counters behind ``Statistics``."""
 
     def sweep(self) -> None:
         """Releases the memory of transfers that have ended."""
@@ -135,12 +135,12 @@ class ClosedEngine:
 
 
 def engine_of(handle: aio_handle) -> Engine:
-    """The engine that moves what ``handle`` is asked to."""
+    """Returns the engine of ``handle``."""
     return handle._engine
 
 
 def statistics_of(counters: dict[str, int]) -> Statistics:
-    """What ``Engine.statistics`` counts, in seconds and means."""
+    """Converts the counters of ``Engine.statistics`` to seconds and means."""
     return Statistics(
         read_bytes=counters["read_bytes"],
         written_bytes=counters["written_bytes"],

@@ -1,4 +1,4 @@
-"""The exceptions of this package that are more than Python's own. Each is also the type that callers know already."""
+"""Exceptions of this package. Each is also a subclass of the exception that callers would expect without it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 
 class FormatError(ValueError):
-    """A file that is not what its name says, or was damaged; the message names the file and the field."""
+    """The file is damaged, or not of the format that its name says; the message names the file and the field."""
 
 
 class AnotherSaveError(FormatError):
-    """A shard that is not of the save that its index is of."""
+    """A shard belongs to another save than its index."""
 
 
 class UnsafeError(FormatError, pickle.UnpicklingError):
-    """A pickle that asks for more than tensors, which is refused as ``torch.load(weights_only=True)`` refuses it."""
+    """A pickle needs more than tensors; ``torch.load(weights_only=True)`` refuses it too."""
 
 
 class ChecksumError(OSError):
-    """What was read is not what was saved. ``tensors`` names all that differ."""
+    """The bytes read differ from those that were saved. ``tensors`` names all tensors concerned."""
 
     def __init__(self, path: str, tensors: Sequence[str]) -> None:
         shown = ", ".join(map(repr, tensors[:10])) + (f" and {len(tensors) - 10} more" if len(tensors) > 10 else "")
@@ -32,15 +32,15 @@ class ChecksumError(OSError):
 
 
 class MissingTensorError(KeyError, RuntimeError):
-    """A name that one side lacks: a KeyError as of a dict, a RuntimeError as of ``Module.load_state_dict``."""
+    """A name that only one side has: a KeyError as of a dict, a RuntimeError as of ``Module.load_state_dict``."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class SharedMemoryError(ValueError, RuntimeError):
-    """Tensors that share memory, which a format cannot store so."""
+    """Tensors share memory, which the format cannot represent."""
 
 
 class DeadlockError(RuntimeError):
-    """A wait for memory that could never end: those who hold it all wait for more themselves."""
+    """A wait for memory that could never end, because those who hold it all wait for more themselves."""

@@ -1,4 +1,4 @@
-"""``nvme_ops.open``: a file object whose large transfers go past the page cache, and that moves tensors as they are."""
+"""``nvme_ops.open``: a file object whose large transfers bypass the page cache, and that reads and writes tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Mode: TypeAlias = Literal[
 
 @functools.cache
 def shared_handle() -> aio_handle:
-    """One for the whole process, with default settings."""
+    """Returns the handle with default settings that the whole process shares."""
     return aio_handle()
 
 
@@ -68,17 +68,17 @@ def open(  # noqa: A001  (used as nvme_ops.open)
 
 
 class File(_RawFile):
-    """An open file: a binary stream with a position, and tensor transfers at offsets beside it.
+    """An open file: a binary stream with a position, and tensor transfers at given offsets.
 
-    All goes through an ``aio_handle``. What the stream writes is gathered and moved in blocks while the program goes
-    on, and reads that follow each other are served from blocks that were read ahead: at most 16 MiB of memory each way,
-    from the first use until ``close``. So nothing is promised of the file's content before ``flush``, ``sync``,
-    ``close``, a ``seek`` elsewhere, a read or a tensor transfer; ``sync`` makes it durable too. What goes wrong with a
-    block is raised by the next call, by ``close`` at the latest.
+    All transfers go through an ``aio_handle``. Stream writes are gathered in blocks that are written in the background,
+    and sequential reads are served from blocks read ahead: at most 16 MiB of memory in each direction, from first use
+    until ``close``. So the file's content is up to date only after ``flush``, ``sync``, ``close``, a ``seek``
+    elsewhere, a read or a tensor transfer; ``sync`` also makes it durable. An error while writing a block is raised by
+    the next call, at the latest by ``close``.
 
-    What others change in the file is seen late, as in any file that reads ahead, but after a ``flush`` at once. Threads
-    may share a file. A forked child has nothing of what its parent had written and not flushed: the parent writes it.
-    Files are best closed; one that is dropped is flushed, with a ``ResourceWarning``.
+    Changes that others make to the file may be seen late, as blocks were read ahead; after a ``flush`` they are seen at
+    once. Threads may share a file. A forked child does not inherit data that its parent has not flushed: the parent
+    writes it. Close files explicitly; one that is dropped is flushed, with a ``ResourceWarning``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class File(_RawFile):
         self._mode = plain
         self._handle = handle or shared_handle()
         self._engine = engine_of(self._handle)
-        self._pending: set[Operation] = set()  # of tensors
+        self._pending: set[Operation] = set()  # tensor transfers
         try:
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
             self._open_file = native().OpenFile(self._fd)
@@ -112,18 +112,18 @@ class File(_RawFile):
 
     @property
     def name(self) -> Any:
-        """The path as it was given."""
+        """The path as given."""
         return self._name
 
     @property
     def mode(self) -> str:
-        """As given to ``open``, without the ``b``."""
+        """The mode given to ``open``, without the ``b``."""
         return self._mode
 
     # Tensors
 
     def pread(self, tensor: torch.Tensor, offset: int) -> int:
-        """Fills ``tensor`` from ``offset`` bytes into the file; returns the bytes read. The position stays.
+        """Fills ``tensor`` from byte ``offset`` of the file; returns the bytes read. The position does not move.
 
         Raises:
             EOFError: the file ends before the tensor is full.
@@ -135,25 +135,25 @@ class File(_RawFile):
         return self._engine.run(Op.READ, tensor, self._open_file, offset, False)
 
     def pwrite(self, tensor: torch.Tensor, offset: int) -> int:
-        """Stores ``tensor`` from ``offset`` bytes into the file on; returns the bytes written. The position stays."""
+        """Stores ``tensor`` at byte ``offset`` of the file; returns the bytes written. The position does not move."""
         self._require_writable()
         self._stream.give_way()
         return self._engine.run(Op.WRITE, tensor, self._open_file, offset, False)
 
     def pread_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
-        """Like ``pread``, returning at once."""
+        """Starts what ``pread`` does and returns a future."""
         self._require_readable()
         self._stream.flush()
         return self._submit(Op.READ, tensor, offset)
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
-        """Like ``pwrite``, returning at once."""
+        """Starts what ``pwrite`` does and returns a future."""
         self._require_writable()
         self._stream.give_way()
         return self._submit(Op.WRITE, tensor, offset)
 
     def sync(self) -> None:
-        """Flushes, waits for pending transfers, then makes all that was written durable (``fsync``)."""
+        """Flushes, waits for pending transfers, then makes everything written durable (``fsync``)."""
         self.flush()
         self._settle()
         os.fsync(self.fileno())
@@ -161,35 +161,35 @@ class File(_RawFile):
     # The stream
 
     def readable(self) -> bool:
-        """Whether the mode allows reading."""
+        """Returns whether the mode allows reading."""
         return self.mode == "r" or "+" in self.mode
 
     def writable(self) -> bool:
-        """Whether the mode allows writing."""
+        """Returns whether the mode allows writing."""
         return self.mode != "r"
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         self._require_open()
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Reads into ``buffer`` from the position on; returns the bytes read, 0 at the end of the file."""
+        """Reads into ``buffer`` at the position; returns the bytes read, 0 at the end of the file."""
         self._require_readable()
         with memoryview(buffer) as whole, whole.cast("B") as view:
             return self._stream.read_into(view)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Reads at most ``size`` bytes, fewer only at the end of the file; by default all that follow."""
+        """Reads at most ``size`` bytes, fewer only at the end of the file; by default everything that follows."""
         self._require_readable()
         return self._stream.read(self._size() if size is None or size < 0 else size)
 
     def readall(self) -> bytes:
-        """Everything from the position to the end of the file."""
+        """Reads from the position to the end of the file."""
         return self.read()
 
     def peek(self, size: int = 1, /) -> bytes:
-        """Some of the bytes that are read next, at most ``size``, the position stays. Empty at the end of the file."""
+        """Returns at most ``size`` of the next bytes without moving the position; empty at the end of the file."""
         self._require_readable()
         return self._stream.peek(max(1, size))
 
@@ -201,27 +201,27 @@ class File(_RawFile):
             return len(view)
 
     def flush(self) -> None:
-        """Returns when what the stream wrote is in the file, and reads anew what it read ahead.
+        """Waits until everything written is in the file, and discards what was read ahead.
 
         Raises:
-            OSError: what went wrong with something that was written before.
+            OSError: the error of an earlier write.
         """
         self._require_open()
-        if self._fd >= 0:  # else a close was interrupted at its end
+        if self._fd >= 0:  # else a close was interrupted near its end
             self._stream.give_way()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves the position, counted from the start, the position or the end; returns it."""
+        """Moves the position relative to the start, the position or the end; returns the new position."""
         self._require_open()
         return self._stream.seek(offset, whence)
 
     def tell(self) -> int:
-        """The position, in bytes."""
+        """Returns the position in bytes."""
         self._require_open()
         return self._stream.tell()
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Cuts or extends the file to ``size`` bytes, the position by default; returns the size."""
+        """Truncates or extends the file to ``size`` bytes, by default to the position; returns the size."""
         self._require_writable()
         self._stream.give_way()
         self._settle()
@@ -230,14 +230,14 @@ class File(_RawFile):
         return size
 
     def fileno(self) -> int:
-        """The file descriptor."""
+        """Returns the file descriptor."""
         self._require_open()
         return self._fd
 
     def close(self) -> None:
-        """Flushes, waits for pending transfers and closes the file. Errors of the latter stay with their futures.
+        """Flushes, waits for pending transfers and closes the file. Errors of transfers are left to their futures.
 
-        What a signal handler raises meanwhile, as Ctrl-C does, leaves the file open and loses nothing: close it again.
+        An exception from a signal handler, such as Ctrl-C, leaves the file open with nothing lost: close it again.
         """
         if self.closed:
             return
@@ -262,14 +262,17 @@ class File(_RawFile):
             self.close()
 
     def __repr__(self) -> str:
-        """For example ``<nvme_ops.File name='weights' mode='r'>``."""
+        """Returns for example ``<nvme_ops.File name='weights' mode='r'>``."""
         return f"<nvme_ops.File name={self.name!r} mode={self.mode!r}{' closed' if self.closed else ''}>"
 
     def _size(self) -> int:
         return os.fstat(self.fileno()).st_size
 
     def _submit(self, op: Op, tensor: torch.Tensor, offset: int) -> IoFuture:
-        """Each change of the set is one call in C: no signal and no thread comes between it and its transfer."""
+        """Submits and records a transfer.
+
+        Each change of the set is one call in C, so that no signal or thread can come between a transfer and its record.
+        """
         self._pending.difference_update([operation for operation in list(self._pending) if operation.done()])
         arguments = (op,), (tensor,), (self._open_file,), (offset,), (False,)
         known, found = itertools.tee(map(self._engine.submit, *arguments))

@@ -21,7 +21,7 @@ _making = threading.Lock()
 
 
 class _Waited:
-    """What ``concurrent.futures.wait`` and ``as_completed`` keep in a future."""
+    """The state that ``concurrent.futures.wait`` and ``as_completed`` keep in a future."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -29,7 +29,7 @@ class _Waited:
         self.waiters: list[Any] = []
 
     def end(self, future: IoFuture) -> None:
-        """Tells all who wait."""
+        """Marks the future as finished and notifies its waiters."""
         with self.condition:
             if self.state == "FINISHED":
                 return
@@ -42,11 +42,11 @@ class _Waited:
 class IoFuture(_Future):
     """The result of ``submit_pread``, ``submit_pwrite`` and their relatives.
 
-    It can be awaited in asyncio, and ``concurrent.futures.wait`` and ``as_completed`` take it. A transfer cannot be
-    cancelled: ``cancel()`` returns False, and a task that is cancelled while it awaits one leaves it to go on.
+    It can be awaited in asyncio, and ``concurrent.futures.wait`` and ``as_completed`` accept it. A transfer cannot be
+    cancelled: ``cancel()`` returns False, and cancelling a task that awaits one does not stop the transfer.
 
-    The tensors of the transfer stay alive until it ends, whether or not the future does. Leave them alone
-    until then. A failure that nobody asks for is reported through ``sys.unraisablehook``.
+    The tensors of the transfer are kept alive until it ends, whether or not the future is. Do not use them until
+    then. A failure that is never retrieved is reported through ``sys.unraisablehook``.
     """
 
     __slots__ = ("__weakref__", "_exception", "_operation", "_waited")
@@ -57,29 +57,29 @@ class IoFuture(_Future):
         self._waited: _Waited | None = None
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """Returns whether the transfer has ended, successfully or not."""
         return self._operation.done()
 
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Returns whether the transfer has not ended yet."""
         return not self.done()
 
     def cancel(self) -> bool:
-        """False: a transfer cannot be cancelled."""
+        """Returns False: a transfer cannot be cancelled."""
         return False
 
     def cancelled(self) -> bool:
-        """False."""
+        """Returns False."""
         return False
 
     def result(self, timeout: float | None = None) -> int:
         """Waits for the transfer and returns the bytes moved.
 
         Args:
-            timeout: seconds to wait at most; for ever when None.
+            timeout: seconds to wait at most; without limit when None.
 
         Raises:
-            TimeoutError: the transfer goes on after ``timeout`` seconds.
+            TimeoutError: the transfer has not ended after ``timeout`` seconds; it goes on.
             OSError: the kernel reported an error; ``errno`` and ``filename`` say which and where.
             EOFError: the file ended before the tensor was full.
         """
@@ -89,7 +89,7 @@ class IoFuture(_Future):
         return self._operation.bytes()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the transfer and returns what went wrong, or None. Raises TimeoutError as ``result`` does."""
+        """Waits for the transfer and returns its exception, or None. Raises TimeoutError as ``result`` does."""
         if not self._operation.wait(timeout):
             raise TimeoutError(f"the transfer has not ended after {timeout} s")
         if self._exception is None:
@@ -97,11 +97,11 @@ class IoFuture(_Future):
         return self._exception
 
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
-        """Calls ``function(self)`` when the transfer has ended, on a thread kept for callbacks."""
+        """Calls ``function(self)`` when the transfer has ended, on a thread reserved for callbacks."""
         self._operation.add_callback(lambda: function(self))
 
     def __await__(self) -> Generator[object, None, int]:
-        """In asyncio: ``await handle.submit_pread(tensor, path)`` gives the bytes moved."""
+        """Waits in asyncio: ``await handle.submit_pread(tensor, path)`` returns the bytes moved."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 
@@ -118,7 +118,7 @@ class IoFuture(_Future):
             yield from arrived
         return self.result()
 
-    if not TYPE_CHECKING:  # what concurrent.futures looks at in a future that it waits for
+    if not TYPE_CHECKING:  # the attributes that concurrent.futures uses
         _condition = property(lambda self: self._for_waiters().condition)
         _state = property(lambda self: self._for_waiters().state)
         _waiters = property(lambda self: self._for_waiters().waiters)
@@ -134,5 +134,5 @@ class IoFuture(_Future):
         return waited
 
     def __repr__(self) -> str:
-        """For example ``<IoFuture: pending>``."""
+        """Returns for example ``<IoFuture: pending>``."""
         return f"<IoFuture: {'done' if self.done() else 'pending'}>"

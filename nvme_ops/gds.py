@@ -1,6 +1,6 @@
-"""``gds_handle``: DeepNVMe's interface for tensors on a GPU, through cuFile where that is the shortest way.
+"""``gds_handle``: DeepNVMe's interface for GPU tensors, through cuFile where that is the fastest path.
 
-The native module ``gds`` shows everything named in ``__all__`` as its own.
+The native module ``gds`` re-exports everything in ``__all__``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are mu
 
 
 def _native(mode: str) -> Any:
-    """The native module. Nothing is compiled where cuFile cannot work: RuntimeError with what is missing."""
+    """Returns the native module. Raises RuntimeError, without compiling anything, if cuFile cannot work here."""
     from nvme_ops.op_builder import cufile
 
     builder = GDSBuilder()
@@ -42,22 +42,22 @@ def _native(mode: str) -> Any:
 
 
 class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
-    """An ``aio_handle`` whose tensors on an accelerator go straight between storage and device where the machine can.
+    """An ``aio_handle`` whose accelerator tensors move directly between storage and device where the machine can.
 
-    CPU tensors take the way of ``aio_handle``. For the others each transfer chooses: GPUDirect Storage (``"gds"``)
-    where cuFile can reach the GPU directly; where it cannot, cuFile's compatibility mode (``"compat"``) or page-locked
-    staging memory (``"bounce"``), whichever has been faster so far. ``last_path`` and ``path_statistics`` tell which it
+    CPU tensors are handled as by ``aio_handle``. For the others each transfer chooses a path: GPUDirect Storage
+    (``"gds"``) if cuFile can reach the GPU directly; if not, cuFile's compatibility mode (``"compat"``) or page-locked
+    staging memory (``"bounce"``), whichever has been faster so far. ``last_path`` and ``path_statistics`` say which it
     was.
 
-    The environment variable ``NVME_OPS_GDS`` limits the choice: ``auto``; ``require`` raises RuntimeError, with the
-    reason, instead of leaving GPUDirect Storage; ``off`` never touches cuFile. It is read when a handle is made. What
-    lies on either side of whole pages of the file (4096 bytes) always goes through staging memory.
+    The environment variable ``NVME_OPS_GDS``, read when a handle is made, limits the choice: ``auto``; ``require``
+    raises RuntimeError, with the reason, instead of using another path than GPUDirect Storage; ``off`` never uses
+    cuFile. Parts of a transfer outside whole pages of the file (4096 bytes) always go through staging memory.
 
     Args:
-        block_size: bytes of one cuFile call, and of one request of the other ways.
-        intra_op_parallelism: cuFile calls at once, each on a slice of the tensor, and lanes of the other ways.
-        queue_depth, single_submit, overlap_events, num_threads, backend, cache: as for ``aio_handle``; they do not
-            matter to cuFile, except that ``cache="buffered"`` rules it out.
+        block_size: bytes of one cuFile call, and of one request on the other paths.
+        intra_op_parallelism: concurrent cuFile calls, each on a slice of the tensor, and lanes of the other paths.
+        queue_depth, single_submit, overlap_events, num_threads, backend, cache: as for ``aio_handle``. cuFile ignores
+            them, except that ``cache="buffered"`` rules it out.
 
     Raises:
         ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_GDS``.
@@ -77,12 +77,12 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
 
     @property
     def last_path(self) -> str | None:
-        """The way of the last transfer of a tensor on an accelerator: ``"gds"``, ``"compat"`` or ``"bounce"``."""
+        """The path of the last transfer of an accelerator tensor: ``"gds"``, ``"compat"`` or ``"bounce"``."""
         last: str | None = self.path_statistics()["last"]
         return last
 
     def path_statistics(self) -> dict[str, Any]:
-        """``last``, ``why`` it was taken, and in ``uses`` for each way the ``transfers`` and ``bytes`` so far."""
+        """Returns ``last``; ``why`` it was chosen; and ``uses``: ``transfers`` and ``bytes`` of each path."""
         statistics: dict[str, Any] = self._engine.paths()
         return statistics
 
@@ -95,7 +95,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         *,
         example_tenosr: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A one-dimensional tensor like ``example_tensor`` on its device, aligned and pinned, contents arbitrary.
+        """Returns an uninitialized one-dimensional tensor on the device of ``example_tensor``, aligned and pinned.
 
         It stays pinned, and its memory allocated, until ``free_pinned_device_tensor``. DeepNVMe spells the keyword
         ``example_tenosr``.
@@ -121,34 +121,32 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Registers a contiguous tensor's memory with cuFile, which pays when it is used again and again.
+        """Registers a contiguous tensor's memory with cuFile, which pays off when it is used repeatedly. Returns True.
 
-        Returns True.
-
-        Pinning it twice, or a view into it, changes nothing. The memory stays allocated until it is unpinned.
+        Pinning it twice, or a view of it, changes nothing. The memory stays allocated until it is unpinned.
 
         Raises:
             ValueError: a tensor on the CPU, without elements, or not contiguous.
-            OSError: cuFile refused; ``errno`` is its code, 5016 when more would be pinned than may be.
+            OSError: cuFile refused; ``errno`` is its code, 5016 when the limit on pinned memory is exceeded.
         """
         return bool(self._gds.pin(tensor))
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Takes back ``pin_device_tensor``, after the transfers that use the memory.
+        """Undoes ``pin_device_tensor``, once the transfers that use the memory have ended.
 
-        False for a tensor that was not pinned itself, for example a view of one that was.
+        Returns False for a tensor that was not pinned itself, for example a view of one that was.
         """
         return bool(self._gds.unpin(tensor))
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """As ``aio_handle.is_pinned``; for a tensor on an accelerator whether all its memory is pinned with cuFile."""
+        """Returns whether torch or a handle pinned CPU memory, or cuFile all memory of an accelerator tensor."""
         if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
             return bool(self._gds.is_pinned(buffer))
         return super().is_pinned(buffer)
 
 
 class _Engines:
-    """The ``Engine`` of a ``gds_handle``: that of ``async_io`` for host memory, that of ``gds`` for the rest."""
+    """The ``Engine`` of a ``gds_handle``: the one of ``async_io`` for host memory, the one of ``gds`` for the rest."""
 
     def __init__(self, host: Engine, device: Engine) -> None:
         self._host, self._device = host, device
@@ -183,7 +181,7 @@ class _Engines:
 
 
 def _open_driver(gds: Any) -> dict[str, Any]:
-    """Opens cuFile's driver, once for the process. A CUDA context must exist before."""
+    """Opens cuFile's driver, once per process. A CUDA context must exist before."""
     from nvme_ops.op_builder import cufile
 
     if torch.cuda.is_available():

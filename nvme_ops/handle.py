@@ -1,6 +1,6 @@
-"""``aio_handle``: DeepNVMe's interface to asynchronous tensor I/O, and futures beside it.
+"""``aio_handle``: DeepNVMe's interface to asynchronous tensor I/O, extended with futures.
 
-The native module ``async_io`` shows everything named in ``__all__`` as its own.
+The native module ``async_io`` re-exports everything in ``__all__``.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _SECTOR = 512  # bytes: what DeepNVMe aligns to
 
 
 class aio_handle:  # noqa: N801  (DeepNVMe's name)
-    """Reads tensors from files and writes them to files, asynchronously and past the page cache.
+    """Reads tensors from files and writes them to files, asynchronously and bypassing the page cache.
 
-    Any size, offset, dtype and alignment is accepted, on the CPU and on accelerators. A ``buffer`` is a tensor whose
-    whole memory is filled (``read``) or stored (``write``); a buffer to be filled must be contiguous. On the CPU
-    anything with the buffer protocol serves too. A ``filename`` is a path or an open file descriptor, which stays open.
+    Any size, offset, dtype and alignment is accepted, on the CPU and on accelerators. A ``buffer`` is a tensor, all of
+    which is filled (``read``) or stored (``write``); a buffer to be filled must be contiguous. On the CPU it can be
+    anything with the buffer protocol. A ``filename`` is a path or an open file descriptor, which stays open.
 
-    ``file_offset`` counts bytes. A write without it makes the tensor the whole file: a longer file is cut to it. With a
-    ``file_offset``, also 0, or a file descriptor, the rest of the file is left as it is.
+    ``file_offset`` is in bytes. A write without it makes the tensor the whole file, truncating a longer one. With a
+    ``file_offset``, even 0, or a file descriptor, the rest of the file is left unchanged.
 
     Args:
-        block_size: bytes of one request to the device. Larger blocks cost less CPU, smaller ones more evenly fill a
-            queue. Rounded to what direct I/O allows; through staging memory at most 2 MiB.
+        block_size: bytes of one request to the device. Larger blocks cost less CPU, smaller ones fill a queue more
+            evenly. Rounded to what direct I/O allows; through staging memory at most 2 MiB.
         queue_depth: requests in flight at once, for each lane.
-        single_submit: hand every request to the kernel in a system call of its own, as soon as it is ready, instead of
-            batches: the first request starts earlier, at a higher CPU cost.
-        overlap_events: refill the queue after every single completion, instead of after an eighth of the queue: the
-            queue stays fuller, at a higher CPU cost. It never drains either way.
-        intra_op_parallelism: lanes, each with a queue and a thread of its own, among which one transfer is divided.
+        single_submit: submit every request by a system call of its own, as soon as it is ready, instead of in batches:
+            the first request starts earlier, at a higher CPU cost.
+        overlap_events: refill the queue after every completion, instead of after an eighth of the queue: the queue
+            stays fuller, at a higher CPU cost. It never drains either way.
+        intra_op_parallelism: number of lanes, each with its own queue and thread, among which a transfer is divided.
         num_threads: another name for ``intra_op_parallelism``.
         backend: ``"io_uring"``, ``"libaio"`` or ``"threads"``; by default ``NVME_OPS_BACKEND``, else the first of
             these that works here.
-        cache: ``"auto"`` reads what is in the page cache from there and the rest past it, ``"direct"`` reads
-            everything past it, ``"buffered"`` reads and writes through it. Writes of less than a page at either end of
-            a tensor always pass through it. By default ``NVME_OPS_CACHE``, else ``"auto"``.
+        cache: ``"auto"`` reads what is in the page cache from there and bypasses it for the rest, ``"direct"``
+            bypasses it for all reads, ``"buffered"`` reads and writes through it. Partial pages at either end of a
+            write always go through it. By default ``NVME_OPS_CACHE``, else ``"auto"``.
 
     Raises:
         ValueError: a size or number below 1, an unknown backend or cache mode, two different thread counts.
@@ -111,9 +111,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return engine
 
     def close(self) -> None:
-        """Waits for what is pending, raising as ``wait`` does, and gives lanes and memory back. Once or more.
+        """Waits for pending operations, raising as ``wait`` does, and releases lanes and memory. Safe to call again.
 
-        Every later use raises ValueError. A handle that is dropped is closed as well, without raising.
+        Any later use raises ValueError. A handle that is dropped is closed as well, without raising.
         """
         if isinstance(self._engine, ClosedEngine):
             return
@@ -124,7 +124,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close``."""
         return isinstance(self._engine, ClosedEngine)
 
     def __enter__(self) -> Self:
@@ -146,46 +146,46 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         }
 
     def __repr__(self) -> str:
-        """For example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
+        """Returns for example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
         settings = self._settings() if self.closed else {**self._settings(), "backend": self.backend}
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A handle is pickled as its settings: another process makes one of its own."""
+        """Pickles the handle's settings: unpickling makes a new handle with the same ones."""
         return _made, (type(self), self._settings())
 
     def get_block_size(self) -> int:
-        """The constructor's ``block_size``, in bytes."""
+        """Returns the constructor's ``block_size``, in bytes."""
         return self._block_size
 
     def get_queue_depth(self) -> int:
-        """The constructor's ``queue_depth``."""
+        """Returns the constructor's ``queue_depth``."""
         return self._queue_depth
 
     def get_single_submit(self) -> bool:
-        """The constructor's ``single_submit``."""
+        """Returns the constructor's ``single_submit``."""
         return self._single_submit
 
     def get_overlap_events(self) -> bool:
-        """The constructor's ``overlap_events``."""
+        """Returns the constructor's ``overlap_events``."""
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """The constructor's ``intra_op_parallelism``."""
+        """Returns the constructor's ``intra_op_parallelism``."""
         return self._lanes
 
     def get_thread_count(self) -> int:
-        """The same as ``get_intra_op_parallelism``."""
+        """Returns the same as ``get_intra_op_parallelism``."""
         return self._lanes
 
     def get_alignment(self) -> int:
-        """Bytes to which a caller may pad, as DeepNVMe counts them: 512 for each lane. Padding is never required."""
+        """Returns the bytes to which a caller may pad, as in DeepNVMe: 512 for each lane. Padding is never required."""
         return _SECTOR * self._lanes
 
     @property
     def backend(self) -> str:
-        """The way to the kernel in use: ``io_uring``, ``libaio`` or ``threads``."""
+        """The backend in use: ``io_uring``, ``libaio`` or ``threads``."""
         return self._engine.backend()
 
     # Blocking, on the caller's thread
@@ -220,9 +220,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         **others: bool,
     ) -> int:
-        """Fills ``buffer``: ``async_pread`` when ``async_op``, else ``sync_pread``.
+        """Fills ``buffer``: ``async_pread`` if ``async_op``, else ``sync_pread``.
 
-        DeepNVMe calls it ``async``, which is a word of Python's: ``pread(..., **{"async": True})`` does too.
+        DeepNVMe's keyword is ``async``, now reserved in Python: ``pread(..., **{"async": True})`` works too.
         """
         validate, async_op = flag("validate", validate), asynchronous("pread", async_op, others)
         return self._transfer(Op.READ, buffer, filename, file_offset, validate, async_op)
@@ -236,22 +236,23 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         **others: bool,
     ) -> int:
-        """Stores ``buffer``: ``async_pwrite`` when ``async_op``, else ``sync_pwrite``; otherwise like ``pread``."""
+        """Stores ``buffer``: ``async_pwrite`` if ``async_op``, else ``sync_pwrite``; otherwise like ``pread``."""
         validate, async_op = flag("validate", validate), asynchronous("pwrite", async_op, others)
         return self._transfer(Op.WRITE, buffer, filename, file_offset, validate, async_op)
 
     def sync_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
-        """Fills ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
+        """Fills ``buffer`` and waits, also for earlier asynchronous operations; returns how many have ended."""
         return self._transfer(Op.READ, buffer, filename, file_offset, False, False)
 
     def sync_pwrite(self, buffer: Source, filename: FileName, file_offset: int | None = None) -> int:
-        """Stores ``buffer`` and waits, for earlier asynchronous operations too; returns how many have ended."""
+        """Stores ``buffer`` and waits, also for earlier asynchronous operations; returns how many have ended."""
         return self._transfer(Op.WRITE, buffer, filename, file_offset, False, False)
 
     def async_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
-        """Starts to fill ``buffer`` and returns 0. Leave the buffer alone until ``wait``.
+        """Starts to fill ``buffer`` and returns 0. Do not use the buffer until ``wait``.
 
-        The file is opened when its turn comes: what is wrong with it, its absence too, is raised by ``wait``.
+        The file is opened when the transfer starts: any error from that, a missing file included, is raised by
+        ``wait``.
         """
         return self._transfer(Op.READ, buffer, filename, file_offset, False, True)
 
@@ -273,8 +274,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def wait(self) -> int:
         """Waits for every asynchronous operation since the last ``wait`` and returns how many there were.
 
-        Futures are not among them. When operations failed, all are waited for first; then the first failure is raised,
-        with all of them, the first included, in its attribute ``failures``.
+        Futures do not count. If operations failed, all are waited for; then the first failure is raised, whose
+        attribute ``failures`` lists all of them, itself included.
         """
         self._engine.sweep()
         return self._pending.wait()
@@ -306,14 +307,14 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
-        Raises at once what is wrong with the arguments. The file is opened when its turn comes: what is wrong with it,
-        its absence too, comes from the future. So leave it where it is until then.
+        Wrong arguments raise at once. The file is opened when the transfer starts: any error from that, a missing file
+        included, comes from the future. Do not rename or remove the file until then.
 
         Args:
             tensor: to be filled.
             file: a path, an open file descriptor, or a file of ``nvme_ops.open``, which is not opened again.
             file_offset: in bytes.
-            priority: ``nvme_ops.Priority``. What is less urgent than other transfers of this process lets them pass.
+            priority: ``nvme_ops.Priority``. More urgent transfers of this process overtake less urgent ones.
         """
         return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
 
@@ -336,14 +337,14 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
-        """Starts many reads in one call; the future's result is the bytes moved in all.
+        """Starts many reads in one call; the future's result is the total of bytes moved.
 
         Args:
-            tensors: one for each request. A contiguous CPU tensor counts as its rows along the first dimension.
-            files: one for all requests, or one for each. A file named several times is opened once. There may be more
-                of them than the process may have open.
-            file_offsets: one for each request, in bytes. None: offset 0 of each file.
-            priority: as of ``submit_pread``.
+            tensors: one for each read; a contiguous CPU tensor stands for its rows along the first dimension.
+            files: one for all reads, or one for each. A file named several times is opened once. There may be more of
+                them than the process can have open.
+            file_offsets: one for each read, in bytes. None: offset 0 of each file.
+            priority: as in ``submit_pread``.
         """
         return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _plain(file_offsets), priority))
 
@@ -355,13 +356,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
-        """Starts many writes in one call; like ``submit_preadv``. Without offsets every tensor is its whole file."""
+        """Starts many writes in one call; like ``submit_preadv``. Without offsets each tensor is its whole file."""
         return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _plain(file_offsets), priority))
 
     def statistics(self) -> Statistics:
-        """What this handle has moved, and how, since it was made. Always counted; costs a few nanoseconds a request.
+        """Returns what this handle has moved, and how, since it was made. Costs a few nanoseconds for each request.
 
-        In a forked child it begins anew. What goes through cuFile is counted by ``gds_handle.path_statistics``.
+        A forked child starts from zero. ``gds_handle.path_statistics`` counts what goes through cuFile.
         """
         return statistics_of(self._engine.statistics())
 
@@ -374,7 +375,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         example_tenosr: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O, contents arbitrary.
+        """Returns an uninitialized one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O.
 
         Args:
             num_elem: number of elements.
@@ -387,16 +388,16 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return pin_memory.new_locked_tensor(num_elem, one_example(example_tensor, example_tenosr))
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Gives a locked tensor back: its pages are unlocked now, its memory is reused once nothing refers to it.
+        """Unlocks the tensor's pages now; its memory is reused once nothing refers to it.
 
-        Returns False for a tensor that no handle made, for a part of one, and for one that was freed before.
+        Returns False for a tensor that no handle made, for a view of part of one, and for one already freed.
         """
         return pin_memory.free_locked_tensor(tensor, "tensor")
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether torch pinned ``buffer``, or it lies in memory of ``new_cpu_locked_tensor`` or ``nvme_ops.empty``.
+        """Returns whether torch pinned ``buffer``, or it is from ``new_cpu_locked_tensor`` or ``nvme_ops.empty``.
 
-        It does not matter which handle of the process made the tensor. False once it was freed.
+        Any handle of the process may have made it. False once it was freed.
         """
         return pin_memory.is_pinned(buffer)
 
@@ -414,7 +415,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """``aio_handle(block_size, ...).read(tensor, filename, validate)`` in one call; returns 0."""
+    """Makes a handle and calls its ``read``; returns 0."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(tensor, filename, validate)
 
 
@@ -427,12 +428,12 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """``aio_handle(block_size, ...).write(tensor, filename, validate)`` in one call; returns 0."""
+    """Makes a handle and calls its ``write``; returns 0."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(tensor, filename, validate)
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
-    """Copies all of ``src`` into ``dest``, any dtype and shape with the same number of bytes; returns 0.
+    """Copies ``src`` into ``dest``, of any dtype and shape with the same number of bytes; returns 0.
 
     Raises:
         ValueError: sizes differ, or ``dest`` is not contiguous while its shape or dtype differs from that of ``src``.

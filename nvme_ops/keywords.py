@@ -1,4 +1,4 @@
-"""What handles are given under two names, or as something else than they expect: one value of it, or an error."""
+"""Reconciles arguments of handles that have two names, or that DeepNVMe accepts as another type."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CACHE_MODES = ("auto", "direct", "buffered")
 
 
 def flag(name: str, value: object) -> bool:
-    """A bool from what pybind11, and so DeepNVMe, takes for one: numbers too, but not ``"false"``, which is true."""
+    """Converts what pybind11, and so DeepNVMe, accepts as a bool: numbers too, but not a string."""
     if value is None or hasattr(type(value), "__bool__"):
         return bool(value)
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
 
 
 def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bool:
-    """Whether a call is asynchronous: ``async_op``, or ``async``, which only ``**{"async": True}`` can name."""
+    """Returns whether a call is asynchronous: ``async_op``, or ``async`` given as ``**{"async": True}``."""
     unknown = next((name for name in others if name != "async"), None)
     if unknown is not None:
         raise TypeError(f"{method}() got an unexpected keyword argument '{unknown}'")
@@ -35,7 +35,7 @@ def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bo
 
 
 def one_file(method: str, filename: FileName | None, fd: int | None) -> FileName:
-    """The file of a call that takes ``fd`` in place of ``filename``."""
+    """Returns the file of a call that accepts ``fd`` in place of ``filename``. Raises TypeError unless one is given."""
     if fd is None:
         if filename is None:
             raise TypeError(f"a file must be a path or a file descriptor: {method}() needs a filename or an fd")
@@ -48,7 +48,7 @@ def one_file(method: str, filename: FileName | None, fd: int | None) -> FileName
 
 
 def one_example(example_tensor: torch.Tensor | None, example_tenosr: torch.Tensor | None) -> torch.Tensor:
-    """The tensor that gives the dtype: DeepNVMe misspells the keyword on its older handles."""
+    """Returns the tensor that gives the dtype; DeepNVMe misspells the keyword on its older handles."""
     if example_tensor is not None and example_tenosr is not None:
         raise TypeError("example_tensor and example_tenosr are two names for one argument: give one of them")
     example = example_tenosr if example_tensor is None else example_tensor
@@ -58,9 +58,9 @@ def one_example(example_tensor: torch.Tensor | None, example_tenosr: torch.Tenso
 
 
 def cache_mode(cache: str | None) -> str:
-    """The ``cache`` that a handle is given, else ``NVME_OPS_CACHE``, else ``"auto"``."""
+    """Returns ``cache`` if given, else ``NVME_OPS_CACHE``, else ``"auto"``."""
     if cache is not None:
-        return cache  # the engine knows whether it is one
+        return cache  # the engine validates it
     chosen = os.environ.get(CACHE) or "auto"
     if chosen not in _CACHE_MODES:
         raise ValueError(f"{CACHE}={chosen!r} is not one of {', '.join(_CACHE_MODES)}")

@@ -1,4 +1,4 @@
-"""How much memory a process can still have: of the machine, and of the cgroups that it is in."""
+"""How much more memory a process can have: of the machine, and within its cgroups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FILES = {
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still have before the kernel refuses, or kills.
+    """Returns the bytes that this process can still allocate before the kernel refuses, or kills it.
 
-    The least of what the machine has (``MemAvailable``) and what each limit leaves: of the process's own cgroup and of
-    every one above it, in version 1 and 2. What cannot be read limits nothing.
+    The least of what the machine has (``MemAvailable``) and what each limit leaves: those of the process's own cgroup
+    and of its ancestors, in cgroup v1 and v2. Limits that cannot be read are ignored.
 
     Args:
-        root: stands before every path that is looked at.
+        root: prefix of every path that is read.
     """
     lines = _lines(root / "proc/meminfo")
     machine = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
@@ -40,7 +40,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
-    """For each hierarchy that can limit memory: its version, where it is mounted, and this process's folder in it."""
+    """Yields, for each hierarchy that can limit memory, its version, its mount and this process's folder in it."""
     paths = dict(_own_paths(root))
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
@@ -49,14 +49,14 @@ def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
         key = "" if kind == "cgroup2" else "memory" if "memory" in controllers else None
         if kind not in _FILES or key not in paths:
             continue
-        # A container sees a part of the hierarchy: what its mount shows at the top is words[3] of the machine's.
+        # A container sees part of the hierarchy: the root of its mount is words[3] of the machine's.
         shown, own = PurePosixPath(words[3]), PurePosixPath(paths[key])
         top = root / words[4].lstrip("/")
         yield kind, top, top / own.relative_to(shown) if own.is_relative_to(shown) else top
 
 
 def _own_paths(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields the process's path in each hierarchy, by controller; version 2 has none in its line."""
+    """Yields controller and path for each line of /proc/self/cgroup; v2 has an empty controller."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for name in controllers.split(","):
@@ -71,7 +71,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no number: ``max`` is none."""
+    """Returns the number in a file, or None (``max`` is no number)."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 

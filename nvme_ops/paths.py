@@ -1,4 +1,4 @@
-"""What names of files are not."""
+"""Names that are URLs and not local files."""
 
 from __future__ import annotations
 

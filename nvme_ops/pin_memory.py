@@ -1,4 +1,4 @@
-"""Page-locked CPU tensors, and the one register of them that all handles of the process share.
+"""Page-locked CPU tensors, and the one registry of them that all handles of the process share.
 
 ``pin_handle`` is DeepNVMe's interface to them, from ``PinMemoryBuilder().load()``; ``aio_handle`` and ``gds_handle``
 have the same methods.
@@ -28,10 +28,10 @@ _freed: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 
 class pin_handle:  # noqa: N801  (DeepNVMe's name)
-    """Makes, frees and recognises page-locked CPU tensors. They outlive the handle, and any handle frees them."""
+    """Allocates, frees and recognises page-locked CPU tensors. They outlive the handle; any handle can free them."""
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O, contents arbitrary.
+        """Returns an uninitialized one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O.
 
         Args:
             num_elem: number of elements.
@@ -43,23 +43,23 @@ class pin_handle:  # noqa: N801  (DeepNVMe's name)
         return new_locked_tensor(num_elem, one_example(example_tensor, None))
 
     def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
-        """Gives a locked tensor back: its pages are unlocked now, its memory is reused once nothing refers to it.
+        """Unlocks the tensor's pages now; its memory is reused once nothing refers to it.
 
-        Returns False for a tensor that no handle made, for a part of one, and for one that was freed before.
+        Returns False for a tensor that no handle made, for a view of part of one, and for one already freed.
         """
         return free_locked_tensor(locked_tensor, "locked_tensor")
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """The same for the tensor whose ``data_ptr()`` is ``address``, without the tensor at hand."""
+        """Does the same for the tensor whose ``data_ptr()`` is ``address``."""
         return free_locked_memory(address)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether torch pinned ``buffer``, or it lies in a locked tensor or in memory of ``nvme_ops.empty``."""
+        """Returns whether torch pinned ``buffer``, or it is a locked tensor's or ``nvme_ops.empty``'s memory."""
         return is_pinned(buffer)
 
 
 def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
-    """What a handle's ``new_cpu_locked_tensor`` does; the warning is its caller's."""
+    """Implements ``new_cpu_locked_tensor`` of all handles; the warning points at their caller."""
     if num_elem < 0:
         raise ValueError(f"num_elem must not be negative: {num_elem}")
     buffer = pool_buffer(max(1, num_elem) * example.element_size())
@@ -76,7 +76,7 @@ def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
 
 
 def free_locked_tensor(tensor: torch.Tensor, argument: str) -> bool:
-    """What a handle's ``free_cpu_locked_tensor`` does; ``argument`` is what it calls the tensor."""
+    """Implements ``free_cpu_locked_tensor`` of all handles; ``argument`` is the parameter's name there."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -87,7 +87,7 @@ def free_locked_tensor(tensor: torch.Tensor, argument: str) -> bool:
 
 
 def free_locked_memory(address: int) -> bool:
-    """What ``free_cpu_locked_tensor_by_ptr`` does. Of several threads at once one gets True."""
+    """Implements ``free_cpu_locked_tensor_by_ptr``. Of concurrent calls only one returns True."""
     if isinstance(address, bool) or not hasattr(address, "__index__"):
         raise TypeError(f"address must be an int, not {type(address).__name__}")
     buffer = _locked.pop(address, None)
@@ -99,7 +99,7 @@ def free_locked_memory(address: int) -> bool:
 
 
 def is_pinned(buffer: torch.Tensor) -> bool:
-    """What every handle's ``is_pinned`` does for a tensor on the CPU."""
+    """Implements ``is_pinned`` of all handles for CPU tensors."""
     if native().in_pool(buffer):
         return buffer.untyped_storage().data_ptr() not in _freed
     return bool(buffer.is_pinned())

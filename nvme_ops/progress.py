@@ -1,6 +1,6 @@
-"""A progress bar on standard error: tqdm's where it is installed, else one line that is written over.
+"""A progress bar on standard error: tqdm's if it is installed, else one line that is overwritten.
 
-Where standard error is no terminal, a line now and then.
+If standard error is not a terminal, a line every few seconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 _NOW_AND_THEN = 30.0  # seconds between lines
 
-Step = Callable[[str], None]  # told in words what begins; what was told before has ended
+Step = Callable[[str], None]  # ends the previous step and names the next one
 
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Step]:
-    """Shows a bar of ``total`` steps."""
+    """Shows a bar of ``total`` steps; yields a function that starts the next step and names it."""
     if not sys.stderr.isatty():
         yield from _lines_now_and_then(total)
         return
@@ -84,7 +84,7 @@ def _plain_line(total: int) -> Iterator[Step]:
 
 @contextmanager
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
-    """Shows a bar of ``total`` bytes; it is told how many more were dealt with."""
+    """Shows a bar of ``total`` bytes; yields a function that adds to the bytes done."""
     if not sys.stderr.isatty():
         yield from _percentages_now_and_then(total, words)
         return

@@ -1,4 +1,4 @@
-"""The sizes and defaults of the Python side, each once. Those of the native side stand in ``csrc/base/limits.h``."""
+"""Sizes and defaults of the Python side, each defined once. Those of the native side are in ``csrc/base/limits.h``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRIPE = 4 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``aio_handle`` takes, DeepSpeed's section ``aio`` holds; the defaults are the handle's."""
+    """Settings of an ``aio_handle``, as in DeepSpeed's section ``aio``; the defaults are the handle's."""
 
     block_size: int = MIB
     queue_depth: int = 128
@@ -40,11 +40,11 @@ class Settings:
     intra_op_parallelism: int = 1
 
     def as_json(self) -> dict[str, Any]:
-        """``aio_handle(**settings.as_json())`` is a handle with these settings."""
+        """Returns the settings as keyword arguments of ``aio_handle``."""
         return asdict(self)
 
     def words(self) -> str:
-        """For a reader: what fits in a table."""
+        """Returns the settings in words, short enough for a table."""
         switches = [name for name in ("single_submit", "overlap_events") if getattr(self, name)]
         lanes = f"{self.intra_op_parallelism} {'lane' if self.intra_op_parallelism == 1 else 'lanes'}"
         return ", ".join([f"{size_words(self.block_size)} x {self.queue_depth}", lanes, *switches])

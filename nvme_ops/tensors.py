@@ -1,7 +1,8 @@
-"""Tensors in the memory that storage fills fastest."""
+"""Tensors in huge-page memory, which storage fills fastest."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from typing import TYPE_CHECKING, cast
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pool_buffer(size: int) -> Buffer:
-    """``size`` bytes of the pool. Raises MemoryError for more than there can be."""
+    """Allocates ``size`` bytes from the native pool. Raises MemoryError."""
     if size > sys.maxsize:
         raise MemoryError(f"a tensor of {size} bytes does not fit any memory")
     return cast("Buffer", native().Buffer(size))
@@ -49,3 +50,8 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
         return torch.empty(shape, dtype=dtype)
     buffer = pool_buffer(elements * dtype.itemsize)
     return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, in place. The caller keeps the tensor."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

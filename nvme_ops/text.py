@@ -1,4 +1,4 @@
-"""Sizes, rates, shares and columns as people read and write them; units of sizes are powers of 1024."""
+"""Formats and parses sizes, rates, shares and columns of text. Units of sizes are powers of 1024."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024. Raises ValueError."""
+    """Parses a size in bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
     if not 1 <= size < math.inf:
@@ -20,7 +20,7 @@ def parse_size(text: str) -> int:
 
 
 def size_of(size: int | str) -> int:
-    """Bytes as Hugging Face's libraries count them: ``GB`` is 1000**3, ``GiB`` 1024**3. Raises ValueError."""
+    """Parses a size as Hugging Face's libraries do: ``GB`` is 1000**3, ``GiB`` 1024**3. Raises ValueError."""
     if isinstance(size, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", size.strip(), re.IGNORECASE)
         if found is None:
@@ -32,7 +32,7 @@ def size_of(size: int | str) -> int:
 
 
 def size_words(size: int) -> str:
-    """For a reader: ``512 B``, ``1 GiB``."""
+    """Formats a size: ``512 B``, ``1 GiB``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if float(f"{value:.4g}") < 1024:
@@ -42,23 +42,23 @@ def size_words(size: int) -> str:
 
 
 def rate_words(rate: float) -> str:
-    """Bytes per second for a reader, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
+    """Formats bytes per second, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
 
 
 def share_words(share: float) -> str:
-    """A share of 1 in percent; a little is not nothing."""
+    """Formats a fraction in percent; a fraction above 0 is never shown as 0 %."""
     return "< 1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
 def rounded(value: float, digits: int) -> str:
-    """At most so many significant digits, never an exponent: 2.713, 41.2, 1234."""
+    """Formats with at most ``digits`` significant digits, never with an exponent: 2.713, 41.2, 1234."""
     whole = len(str(int(abs(value))))
     return f"{value:.{max(0, digits - whole)}f}"
 
 
 def columns_text(lines: Sequence[Sequence[str]]) -> str:
-    """Cells below each other, each column as wide as its widest cell."""
+    """Aligns cells in columns, each as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

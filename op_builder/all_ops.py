@@ -1,4 +1,4 @@
-"""The table of ops: add a builder here and the report, ``setup.py`` and the tests know it."""
+"""The table of ops: a builder added here is known to the report, ``setup.py`` and the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``OpBuilder``: what every op's builder can do. What an op is made of stands in the op's own module."""
+"""``OpBuilder``: what every op's builder can do. The op's own module defines what the op consists of."""
 
 from __future__ import annotations
 
@@ -56,48 +56,48 @@ class OpBuilder:
         #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
-    # What the op is made of
+    # What the op consists of
 
     def absolute_name(self) -> str:
-        """The module an ahead-of-time build installs."""
+        """Returns the name of the module that an ahead-of-time build installs."""
         return f"nvme_ops.ops.{self.name}"
 
     def source_root(self) -> Path:
-        """The folder of the native code; all headers below it count as inputs of the build."""
+        """Returns the folder of the native code; all headers below it are inputs of the build."""
         return sources.CSRC
 
     def sources(self) -> list[str]:
-        """Absolute paths of the files to compile."""
+        """Returns absolute paths of the files to compile."""
         return []
 
     def united_sources(self) -> list[list[str]]:
-        """Groups of ``sources`` that are compiled as one file each, to save time."""
+        """Returns groups of ``sources`` that are compiled as one file each, to save time."""
         return []
 
     def include_paths(self) -> list[str]:
-        """Absolute paths of the folders to search for headers."""
+        """Returns absolute paths of the folders to search for headers."""
         return [str(self.source_root())]
 
     def cxx_args(self) -> list[str]:
-        """Flags for the C++ compiler."""
+        """Returns flags for the C++ compiler."""
         return []
 
     def nvcc_args(self) -> list[str]:
-        """Flags for nvcc; empty, because no op compiles CUDA code."""
+        """Returns flags for nvcc: none, because no op compiles CUDA code."""
         return []
 
     def extra_ldflags(self) -> list[str]:
-        """Flags for the linker."""
+        """Returns flags for the linker."""
         return []
 
     # What this machine offers
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be built, loaded and used here; ``error_log`` and ``warnings`` as in ``is_buildable``."""
+        """Returns whether the op can be built, loaded and used here. ``error_log`` and ``warnings`` as below."""
         return self.is_buildable(verbose)
 
     def is_buildable(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
-        """Whether ``load`` can succeed here: the op is built already, or a compiler that works and ninja are present.
+        """Returns whether ``load`` can succeed: the op is built, or a working compiler and ninja are present.
 
         On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
         ``verbose=True`` prints these.
@@ -111,16 +111,16 @@ class OpBuilder:
         return self.error_log is None
 
     def is_loaded(self) -> bool:
-        """Whether this process has loaded the op."""
+        """Returns whether this process has loaded the op."""
         return self.name in _loaded
 
     def is_installed(self) -> bool:
-        """Whether an ahead-of-time built op lies in the package and fits the torch and Python at hand."""
+        """Returns whether the package contains an op built ahead of time that fits this torch and Python."""
         found = prebuilt.find(self.name)
         return found is not None and not prebuilt.mismatch(found, self._requirements())
 
     def is_cached(self) -> bool:
-        """Whether an op built just in time is in the cache, so that ``load`` compiles nothing."""
+        """Returns whether the cache has an op built just in time, so that ``load`` compiles nothing."""
         return cache.find(self.recipe()) is not None
 
     def has_function(
@@ -130,30 +130,30 @@ class OpBuilder:
         library_dirs: Sequence[str] | None = None,
         verbose: bool = False,
     ) -> bool:
-        """Whether a program that calls ``funcname`` compiles and links with ``libraries``."""
+        """Returns whether a program that calls ``funcname`` compiles and links with ``libraries``."""
         problem = probes.has_function(funcname, libraries, library_dirs or ())
         if problem and verbose:
             self.warning(f"{self.name}: {funcname} cannot be linked: {problem}")
         return not problem
 
     def command_exists(self, cmd: str) -> bool:
-        """Whether ``cmd``, or one of several separated by ``|``, is on the PATH."""
+        """Returns whether ``cmd``, or one of several separated by ``|``, is on the PATH."""
         return any(shutil.which(name.strip()) is not None for name in cmd.split("|"))
 
     def cpu_arch(self) -> str:
-        """The compiler flag for this very CPU. No op uses it: a prebuilt one must run on other machines too."""
+        """Returns the compiler flag for this CPU. No op uses it: a prebuilt one must run on other machines."""
         return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether torch was built for ROCm."""
+        """Returns whether torch was built for ROCm."""
         import torch
 
         return torch.version.hip is not None
 
     @staticmethod
     def validate_torch_version(torch_info: Mapping[str, str]) -> None:
-        """Raise unless an op compiled with ``torch_info["version"]`` fits the torch at hand.
+        """Raises unless an op compiled with ``torch_info["version"]`` fits the torch in use.
 
         Raises:
             RuntimeError: the major or minor versions differ.
@@ -170,7 +170,7 @@ class OpBuilder:
     # Building and loading
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The op's module: loaded before in this process, else prebuilt, else from the cache, else compiled now.
+        """Returns the op's module: already loaded, else prebuilt, else from the cache, else compiled now.
 
         Raises:
             RuntimeError: it cannot be built or loaded; the message holds the compiler's or the probe's words.
@@ -178,11 +178,11 @@ class OpBuilder:
         return _loaded.get(self.name) or self._load(verbose, try_prebuilt=True)
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """As ``load``, without looking for a prebuilt op. ``verbose=True`` says on stderr how long a build took."""
+        """Does what ``load`` does, ignoring prebuilt ops. ``verbose=True`` reports on stderr how long a build took."""
         return _loaded.get(self.name) or self._load(verbose, try_prebuilt=False)
 
     def load_prebuilt(self) -> ModuleType | None:
-        """The prebuilt op; None, and a warning where there is one that does not fit or cannot be imported."""
+        """Returns the prebuilt op, or None, with a warning if there is one that does not fit or load."""
         found = prebuilt.find(self.name)
         if found is None:
             return None
@@ -196,7 +196,7 @@ class OpBuilder:
         return None
 
     def builder(self) -> Extension:
-        """The op as an extension module for setuptools.
+        """Returns the op as an extension module for setuptools.
 
         Raises:
             RuntimeError: torch is not installed.
@@ -214,7 +214,7 @@ class OpBuilder:
         )
 
     def recipe(self) -> Recipe:
-        """Everything that decides what a build produces, the flags of the user's environment included."""
+        """Returns everything that determines what a build produces, including flags from the environment."""
         return Recipe(
             name=self.name,
             sources=tuple(self._sources()),
@@ -228,11 +228,11 @@ class OpBuilder:
         )
 
     def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
-        """``args`` without empty strings, which a compiler would take for files."""
+        """Returns ``args`` without empty strings, which a compiler would take for files."""
         return [arg for arg in args if arg]
 
     def warning(self, msg: str) -> None:
-        """Print ``msg`` on stderr as a warning."""
+        """Prints ``msg`` on stderr as a warning."""
         say(f" [WARNING]  {msg}")
 
     def _sources(self) -> list[Path]:
@@ -283,7 +283,7 @@ class OpBuilder:
         )
 
     def toolchain_problem(self) -> str | None:
-        """Why nothing can be compiled here, with the fix; None when it can."""
+        """Returns why nothing can be compiled here, with the fix; None if it can."""
         found = compiler.find()
         if found is None:
             wanted = os.environ.get("CXX") or ", ".join(compiler.DEFAULT_COMMANDS)

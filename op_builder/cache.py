@@ -1,8 +1,8 @@
-"""Where finished ops are kept between processes, and how several processes agree on who builds one.
+"""Keeps finished ops between processes, and lets processes agree on which one builds an op.
 
 An entry is a folder that appears by one ``rename``, complete or not at all. Builders take turns by ``flock``, which the
-kernel gives up for a process that dies, so no lock outlives its holder. What others can write to is neither loaded nor
-built in: loading an op runs it.
+kernel releases when a process dies, so no lock outlives its holder. Folders that others can write to are neither loaded
+from nor built in: loading an op executes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .recipe import Recipe
 RECORD = "build.json"
 
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # from opening a lock: not one of this user's
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a lock that is not this user's
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Entry:
 
     @property
     def library(self) -> Path:
-        """The shared object."""
+        """Path of the shared object."""
         return self.folder / f"{self.name}.so"
 
     @property
     def log(self) -> Path:
-        """What the last failed build said; beside the entry, because a failed one is removed."""
+        """Path of the last failed build's output; beside the entry, because a failed one is removed."""
         return self.folder.with_suffix(".log")
 
     def why_not_trusted(self) -> str:
-        """Why others may have put there what lies there; an empty string when they cannot have, or nothing does."""
+        """Returns why others may have written the entry; an empty string if they cannot have, or none exists."""
         if not os.path.lexists(self.folder):
             return ""
         return next(filter(None, map(trust.why_not, (self.folder, self.library, self.folder / RECORD))), "")
 
     def record(self) -> dict[str, object] | None:
-        """What the op was made from; None when there is no finished build, or one that others can have put there."""
+        """Returns what the op was made from; None without a finished build that only this user can have written."""
         if self.why_not_trusted():
             return None
         try:
@@ -66,15 +66,15 @@ class Entry:
         return record if complete else None
 
     def discard(self) -> None:
-        """Have the next build replace this entry."""
+        """Makes the next build replace this entry."""
         with contextlib.suppress(OSError):
             (self.folder / RECORD).unlink()
 
 
 def default_root() -> Path:
-    """The folder torch keeps its own extensions in, for this package's: needs no import of torch's slow builder.
+    """Returns this package's part of torch's folder for extensions, without importing torch's slow builder.
 
-    Links are followed, so that what was checked is what is used. Not absolute where there is no home folder.
+    Links are followed, so that what was checked is what is used. Not absolute if there is no home folder.
     """
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
@@ -86,16 +86,16 @@ def default_root() -> Path:
 
 
 def shared_fallback_root() -> Path | None:
-    """Where builds go when the home folder takes none, as in many containers: a private folder under /tmp."""
+    """Returns a private folder under /tmp, for when the home folder is not writable, as in many containers."""
     try:
         place = os.path.realpath(tempfile.gettempdir())
-    except FileNotFoundError:  # nowhere to put a temporary file
+    except FileNotFoundError:  # no place for a temporary file
         return None
     return Path(place, f"torch_extensions_{os.geteuid()}", "nvme_ops")
 
 
 def roots() -> list[Path]:
-    """Where a finished op may be, best first: only folders that no other user can write to."""
+    """Returns where a finished op may be, best first: only folders that no other user can write to."""
     found = [] if _why_not_trusted(default_root()) else [default_root()]
     fallback = None if os.environ.get("TORCH_EXTENSIONS_DIR") else shared_fallback_root()
     if fallback is not None and _is_private(fallback.parent) and not trust.why_not(fallback):
@@ -104,7 +104,7 @@ def roots() -> list[Path]:
 
 
 def refusal() -> str:
-    """Why the folder that ``TORCH_EXTENSIONS_DIR`` names is not used, with the fix; an empty string when it is."""
+    """Returns why the folder named by ``TORCH_EXTENSIONS_DIR`` is not used, with the fix; empty if it is used."""
     problem = _why_not_trusted(default_root()) if os.environ.get("TORCH_EXTENSIONS_DIR") else ""
     return problem and (
         "ops are neither loaded from TORCH_EXTENSIONS_DIR nor built there, because others could change them: "
@@ -113,7 +113,7 @@ def refusal() -> str:
 
 
 def left_out(name: str) -> str:
-    """What to tell someone who filled the cache with the op and still lacks it: why it is not loaded, or nothing."""
+    """Returns why an op in the cache is not loaded, for a message; empty if there is none."""
     root = default_root()
     problem = _why_not_trusted(root)
     if not problem:
@@ -123,7 +123,7 @@ def left_out(name: str) -> str:
 
 
 def writable_root() -> Path:
-    """The root to build in.
+    """Returns the root to build in.
 
     A folder named by ``TORCH_EXTENSIONS_DIR`` is used or refused. Torch's default one is replaced by a private folder
     under /tmp where it cannot be written, or others can write to it, with a warning.
@@ -151,7 +151,7 @@ def writable_root() -> Path:
 
 
 def find(recipe: Recipe) -> Entry | None:
-    """The finished build of ``recipe``, if there is one.
+    """Returns the finished build of ``recipe``, or None.
 
     Without a compiler at hand (an image that was given a filled cache), any build of the same sources for this torch,
     Python and machine serves.
@@ -171,9 +171,9 @@ def find(recipe: Recipe) -> Entry | None:
 
 @contextlib.contextmanager
 def building(entry: Entry) -> Iterator[Path | None]:
-    """Hold the only right to build ``entry`` and give the folder to build in.
+    """Holds the exclusive right to build ``entry`` and yields the folder to build in.
 
-    Gives None when another process finished it meanwhile. The folder becomes the entry when the block ends, and is
+    Yields None if another process has finished it meanwhile. The folder becomes the entry when the block ends, and is
     removed when it raises.
     """
     prefix = f".{entry.folder.name}."
@@ -189,19 +189,19 @@ def building(entry: Entry) -> Iterator[Path | None]:
         workshop = entry.folder.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
         workshop.mkdir(0o755)
         published_mode = stat.S_IMODE(workshop.stat().st_mode)  # by umask, because a cache may be read by others
-        workshop.chmod(0o700)  # without one they could write to half a build
+        workshop.chmod(0o700)  # whatever the umask, nobody else may write to an unfinished build
         try:
             yield workshop
-            if entry.record() is None:  # else: no locks here, and another process was first
+            if entry.record() is None:  # otherwise another process was first, without locks
                 workshop.chmod(published_mode)
-                _clear(entry.folder)  # a damaged one
+                _clear(entry.folder)  # a damaged entry
                 _publish(workshop, entry)
         finally:
             shutil.rmtree(workshop, ignore_errors=True)
 
 
 def _clear(path: Path) -> None:
-    """Make the name free, also of a folder that another user filled, which only that user can empty."""
+    """Frees the name, even if another user has filled the folder, which only that user can empty."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
@@ -220,17 +220,17 @@ def _publish(workshop: Path, entry: Entry) -> None:
 
 
 def seal(folder: Path, recipe: Recipe) -> None:
-    """Record in ``folder`` what its op was made from: the last thing a build does."""
+    """Records in ``folder`` what its op was made from: the last step of a build."""
     library = Entry(folder, recipe.name).library
     record = {**recipe.facts(), "bytes": library.stat().st_size}
     (folder / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    for path in folder.iterdir():  # without a umask, what we make could not be trusted
+    for path in folder.iterdir():  # files made with a lax umask would not be trusted
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
 
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[bool]:
-    """Hold a lock on ``path``; gives False on a file system without locks, where two builds may run side by side."""
+    """Holds a lock on ``path``; yields False on a file system without locks, where two builds may run concurrently."""
     descriptor = _open_lock(path)
     locked = True
     try:
@@ -248,8 +248,8 @@ def _exclusive(path: Path) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """A lock that no other user can take. What another put there before is replaced: the folder is ours by now."""
-    for attempts_left in reversed(range(5)):  # a process that does the same may come between
+    """Opens a lock file that no other user can lock, replacing one that another user put there."""
+    for attempts_left in reversed(range(5)):  # another process may do the same at the same time
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -272,12 +272,12 @@ def _why_not_trusted(root: Path) -> str:
 
 
 def _why_not_usable(root: Path) -> str:
-    """Why nothing can be built in ``root``, which is made; an empty string when it can."""
+    """Returns why nothing can be built in ``root``, which is made; an empty string if it can."""
     return _why_not_trusted(root) or _why_not_writable(root) or trust.why_not(root)  # now it is there
 
 
 def _why_not_writable(root: Path) -> str:
-    """The system's words for why a file cannot be made in ``root``; an empty string when one can."""
+    """Returns the system's reason why a file cannot be made in ``root``; an empty string if one can."""
     try:
         trust.make_folder(root)
         with tempfile.TemporaryFile(dir=root):

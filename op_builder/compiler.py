@@ -1,4 +1,4 @@
-"""Which C++ compiler is used, and what is known about it without running it again."""
+"""Finds the C++ compiler, and caches what is known about it."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _SEARCH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX", "SDKROOT"
 
 
 def environment_flags(*names: str) -> list[str]:
-    """The flags that the user's environment adds, for example ``environment_flags("CFLAGS")``."""
+    """Returns the flags in a variable of the environment, for example ``environment_flags("CFLAGS")``."""
     return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
 
 
 def compile_flags() -> list[str]:
-    """Flags that the user's environment adds to every compilation."""
+    """Returns the flags that the environment adds to every compilation."""
     return environment_flags("CPPFLAGS", "CFLAGS", "CXXFLAGS")
 
 
 def link_flags() -> list[str]:
-    """Flags that the user's environment adds to every link."""
+    """Returns the flags that the environment adds to every link."""
     return environment_flags("LDFLAGS")
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler command and the file behind it."""
+    """A compiler command and its executable."""
 
     command: tuple[str, ...]  #: as ``CXX`` spells it, split into words
     identity: str  #: path, size and modification time of every word that is a program: changes when one is replaced
 
     def run(self, *arguments: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run the compiler with its output captured, in English, whatever the streams of this process are."""
+        """Runs the compiler with its output captured, in English, whatever this process's streams are."""
         return subprocess.run(
             [*self.command, *arguments],
             cwd=cwd,
@@ -63,7 +63,7 @@ class Compiler:
 
 
 def find() -> Compiler | None:
-    """The compiler that a build would use: ``CXX``, else the first of ``DEFAULT_COMMANDS`` on the PATH."""
+    """Returns the compiler that a build would use: ``CXX``, else the first of ``DEFAULT_COMMANDS`` on the PATH."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [[name] for name in DEFAULT_COMMANDS]:
         if shutil.which(command[0]) is not None:
@@ -81,12 +81,12 @@ def _describe(word: str) -> str:
 
 
 def why_not_working(compiler: Compiler, flags: list[str]) -> str:
-    """Compile and link an empty program; the compiler's own words when that fails, else an empty string."""
+    """Compiles and links an empty program; returns the compiler's output if that fails, else an empty string."""
     return try_program(compiler, "int main() { return 0; }\n", flags, link_flags())
 
 
 def try_program(compiler: Compiler, program: str, flags: list[str], libraries: list[str]) -> str:
-    """Compile and link ``program``; an empty string when both succeed, else what the compiler said."""
+    """Compiles and links ``program``; returns an empty string if both succeed, else the compiler's output."""
     try:
         with tempfile.TemporaryDirectory(prefix="nvme_ops_probe_") as folder:
             source = Path(folder, "probe.cpp")
@@ -98,9 +98,9 @@ def try_program(compiler: Compiler, program: str, flags: list[str], libraries: l
 
 
 def include_directories(compiler: Compiler, memory: Sequence[Path]) -> list[str]:
-    """The directories in which the compiler looks for headers, CFLAGS, CPATH and the like included.
+    """Returns the directories that the compiler searches for headers, including CFLAGS and CPATH.
 
-    ``memory`` are folders in which the answer may be kept, because asking costs a process and loading an op must not.
+    ``memory``: folders in which the answer may be cached, as asking costs a process, which loading an op must not.
     """
     flags = compile_flags()
     question = json.dumps([compiler.identity, flags, [os.environ.get(name) for name in _SEARCH_VARIABLES]])
@@ -129,7 +129,7 @@ def _ask_include_directories(compiler: Compiler, flags: list[str]) -> list[str]:
 
 
 def _remember(note: Path, facts: Mapping[str, object]) -> bool:
-    """Write ``facts`` as JSON in one step; False where nothing can be written."""
+    """Writes ``facts`` as JSON atomically; returns False if nothing can be written."""
     part = note.with_suffix(f".{os.getpid()}")
     try:
         trust.make_folder(note.parent)

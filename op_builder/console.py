@@ -1,4 +1,4 @@
-"""The one place where builders write to the terminal; a missing or closed stderr is no error."""
+"""The one place where builders write to the terminal; a missing or closed stderr is not an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 def say(text: str) -> None:
-    """Write one line to stderr, or nowhere where there is none."""
+    """Writes one line to stderr, if there is one."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
@@ -22,7 +22,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def working(text: str, hint: str) -> Iterator[None]:
-    """Says on stderr at once what takes long, and on a terminal for how long it has; nothing with NVME_OPS_QUIET=1."""
+    """Announces a slow step on stderr, and on a terminal shows its duration; silent with NVME_OPS_QUIET=1."""
     if os.environ.get("NVME_OPS_QUIET", "") not in ("", "0"):
         yield
         return
@@ -56,8 +56,8 @@ def _count(over: threading.Event) -> None:
 
 
 def warn(text: str) -> None:
-    """Issue a ``UserWarning``, which the caller's filters can silence or turn into an error."""
-    with contextlib.suppress(ValueError):  # Python writes to a closed stderr and trips
+    """Issues a ``UserWarning``, which the caller's filters can silence or turn into an error."""
+    with contextlib.suppress(ValueError):  # warnings.warn fails on a closed stderr
         warnings.warn(text, UserWarning, stacklevel=3)
 
 
@@ -71,7 +71,7 @@ def _can_be_flushed(stream: TextIO | None) -> bool:
 
 @contextlib.contextmanager
 def usable_streams() -> Iterator[None]:
-    """Give code that flushes stdout and stderr unasked, as torch's builder does, streams that can be flushed."""
+    """Gives code that flushes stdout and stderr, as torch's builder does, streams that can be flushed."""
     saved = sys.stdout, sys.stderr
     with open("/dev/null", "w") as nowhere:
         if not _can_be_flushed(sys.stdout):

@@ -1,7 +1,7 @@
-"""NVIDIA's cuFile: where its library may lie, and what it needs of the machine.
+"""NVIDIA's cuFile: where its library may be, and what it requires of the machine.
 
-Looks at files only: no library is loaded, cuFile's driver is not opened, CUDA is not initialised. ``root`` stands
-before every absolute path, so that tests can make up a machine.
+Only reads files: no library is loaded, cuFile's driver is not opened, CUDA is not initialised. ``root`` is the prefix
+of every absolute path, so that tests can simulate a machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IN_A_CONTAINER = "in a container: docker run --gpus all ..."
 
 @dataclass(frozen=True)
 class Piece:
-    """One thing that cuFile needs, or works better with."""
+    """One thing that cuFile requires, or works better with."""
 
     name: str
     found: str = ""  #: what is there; empty when it is missing
@@ -47,7 +47,7 @@ class Piece:
 
 
 def pieces(torch_version: str, torch_cuda: str | None, root: Path = _ROOT) -> list[Piece]:
-    """Everything that ``gds_handle`` needs to work, the GPU first, then what it can do without."""
+    """Returns everything that ``gds_handle`` requires, the GPU first, then what is optional."""
     own = [library(torch_cuda, root), modules(root)]
     if os.environ.get(MODE) == "off":  # then it leaves cuFile alone
         own = [replace(piece, needed=False) for piece in own]
@@ -58,14 +58,14 @@ def pieces(torch_version: str, torch_cuda: str | None, root: Path = _ROOT) -> li
 
 
 def wheel_folders(kind: str) -> Iterator[Path]:
-    """The ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13`` since CUDA 13, else ``nvidia/cufile``."""
+    """Returns ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13``, before it ``nvidia/cufile``."""
     for entry in sys.path:
         for pattern in ("cu[0-9]*", "cufile"):
             yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
 
 
 def candidates(root: Path = _ROOT) -> Iterator[tuple[str, Path]]:
-    """Where the gds op looks, best first, after ``NVME_OPS_CUFILE_LIBRARY`` and the copy already in the process."""
+    """Returns where the gds op looks, best first, after ``NVME_OPS_CUFILE_LIBRARY`` and a copy already loaded."""
     for folder in wheel_folders("lib"):
         yield "site-packages", folder / LIBRARY
     environment = probes.conda_prefix()
@@ -80,12 +80,12 @@ def candidates(root: Path = _ROOT) -> Iterator[tuple[str, Path]]:
 
 
 def libraries() -> list[str]:
-    """Those of ``candidates`` that are there, as absolute paths."""
+    """Returns the existing ones of ``candidates``, as absolute paths."""
     return [str(path.absolute()) for _, path in candidates() if os.path.isfile(path)]
 
 
 def find(root: Path = _ROOT) -> tuple[str, Path] | None:
-    """The library that the gds op would load, and what kind of place it is in; None where there is none."""
+    """Returns the library that the gds op would load, and what kind of place it is in; None if there is none."""
     named = os.environ.get(OVERRIDE)
     if named:
         return (OVERRIDE, Path(named)) if os.path.isabs(named) and os.path.isfile(named) else None
@@ -94,7 +94,7 @@ def find(root: Path = _ROOT) -> tuple[str, Path] | None:
 
 
 def _system_places(name: str, folders: Sequence[str], root: Path) -> Iterator[Path]:
-    """Where the dynamic linker looks for ``name``."""
+    """Returns where the dynamic linker looks for ``name``."""
     for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         yield _under(root, os.path.abspath(folder)) / name
     try:
@@ -108,7 +108,7 @@ def _system_places(name: str, folders: Sequence[str], root: Path) -> Iterator[Pa
 
 
 def _mapped(name: str, root: Path) -> Iterator[Path]:
-    """The files of that name which this process has loaded."""
+    """Returns the files of this name that this process has loaded."""
     for line in _text(_under(root, "/proc/self/maps")).splitlines():
         if f"/{name}" in line:
             yield Path(line.split(maxsplit=5)[-1])
@@ -118,7 +118,7 @@ def _mapped(name: str, root: Path) -> Iterator[Path]:
 
 
 def gpu(root: Path = _ROOT) -> Piece:
-    """A GPU of NVIDIA's that this process may use."""
+    """Checks for an NVIDIA GPU that this process may use."""
     models = [_model(file) for file in sorted(_under(root, "/proc/driver/nvidia/gpus").glob("*/information"))]
     nodes = sorted(path.name for path in _under(root, "/dev").glob("nvidia[0-9]*"))
     data = {"models": models, "devices": nodes}
@@ -143,7 +143,7 @@ def _model(file: Path) -> str:
 
 
 def driver(root: Path = _ROOT) -> Piece:
-    """NVIDIA's driver: its kernel module, and the library that comes with it."""
+    """Checks for NVIDIA's driver: its kernel module, and the library that comes with it."""
     found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _text(_under(root, DRIVER_VERSION)))
     data = {"version": found[1] if found else None}
     if not found and not os.path.exists(_under(root, "/dev/nvidiactl")):
@@ -157,7 +157,7 @@ def driver(root: Path = _ROOT) -> Piece:
 
 
 def cuda_build(version: str, cuda: str | None) -> Piece:
-    """A torch that knows CUDA."""
+    """Checks for a torch with CUDA."""
     if cuda:
         return Piece("torch with CUDA", f"{version}, CUDA {cuda}", data={"cuda": cuda})
     words = f"torch {version} is built without CUDA, so there are no tensors on a GPU"
@@ -166,7 +166,7 @@ def cuda_build(version: str, cuda: str | None) -> Piece:
 
 
 def library(torch_cuda: str | None, root: Path = _ROOT) -> Piece:
-    """The library, ``libcufile``."""
+    """Checks for the library, ``libcufile``."""
     name, place = "cuFile library", find(root)
     if place is not None:
         source, path = place
@@ -182,7 +182,7 @@ def library(torch_cuda: str | None, root: Path = _ROOT) -> Piece:
 
 
 def _packages(torch_cuda: str | None) -> tuple[str, str]:
-    """The wheel and the Debian package with the library, for the CUDA that torch was built with."""
+    """Returns the wheel and the Debian package with the library, for the CUDA that torch was built with."""
     if not torch_cuda:
         return "nvidia-cufile", "nvidia-gds"
     major, _, minor = torch_cuda.partition(".")
@@ -191,7 +191,7 @@ def _packages(torch_cuda: str | None) -> tuple[str, str]:
 
 
 def modules(root: Path = _ROOT) -> Piece:
-    """The kernel's list of modules."""
+    """Checks for the kernel's list of modules."""
     there = os.path.exists(_under(root, MODULES))
     data = {"proc_modules": there}
     if there:
@@ -202,7 +202,7 @@ def modules(root: Path = _ROOT) -> Piece:
 
 
 def nvidia_fs(root: Path = _ROOT) -> Piece:
-    """The kernel module that connects storage and GPU, where PCI peer-to-peer does not."""
+    """Checks for the kernel module that connects storage and GPU, unless PCI peer-to-peer does."""
     found = re.search(r"version:\s*(\S+)", _text(_under(root, "/proc/driver/nvidia-fs/version")))
     loaded = bool(found) or os.path.exists(_under(root, "/proc/driver/nvidia-fs"))
     data = {"version": found[1] if found else None, "loaded": loaded}
@@ -218,7 +218,7 @@ def nvidia_fs(root: Path = _ROOT) -> Piece:
 
 
 def udev(root: Path = _ROOT) -> Piece:
-    """What udev knows of the disks, which cuFile asks when a file is registered."""
+    """Checks for udev's data about disks, which cuFile reads when a file is registered."""
     there = os.path.exists(_under(root, "/run/udev/data"))
     data = {"udev": there}
     if there:

@@ -1,4 +1,4 @@
-"""What the builders of all ops have in common that contain the engine of ``csrc``."""
+"""What the builders of all ops that contain the engine of ``csrc`` have in common."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 
 class EngineOpBuilder(OpBuilder):
-    """Needs a C++ compiler and nothing else to build: libaio is used where its header is found."""
+    """Needs only a C++ compiler to build; libaio is used if its header is found."""
 
     def __init__(self) -> None:
         super().__init__(self.NAME)
         self.build_for_cpu = True
 
     def sources(self) -> list[str]:
-        """The op's files of all layers of the native code."""
+        """Returns the op's files in all layers of the native code."""
         return [str(path) for path in sources.compiled(self.NAME, self.source_root())]
 
     def united_sources(self) -> list[list[str]]:
-        """The layers of each group of ``sources.UNITED``."""
+        """Returns the layers of each group of ``sources.UNITED``."""
         root = self.source_root()
         return [[str(path) for path in sources.compiled(self.NAME, root, group)] for group in sources.UNITED]
 
     def cxx_args(self) -> list[str]:
-        """The op's flags, and the define that compiles the libaio backend in where the header is found."""
+        """Returns the op's flags, and the define for the libaio backend if the header is found."""
         found = self._libaio_flags()
         return [*CXX_ARGS] if found is None else [*CXX_ARGS, "-DNVME_OPS_HAVE_LIBAIO=1", *found]
 
     def is_buildable(self, verbose: bool = False) -> bool:
-        """As in the base class; a missing libaio header is a warning."""
+        """Does what the base class does; a missing libaio header is a warning."""
         self.warnings.clear()
         if compiler.find() is not None and self._libaio_flags() is None:
             self._note_missing_libaio()
@@ -41,7 +41,7 @@ class EngineOpBuilder(OpBuilder):
         return super().is_buildable(verbose)
 
     def check_for_libaio_pkg(self) -> bool:
-        """Whether the package manager has libaio's headers; if not, ``warnings`` gets the package to install."""
+        """Returns whether libaio's headers are installed; if not, ``warnings`` gets the package to install."""
         installed, package = probes.libaio_package()
         if not installed and package:
             self.warnings.append(f"{self.NAME}: please install the {package}")

@@ -24,16 +24,16 @@ class GDSBuilder(EngineOpBuilder):
         self.root = Path("/")
 
     def pieces(self) -> list[cufile.Piece]:
-        """What the op needs beyond a compiler, the GPU first; what it can do without comes last."""
+        """Returns what the op requires beyond a compiler, the GPU first; what is optional comes last."""
         import torch
 
         return cufile.pieces(str(torch.__version__), torch.version.cuda, self.root)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be built and ``gds_handle`` can work here; ``load`` needs no more than ``is_buildable``.
+        """Returns whether the op can be built and used here; ``load`` needs no more than ``is_buildable``.
 
         On False ``error_log`` names everything that is missing, a line each, with its fix. What the op can do without
-        is added to ``warnings``. Only files are looked at: neither CUDA nor cuFile's driver is touched.
+        is added to ``warnings``. Only reads files: neither CUDA nor cuFile's driver is used.
         """
         problems = [] if self.is_buildable(verbose) else [str(self.error_log)]
         missing = [(piece.needed, f"{piece.missing}; fix: {piece.fix}") for piece in self.pieces() if not piece.found]

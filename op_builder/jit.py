@@ -1,4 +1,4 @@
-"""Compile an op through ``torch.utils.cpp_extension`` and import the result; knows nothing of any particular op."""
+"""Compiles an op through ``torch.utils.cpp_extension`` and imports the result; independent of any particular op."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |n
 
 
 def build(recipe: Recipe) -> cache.Entry:
-    """Compile ``recipe`` into the cache, unless another process does so first.
+    """Compiles ``recipe`` into the cache, unless another process does so first.
 
     Raises:
         RuntimeError: the compiler failed, in its own words, or nothing can be written.
@@ -44,7 +44,7 @@ def build(recipe: Recipe) -> cache.Entry:
 
 
 def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
-    """Compile ``recipe`` in ``folder`` and record there what it was made from; returns the shared object.
+    """Compiles ``recipe`` in ``folder`` and records there what it was made from; returns the shared object.
 
     Raises:
         RuntimeError: the compiler failed. The message holds its errors and names a file with all that it said: ``log``,
@@ -60,7 +60,7 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
             except RuntimeError:
                 if not recipe.united:
                     raise
-                _compile(folder, recipe, recipe.sources)  # uniting may only ever save time
+                _compile(folder, recipe, recipe.sources)  # uniting is an optimization and must not cause failures
     except (RuntimeError, OSError, ImportError) as error:
         output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)  # the loader's words
         kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
@@ -74,7 +74,7 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
 
 
 def _keep(output: str, log: Path | None, prefix: str) -> str:
-    """Write ``output`` to a file that cannot be another user's; a line that names it, or nothing where none can be."""
+    """Writes ``output`` to a file that only this user can have made; returns a line that names it, or nothing."""
     try:
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")
@@ -88,14 +88,14 @@ def _keep(output: str, log: Path | None, prefix: str) -> str:
 
 
 def unite(folder: Path, recipe: Recipe) -> list[Path]:
-    """The files to compile: the sources of ``recipe``, each group of united ones through a file in ``folder``."""
+    """Returns the files to compile: the sources of ``recipe``, each united group replaced by a file in ``folder``."""
     units = []
     for number, group in enumerate(recipe.united, 1):
         if group:
             units.append(folder / f"united{number}.cpp")
             units[-1].write_text("".join(f'#include "{path.absolute()}"\n' for path in group))
     together = {path for group in recipe.united for path in group}
-    return units + [path for path in recipe.sources if path not in together]  # the longest to compile come first
+    return units + [path for path in recipe.sources if path not in together]  # those that take longest come first
 
 
 def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
@@ -117,7 +117,7 @@ def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
             build_directory=str(folder),
             with_cuda=False,
             is_python_module=False,  # imported from its final place, under its full name
-            verbose=False,  # else torch prints the compiler's words instead of raising them
+            verbose=False,  # otherwise torch prints the compiler's output instead of raising it
         )
     finally:
         remembered.pop(recipe.name, None)
@@ -126,12 +126,12 @@ def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
 
 
 def _for_ninja(flags: Sequence[str]) -> list[str]:
-    """``flags`` as torch must write them into ninja's file, so that the shell hands them to the compiler unchanged."""
+    """Returns ``flags`` quoted for torch's ninja file, so that the compiler gets them unchanged."""
     return [shlex.quote(flag).replace("$", "$$") for flag in flags]
 
 
 def import_library(name: str, library: Path) -> ModuleType:
-    """Import the extension module ``name`` from the file ``library``, as if it had been found on the path.
+    """Imports the extension module ``name`` from the file ``library``, as if it had been found on the path.
 
     Raises:
         ImportError: it cannot be loaded.
@@ -156,14 +156,14 @@ def import_library(name: str, library: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
-    """Have torch find ninja wherever pip put it, and the compiler that the recipe names."""
+    """Makes torch find ninja wherever pip put it, and the compiler that the recipe names."""
     changes = {"PATH": os.environ.get("PATH", os.defpath)}
     ninja = probes.ninja_directory()
     if ninja is not None and shutil.which("ninja") is None:
         changes["PATH"] += os.pathsep + ninja
     if recipe.compiler is not None:
         command = recipe.compiler.command
-        if len(command) > 1:  # torch takes CXX for one word
+        if len(command) > 1:  # torch treats CXX as one word
             script = folder / "cxx"
             script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
             script.chmod(0o755)
@@ -182,7 +182,7 @@ def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
 
 
 def _essence(output: str, limit: int = 60) -> str:
-    """What the compiler said, without the commands ninja repeats; the first lines hold the cause."""
+    """Returns the compiler's output without the commands that ninja repeats; the first lines hold the cause."""
     lines = output.splitlines()
     commands = {line for previous, line in itertools.pairwise(lines) if previous.startswith("FAILED: ")}
     said = [line for line in lines if line not in commands and not _NOISE.match(line)]

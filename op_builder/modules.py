@@ -1,4 +1,4 @@
-"""The ops' modules as type checkers see what ``load()`` returns; at run time they are plain modules."""
+"""The ops' modules as type checkers see the result of ``load()``; at run time they are plain modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AsyncIOModule(ModuleType):
-    """What ``AsyncIOBuilder().load()`` returns; ``nvme_ops/ops/async_io.pyi`` has what is not for users."""
+    """The result of ``AsyncIOBuilder().load()``; ``nvme_ops/ops/async_io.pyi`` describes its internal part."""
 
     aio_handle: type[handle.aio_handle]
     aio_read: Callable[..., int]
@@ -24,12 +24,12 @@ class AsyncIOModule(ModuleType):
 
 
 class GDSModule(ModuleType):
-    """What ``GDSBuilder().load()`` returns."""
+    """The result of ``GDSBuilder().load()``."""
 
     gds_handle: type[gds_op.gds_handle]
 
 
 class PinMemoryModule(ModuleType):
-    """What ``PinMemoryBuilder().load()`` returns."""
+    """The result of ``PinMemoryBuilder().load()``."""
 
     pin_handle: type[pin_memory.pin_handle]

@@ -1,4 +1,4 @@
-"""The ``pin_memory`` op: page-locked CPU tensors. Nothing of its own is compiled: their memory is ``async_io``'s."""
+"""The ``pin_memory`` op: page-locked CPU tensors. It compiles nothing of its own: the memory is ``async_io``'s."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ class PinMemoryBuilder(OpBuilder):
         self._compiled = AsyncIOBuilder()
 
     def absolute_name(self) -> str:
-        """The module that ``load`` gives."""
+        """Returns the name of the module that ``load`` returns."""
         return "nvme_ops.pin_memory"
 
     def is_buildable(self, verbose: bool = False) -> bool:
-        """Whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
+        """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
         found = self._compiled.is_buildable(verbose)
         self.error_log, self.warnings = self._compiled.error_log, self._compiled.warnings
         return found
 
     def is_installed(self) -> bool:
-        """Whether ``async_io`` was built ahead of time and fits."""
+        """Returns whether ``async_io`` was built ahead of time and fits."""
         return self._compiled.is_installed()
 
     def is_cached(self) -> bool:
-        """Whether ``async_io`` is in the cache."""
+        """Returns whether ``async_io`` is in the cache."""
         return self._compiled.is_cached()
 
     def load(self, verbose: bool = False) -> PinMemoryModule:
-        """The module with ``pin_handle``, once ``async_io`` is loaded; RuntimeError as there."""
+        """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""
         self._compiled.load(verbose)
         return self._module()
 
     def jit_load(self, verbose: bool = True) -> PinMemoryModule:
-        """As ``load``, without looking for a prebuilt ``async_io``."""
+        """Does what ``load`` does, ignoring a prebuilt ``async_io``."""
         self._compiled.jit_load(verbose)
         return self._module()
 
     def builder(self) -> Extension:
-        """``async_io`` as an extension module for setuptools."""
+        """Returns ``async_io`` as an extension module for setuptools."""
         return self._compiled.builder()
 
     def _module(self) -> PinMemoryModule:

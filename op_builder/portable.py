@@ -1,4 +1,4 @@
-"""Ops that wheels bring: one for each minor version of torch, for every Python from 3.11 on, whatever torch's build.
+"""Ops in wheels: one for each minor version of torch, for every Python from 3.11 on, whatever torch's build.
 
 torch's C++ interface differs from one minor version to the next, so there is one library for each, compiled against
 that version's own headers and not linked with anything of torch: its symbols are those in the process. Python's side is
@@ -34,22 +34,22 @@ _TORCH_LIBRARIES = ("c10", "torch_cpu")
 
 
 def file_name(op: str, torch_minor: str) -> str:
-    """``async_io.torch2.13.abi3.so``."""
+    """Returns the name of such a library: ``async_io.torch2.13.abi3.so``."""
     return f"{op}.torch{torch_minor}{_SUFFIX}"
 
 
 def stem(name: str) -> str:
-    """``async_io.torch2.13`` of such a library's name; an empty string for any other name."""
+    """Returns ``async_io.torch2.13`` for such a library's name; an empty string for any other name."""
     return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) and ".torch" in name else ""
 
 
 def minor(version: str) -> str:
-    """``2.13`` of ``2.13.0+cpu``."""
+    """Returns ``2.13`` for ``2.13.0+cpu``."""
     return ".".join(version.split(".")[:2])
 
 
 def requirements(exact: Mapping[str, str]) -> dict[str, str]:
-    """What such an op must match where a prebuilt one of one machine would have to match ``exact``."""
+    """Returns what such an op must match, in place of the ``exact`` match of an op prebuilt for one machine."""
     here = _PYTHON if _SUFFIX in importlib.machinery.EXTENSION_SUFFIXES else "one without abi3"
     return {
         "sources": exact["sources"],
@@ -61,7 +61,7 @@ def requirements(exact: Mapping[str, str]) -> dict[str, str]:
 
 
 def record(op: OpBuilder, torch_version: str) -> dict[str, object]:
-    """What is kept beside an op that ``compile_op`` made."""
+    """Returns what is kept beside an op that ``compile_op`` made."""
     return {
         MARK: True,
         "name": op.name,
@@ -76,7 +76,7 @@ def record(op: OpBuilder, torch_version: str) -> dict[str, object]:
 def compile_op(
     op: OpBuilder, compiler: Compiler, torch_version: str, torch_include: Path, python_include: Path, folder: Path
 ) -> Path:
-    """Compile ``op`` against the headers of a torch that need not be installed; returns the library in ``folder``.
+    """Compiles ``op`` against the headers of a torch that need not be installed; returns the library in ``folder``.
 
     Raises:
         RuntimeError: the compiler failed; the message is what it said.

@@ -1,4 +1,4 @@
-"""Ahead-of-time built ops: which are asked for at install time, how one is built, and whether one fits at load time."""
+"""Ahead-of-time built ops: which ones to build at install time, how, and whether one fits at load time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prebuilt:
 
 
 def find(name: str, folder: Path | None = None) -> Prebuilt | None:
-    """The prebuilt op ``name`` in the package, whatever it was built for; None when there is none."""
+    """Returns the prebuilt op ``name`` in the package, whatever it was built for; None if there is none."""
     folder = folder or OPS
     fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     others = sorted(folder.glob(f"{name}.*.so"), reverse=True)
@@ -55,13 +55,13 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
 
 
 def record_path(library: Path) -> Path:
-    """The file beside a prebuilt op that says what it was made from."""
+    """Returns the file beside a prebuilt op that says what it was made from."""
     stem = portable.stem(library.name) or library.name.partition(".")[0]
     return library.with_name(f"{stem}.{cache.RECORD}")
 
 
 def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
-    """Why ``found`` must not be loaded by a process with ``requirements``; an empty string when it fits."""
+    """Returns why ``found`` must not be loaded by a process with ``requirements``; an empty string if it fits."""
     if problem := _why_not_trusted(found.library):
         return problem
     if not found.record:
@@ -77,7 +77,7 @@ def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
 
 
 def _why_not_trusted(library: Path) -> str:
-    """Why ``library`` is easier for others to change than this module, which Python ran without asking."""
+    """Returns why ``library`` is easier for others to change than this module, which Python has executed."""
     package = os.stat(__file__)
     for path in (library.parent, library, record_path(library)):
         try:
@@ -93,7 +93,7 @@ def _why_not_trusted(library: Path) -> str:
 
 
 def build(recipe: Recipe, target: Path) -> None:
-    """Compile ``recipe`` with the flags of a just-in-time build, and put it at ``target`` with its record beside it.
+    """Compiles ``recipe`` with the flags of a just-in-time build, and puts it at ``target`` with its record.
 
     Raises:
         RuntimeError: the compiler failed, or nothing can be written.
@@ -110,7 +110,7 @@ def build(recipe: Recipe, target: Path) -> None:
 
 
 def variable(name: str) -> bool | None:
-    """What ``NVME_BUILD_...`` or its alias ``DS_BUILD_...`` says; None when neither is set.
+    """Returns the value of ``NVME_BUILD_...`` or its alias ``DS_BUILD_...``; None if neither is set.
 
     Raises:
         ValueError: it is neither 1 nor 0.
@@ -125,7 +125,7 @@ def variable(name: str) -> bool | None:
 
 
 def obstacle(op: OpBuilder) -> str | None:
-    """Why ``op`` cannot be compiled here and now, with the fix; None when it can."""
+    """Returns why ``op`` cannot be compiled here and now, with the fix; None if it can."""
     try:
         import torch  # noqa: F401
     except ImportError as error:

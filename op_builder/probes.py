@@ -1,4 +1,4 @@
-"""What this machine offers a build: headers, functions, ninja, packages.
+"""What this machine offers for a build: headers, functions, ninja, packages.
 
 A probe returns a value. It prints nothing, raises nothing, writes only to the temporary folder, and touches neither
 stdout nor stderr of the process, so it works in notebooks, in services without a terminal and in read-only folders.
@@ -19,7 +19,7 @@ from . import compiler as cxx
 
 
 def has_function(function: str, libraries: Sequence[str], library_dirs: Sequence[str] = ()) -> str:
-    """Link a program that calls ``function`` from ``libraries``; an empty string when it links, else the reason.
+    """Links a program that calls ``function`` from ``libraries``; returns an empty string, or why it does not link.
 
     CFLAGS and LDFLAGS are honoured, as they are where the library lies outside the default directories.
     """
@@ -33,7 +33,7 @@ def has_function(function: str, libraries: Sequence[str], library_dirs: Sequence
 
 
 def header_flags(header: str, directories: Sequence[str]) -> list[str] | None:
-    """The flags with which ``header`` is found, given where the compiler looks; None when it is nowhere.
+    """Returns the flags with which ``header`` is found by a compiler that searches these; None if it is nowhere.
 
     A header that only the active conda environment has is used too, after all others: the environment's other
     headers must not shadow the system's.
@@ -47,7 +47,7 @@ def header_flags(header: str, directories: Sequence[str]) -> list[str] | None:
 
 
 def conda_prefix() -> Path | None:
-    """The conda environment at hand: the one this Python is in, else the activated one."""
+    """Returns the conda environment in use: the one this Python is in, else the activated one."""
     for prefix in (sys.prefix, os.environ.get("CONDA_PREFIX", "")):
         if prefix and Path(prefix, "conda-meta").is_dir():
             return Path(prefix)
@@ -55,7 +55,7 @@ def conda_prefix() -> Path | None:
 
 
 def ninja_directory() -> str | None:
-    """The folder that holds the ``ninja`` program, be it on the PATH or not; None when there is none.
+    """Returns the folder with the ``ninja`` program, on the PATH or not; None if there is none.
 
     ``pip install ninja`` puts it beside Python, which is not on the PATH unless the environment was activated.
     """
@@ -74,7 +74,7 @@ def ninja_directory() -> str | None:
 
 
 def python_header() -> str | None:
-    """Why an extension module cannot be compiled for this Python, with the fix; None when it can."""
+    """Returns why an extension module cannot be compiled for this Python, with the fix; None if it can."""
     include = sysconfig.get_path("include")
     if Path(include, "Python.h").is_file():
         return None
@@ -83,7 +83,7 @@ def python_header() -> str | None:
 
 
 def libaio_package() -> tuple[bool, str]:
-    """Whether the package manager at hand has libaio's headers, and if not, ``"libaio-dev package with apt"``.
+    """Returns whether libaio's headers are installed, and if not, ``"libaio-dev package with apt"``.
 
     The text is empty where no package manager is known.
     """

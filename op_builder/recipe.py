@@ -1,4 +1,4 @@
-"""Everything that decides what a build of an op produces, and the key that stands for it."""
+"""Everything that determines what a build of an op produces, and its key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recipe:
         return requirements([*self.sources, *self.headers])
 
     def facts(self) -> dict[str, object]:
-        """All inputs, as they are recorded beside a finished op."""
+        """All inputs, as recorded beside a finished op."""
         return {
             "name": self.name,
             **self.requirements(),
@@ -44,18 +44,18 @@ class Recipe:
         }
 
     def key(self) -> str:
-        """20 hexadecimal digits: long enough never to meet twice, short enough for a folder name."""
+        """20 hexadecimal digits: enough to be unique, short enough for a folder name."""
         text = json.dumps(self.facts(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def requirements(files: Iterable[Path]) -> dict[str, str]:
-    """What an op made of ``files`` must match to be loadable here; compiler and flags do not matter."""
+    """Returns what an op made of ``files`` must match to be loadable here; compiler and flags do not matter."""
     return {"sources": content_hash(files), **runtime()}
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """A hash of the names and contents of ``files``; where they lie does not count."""
+    """Returns a hash of the names and contents of ``files``, independent of their location."""
     digest = hashlib.sha256()
     for path in files:
         data = path.read_bytes()
@@ -65,7 +65,7 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def runtime() -> dict[str, str]:
-    """The torch, Python and machine that this process runs on: a compiled op fits no other."""
+    """Returns the torch, Python and machine of this process: a compiled op fits no other."""
     import torch
 
     return {

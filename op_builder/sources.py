@@ -1,4 +1,4 @@
-"""The single list of native sources: which files an op is made of, in the order of the layers."""
+"""The single list of native sources: the files of each op, in the order of the layers."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ HEADERS = ("*.h", "*.hpp", "*.inc")
 
 
 def compiled(op: str, root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list[Path]:
-    """Every file that is compiled into ``op``, sorted within its layer so that builds are reproducible."""
+    """Returns every file compiled into ``op``, sorted within its layer so that builds are reproducible."""
     others = tuple(start for name, starts in OWN.items() if name != op for start in starts)
     files = (path for layer in layers for path in sorted((root / layer).rglob("*.cpp")))
     return [path for path in files if not path.name.startswith(others)]
 
 
 def headers(root: Path) -> list[Path]:
-    """Every file under ``root`` that sources may include."""
+    """Returns every file under ``root`` that sources may include."""
     return sorted(path for pattern in HEADERS for path in root.rglob(pattern))
 
 
 def requirement(extra: str = "") -> str:
-    """What pip is told to install this package again: the folder or file it came from, else its name on an index."""
+    """Returns what pip needs to install this package again: its source folder or file, else its name on an index."""
     try:
         noted = importlib.metadata.distribution("nvme-ops").read_text("direct_url.json")
         url = urlsplit(str(json.loads(noted or "{}").get("url", "")))

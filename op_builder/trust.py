@@ -1,7 +1,7 @@
-"""Whether a path is safe to load from: only this user and root can decide what lies there.
+"""Checks whether a path is safe to load from: only this user and root can decide what is there.
 
-A folder that others can write to is not, nor is one below a folder that they can rename. Looks at owners and modes only
-(POSIX access lists show in the group's bits).
+A folder that others can write to is not safe, nor is one below a folder that they can rename. Checks owners and modes
+only (POSIX access control lists show in the group's bits).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 
 def why_not(path: Path) -> str:
-    """Why others may decide what lies at ``path``; an empty string when only this user and root do.
+    """Returns why others may decide what is at ``path``; an empty string if only this user and root can.
 
-    Links are followed first, so use what ``os.path.realpath`` says of ``path`` from then on. Of a path that is not
-    there yet the folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
+    Links are followed first, so use ``os.path.realpath`` of ``path`` from then on. For a path that does not exist yet
+    the folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
     """
     real = Path(os.path.realpath(path))
     for place in (real, *real.parents):
@@ -39,9 +39,10 @@ def why_not(path: Path) -> str:
 
 
 def writable_by_others(facts: os.stat_result) -> str:
-    """Who but the owner may write; an empty string when nobody. A group of the owner alone counts as the owner.
+    """Returns who but the owner may write; empty if nobody. A group of the owner alone counts as the owner.
 
-    Many systems give every user such a group and the umask 002. As OpenSSH on Debian does (user-group-modes.patch).
+    Many systems give every user such a group and the umask 002. OpenSSH on Debian does the same
+    (user-group-modes.patch).
     """
     if facts.st_mode & stat.S_IWOTH:
         return "everybody"
@@ -51,7 +52,7 @@ def writable_by_others(facts: os.stat_result) -> str:
 
 
 def make_folder(path: Path, mode: int = 0o755) -> None:
-    """As ``mkdir -p``, but whatever the umask nobody else may write to a folder that this makes."""
+    """Makes a folder like ``mkdir -p``, writable by nobody else, whatever the umask."""
     if not path.is_dir():
         make_folder(path.parent)
         with contextlib.suppress(FileExistsError):
@@ -59,7 +60,7 @@ def make_folder(path: Path, mode: int = 0o755) -> None:
 
 
 def replace_file(path: Path) -> int:
-    """A descriptor to write the new file ``path`` with, which others cannot: never through a link laid there."""
+    """Opens the new file ``path`` for writing, not writable by others, and never through a link put there."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -71,14 +72,14 @@ def _is_private_group(group: int, owner: int) -> bool:
     except KeyError:
         return False
     owners = {user.pw_uid for user in pwd.getpwall() if user.pw_gid == group}
-    listed = bool(owners) or entry.gr_name == name  # many directories of users do not list whom they know
+    listed = bool(owners) or entry.gr_name == name  # many user directories do not support listing
     return listed and owners <= {owner} and set(entry.gr_mem) <= {name}
 
 
 def _owner_of_the_unmapped() -> int | None:
-    """Whom files seem to belong to whose owner has no number in this user namespace; None where all have one.
+    """Returns the apparent owner of files whose owner is unmapped in this user namespace; None if all are mapped.
 
-    In rootless containers (Apptainer) that is root itself: / and /home are of nobody there.
+    In rootless containers (Apptainer) that includes root: / and /home belong to nobody there.
     """
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:

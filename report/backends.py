@@ -1,14 +1,14 @@
-"""The ways to reach the kernel: which can be used here, and which a handle would choose."""
+"""The backends: which can be used here, and which one a handle would choose."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import ALL_OPS
 
 from . import kernel, ops
-from .host import Host
 from .packages import install_command
 from .result import Json, Result, Status, run_checks
 
@@ -17,13 +17,13 @@ OVERRIDE = "NVME_OPS_BACKEND"
 
 
 def section(host: Host) -> tuple[Result, ...]:
-    """Every backend in order of preference, then the one that a handle would choose."""
+    """Returns every backend in order of preference, then the one that a handle would choose."""
     results = run_checks({"io_uring": lambda: kernel.io_uring(host), "libaio": libaio, "threads": threads})
     return results + run_checks({"chosen": lambda: chosen(results)})
 
 
 def libaio() -> Result:
-    """Its header when the op is compiled, its library when it runs, and the kernel's AIO."""
+    """Checks its header, if the op is compiled here, its library, and the kernel's AIO."""
     compiled_in = ops.has_libaio(ALL_OPS["async_io"])
     library = kernel.libaio()
     data = {"compiled_in": compiled_in, "library": library}
@@ -39,12 +39,12 @@ def libaio() -> Result:
 
 
 def threads() -> Result:
-    """Plain pread and pwrite on threads: always there."""
+    """Returns a result that is always OKAY: pread and pwrite on threads."""
     return Result("threads", Status.OKAY, "pread and pwrite, always there")
 
 
 def chosen(results: Sequence[Result]) -> Result:
-    """The first that is usable, unless the environment names another."""
+    """Returns the first usable backend, unless the environment names another."""
     usable = [result.name for result in results if result.status is Status.OKAY]
     wanted = os.environ.get(OVERRIDE, "")
     data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}

@@ -8,17 +8,17 @@ import os
 import sys
 from collections.abc import Sequence
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import ALL_OPS
 
 from . import driver, ops, render, storage, torch_info
-from .host import Host
 from .result import Status
 from .sections import collect
 
 _DESCRIPTION = """\
-Shows which ops of nvme_ops are installed and which can be built here, which way to the kernel they would take and why
-the others are not usable, and what of this machine bears on them. Every warning ends with the command that fixes it.
-No op is compiled, nothing is installed or changed, cuFile's driver is not opened unless --open-driver asks for it.
+Shows which ops of nvme_ops are installed and which can be built here, which backend they would use and why the others
+are not usable, and what else on this machine affects them. Every warning ends with the command that fixes it. No op is
+compiled, nothing is installed or changed, cuFile's driver is not opened unless --open-driver asks for it.
 """
 _EPILOG = """\
 examples:
@@ -33,7 +33,7 @@ exit status: 0; 1 with --strict when an op or a folder of --path cannot be used;
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of ``nvme-report``."""
+    """Returns the parser of the flags."""
     made = argparse.ArgumentParser(
         prog="nvme-report",
         description=_DESCRIPTION,
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; returns the exit status."""
+    """Prints the report; returns the exit status."""
     options = parser().parse_args(arguments)
     host = Host()
     with contextlib.redirect_stdout(sys.stderr):  # whatever an import prints must not get into the report
@@ -89,5 +89,5 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
+    except BrokenPipeError:  # the reader has closed the pipe (`nvme-report | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,7 @@
-"""What the gds op needs: a GPU and its driver, libcufile, nvidia-fs; and which way tensors on a GPU will take.
+"""What the gds op requires: a GPU and its driver, libcufile, nvidia-fs; and which path GPU tensors will take.
 
-Only files are looked at. The cuFile driver is not opened here (see driver.py), nor CUDA initialised: opening loops for
-ever on kernels without modules, needs a CUDA context, and forbids fork afterwards.
+Only reads files. The cuFile driver is not opened here (see driver.py), nor CUDA initialised: opening loops for ever on
+kernels without modules, needs a CUDA context, and forbids fork afterwards.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import re
 from pathlib import Path
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile
 from nvme_ops.op_builder.cufile import Piece
 
 from . import cufile_settings, peer_to_peer, torch_info
-from .host import Host
 from .packages import install_command
 from .result import Json, Result, Status, run_checks
 from .toolchain import cuda_home
@@ -26,7 +26,7 @@ _MODES = ("auto", "require", "off")
 
 
 def section(host: Host) -> tuple[Result, ...]:
-    """Every part of GPUDirect Storage; without a GPU the rest is only noted, for nothing could use it."""
+    """Checks every part of GPUDirect Storage; without a GPU the rest are facts, since nothing could use them."""
     has_gpu = bool(cufile.gpu(host.root).found)
     results = run_checks(
         {
@@ -102,7 +102,7 @@ def _settings(host: Host) -> Result:
 
 
 def _way(host: Host) -> Result:
-    """What a ``gds_handle`` will do with a tensor on a GPU, as far as files and the environment tell."""
+    """Predicts which path a ``gds_handle`` will take for a GPU tensor, from files and the environment."""
     name, mode = "path of GPU tensors", os.environ.get(_MODE) or "auto"
     settings = cufile_settings.read(host)
     missing = [piece for piece in _needed(host) if piece.needed and not piece.found]

@@ -1,6 +1,6 @@
-"""cuFile's own settings, as far as they decide which way data take: a JSON file with comments, and the environment.
+"""cuFile's own settings, as far as they decide which path data take: a JSON file with comments, and the environment.
 
-cuFile reads the file named by CUFILE_ENV_PATH_JSON, else /etc/cufile.json; the environment comes before the file.
+cuFile reads the file named by CUFILE_ENV_PATH_JSON, else /etc/cufile.json; the environment takes precedence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from .host import Host
+from nvme_ops.host import Host
 
 DEFAULT = "/etc/cufile.json"
 NAMED_BY = "CUFILE_ENV_PATH_JSON"
@@ -22,7 +22,7 @@ _STRING_OR_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 @dataclass(frozen=True)
 class Settings:
-    """What the file and the environment say; cuFile's defaults where they say nothing."""
+    """The settings of file and environment, cuFile's defaults elsewhere."""
 
     path: str | None = None  # None where there is no file
     allow_compatibility: bool = True
@@ -34,7 +34,7 @@ class Settings:
 
 
 def read(host: Host) -> Settings:
-    """The settings in force; ``problem`` says why a file could not be read."""
+    """Returns the settings in force; ``problem`` says why a file could not be read."""
     named = os.environ.get(NAMED_BY)
     path = os.path.abspath(named) if named else DEFAULT
     problem = fix = ""
@@ -61,7 +61,7 @@ def read(host: Host) -> Settings:
 
 
 def parse(text: str) -> object:
-    """The value of a JSON text with ``//`` and ``/* */`` comments and trailing commas; ValueError when it is none."""
+    """Parses JSON with ``//`` and ``/* */`` comments and trailing commas. Raises ValueError."""
     for skipped in (_STRING_OR_COMMENT, _STRING_OR_COMMA):
         text = skipped.sub(lambda found: found[1] or "", text)
     return json.loads(text) if text.strip() else {}

@@ -1,4 +1,4 @@
-"""``--open-driver``: open cuFile's driver for real, in a process of its own, and say what it is and what it can do.
+"""``--open-driver``: opens cuFile's driver for real, in a process of its own, and reports its properties.
 
 Opening may take long, fail in many ways, even hang, and forbids fork afterwards: none of that may happen to the report.
 """
@@ -25,13 +25,13 @@ sys.path[:] = json.loads(sys.argv[1])
 from nvme_ops.report import driver
 driver.answer()
 """
-_MARK = "cuFile says: "  # the library may print too
+_MARK = "cuFile says: "  # the library may print as well
 _BUILD = 'python -c "from nvme_ops.op_builder import GDSBuilder; GDSBuilder().load(verbose=True)"'
 _OFF = "export NVME_OPS_GDS=off  # or see the lines above"
 
 
 def check() -> Result:
-    """What the other process found, or how it ended."""
+    """Runs the other process; reports what it found, or how it ended."""
     broken = torch_info.problem()
     if broken is not None:
         return Result(_NAME, Status.WARNING, f"not opened, torch: {broken.detail}", broken.fix)
@@ -50,13 +50,13 @@ def check() -> Result:
 
 
 def answer() -> None:
-    """What the other process does; its last line is the result."""
+    """Runs in the other process; the last line it prints is the result."""
     import torch
 
     found: dict[str, Json]
     try:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # cuFile wants a CUDA context to be there
+            torch.cuda.synchronize()  # cuFile needs a CUDA context
         found = GDSBuilder().load().open_driver(cufile.libraries())
     except Exception as error:
         found = {"error": str(error)}
@@ -65,7 +65,7 @@ def answer() -> None:
 
 
 def _run() -> tuple[int | None, str]:
-    """The exit status, None for a process that had to be killed, and what it wrote."""
+    """Returns the exit status, None for a process that had to be killed, and its output."""
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
@@ -74,7 +74,7 @@ def _run() -> tuple[int | None, str]:
         except subprocess.TimeoutExpired:
             code = None
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel holds stays behind
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that is stuck in the kernel stays behind
                 process.wait(_GRACE)
         output.seek(0)
         return code, output.read()

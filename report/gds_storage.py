@@ -1,4 +1,4 @@
-"""Whether GPUDirect Storage takes part in a file system: the ones that NVIDIA lists, and what lies under them.
+"""Checks whether GPUDirect Storage supports a file system: NVIDIA's list, and the devices under it.
 
 The list: NVIDIA's GPUDirect Storage release notes and the page of nvidia-fs. ext4 must be mounted with data=ordered:
 cuFile looks for it among the mount's options, where newer kernels show it only if it was given.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from .device import Device
-from .mounts import Mount
+from nvme_ops.storage.device import Device
+from nvme_ops.storage.mounts import Mount
+
 from .result import Json, Result, Status
 
 _NAME = "GPUDirect Storage"
@@ -24,7 +25,7 @@ _ELSEWHERE = "lsblk -o NAME,FSTYPE,TRAN,MOUNTPOINT  # then choose a folder on ex
 
 
 def check(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result:
-    """Whether data can go straight between this file system and a GPU; a complaint only where there is a GPU."""
+    """Reports whether data can go straight between this file system and a GPU; a complaint only with a GPU."""
     reason, fix = obstacle(mount, found)
     data: dict[str, Json] = {"supported": not reason, "reason": reason}
     words = f"not supported: {reason}"
@@ -37,7 +38,7 @@ def check(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result
 
 
 def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
-    """Why not, and the fix; two empty strings where nothing is known to be in the way."""
+    """Returns why not, and the fix; two empty strings if nothing is known to prevent it."""
     if mount is None:
         return "the file system is not known", "mount -t proc proc /proc"
     if mount.kind in _DISTRIBUTED:

@@ -1,4 +1,4 @@
-"""The kernel: its version, and whether it and those in front of it (sysctl, seccomp) let us at io_uring and AIO."""
+"""The kernel: its version, and whether it, sysctl and seccomp permit io_uring and AIO."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import errno
 import platform
 import re
 
+from nvme_ops.host import Host
+
 from . import syscalls
-from .host import Host
 from .result import Json, Result, Status
 
 _FEAT_RW_CUR_POS = 1 << 3  # came with Linux 5.6, as did the opcodes IORING_OP_READ and IORING_OP_WRITE
@@ -42,7 +43,7 @@ _RAISE = "sysctl -w fs.aio-max-nr=1048576"
 
 
 def version(host: Host) -> Result:
-    """The running kernel."""
+    """Reports the running kernel."""
     release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
     return Result("kernel", Status.INFO, release, data={"release": release, "machine": platform.machine()})
 
@@ -53,13 +54,13 @@ def _release(host: Host) -> tuple[int, int]:
 
 
 def seccomp_mode(host: Host) -> int | None:
-    """0 for no filter, 1 strict, 2 filtered; None where the kernel does not say."""
+    """Returns 0 for no filter, 1 strict, 2 filtered; None if the kernel does not say."""
     found = re.search(r"^Seccomp:\s*(\d+)", host.read_or("/proc/self/status"), re.MULTILINE)
     return int(found[1]) if found else None
 
 
 def io_uring(host: Host) -> Result:
-    """Whether a real ``io_uring_setup`` succeeds, and if not, who forbids it."""
+    """Reports whether a real ``io_uring_setup`` succeeds, and if not, what forbids it."""
     try:
         features = syscalls.io_uring_setup(8)
     except OSError as error:
@@ -87,7 +88,7 @@ def _forbidden(host: Host, error: OSError) -> Result:
 
 
 def io_uring_sysctl(host: Host) -> Result:
-    """The sysctl that forbids io_uring system-wide; kernels before 6.6 have none."""
+    """Reports the sysctl that forbids io_uring system-wide; kernels before 6.6 have none."""
     name = "io_uring sysctl"
     value = host.read_or(_SYSCTL)
     data = {"io_uring_disabled": value}
@@ -98,14 +99,14 @@ def io_uring_sysctl(host: Host) -> Result:
 
 
 def seccomp(host: Host) -> Result:
-    """Whether this process runs under a seccomp filter."""
+    """Reports whether this process runs under a seccomp filter."""
     mode = seccomp_mode(host)
     words = {None: "unknown", 0: "no filter", 1: "strict mode", 2: "filtered"}.get(mode, f"mode {mode}")
     return Result("seccomp", Status.INFO, words, data={"mode": mode})
 
 
 def aio_limit(host: Host) -> Result:
-    """How many of the system's AIO requests (fs.aio-max-nr) are still to be had."""
+    """Reports how many of the system's AIO requests (fs.aio-max-nr) are left."""
     name = "aio-max-nr"
     most = int(host.read("/proc/sys/fs/aio-max-nr"))
     used = int(host.read("/proc/sys/fs/aio-nr"))
@@ -117,7 +118,7 @@ def aio_limit(host: Host) -> Result:
 
 
 def aio_context(events: int = _EVENTS) -> tuple[str, str]:
-    """Why a real ``io_setup`` fails and the fix; two empty strings when it succeeds."""
+    """Returns why a real ``io_setup`` fails and the fix; two empty strings if it succeeds."""
     try:
         syscalls.io_setup(events)
     except OSError as error:
@@ -134,7 +135,7 @@ def aio_context(events: int = _EVENTS) -> tuple[str, str]:
 
 
 def libaio() -> str | None:
-    """The name under which libaio can be loaded, as the backend will load it; None when it is not installed."""
+    """Returns the name under which the backend will load libaio; None if it is not installed."""
     for soname in LIBAIO:
         try:
             ctypes.CDLL(soname)

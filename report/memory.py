@@ -6,7 +6,8 @@ import os
 import re
 import resource
 
-from .host import Host
+from nvme_ops.host import Host
+
 from .result import Result, Status
 
 MIB = 1 << 20
@@ -21,13 +22,13 @@ _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
 def size(count: int) -> str:
-    """A number of bytes for a reader: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
+    """Formats a number of bytes: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
     power = min(max(count.bit_length() - 1, 0) // 10, 4)
     return f"{count / (1 << 10 * power):.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
 
 
 def memlock(host: Host) -> Result:
-    """How much memory may be locked; io_uring's registered buffers need as much as the staging ring."""
+    """Reports how much memory may be locked; io_uring's registered buffers need as much as the staging memory."""
     name = "memlock limit"
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
@@ -51,7 +52,7 @@ def _may_lock_anything(host: Host) -> bool:
 
 
 def transparent(host: Host) -> Result:
-    """Whether the kernel gives huge pages to those who ask (``madvise``) or to all (``always``)."""
+    """Reports whether the kernel gives huge pages on request (``madvise``) or to all (``always``)."""
     name = "transparent huge pages"
     text = host.read_or(_TRANSPARENT)
     found = re.search(r"\[(\w+)\]", text)
@@ -70,7 +71,7 @@ def transparent(host: Host) -> Result:
 
 
 def reserved(host: Host) -> Result:
-    """The reserved 2 MiB pages (hugetlb), used where ``NVME_OPS_HUGETLB=1`` asks for them; none is needed."""
+    """Reports the reserved 2 MiB pages (hugetlb), used only with ``NVME_OPS_HUGETLB=1``; none are needed."""
     total, free = _reserved(host, "nr_hugepages"), _reserved(host, "free_hugepages")
     words = f"{free} of {total} free, 2 MiB each" if total else "none reserved"
     return Result("huge pages (hugetlb)", Status.INFO, words, data={"total": total, "free": free})
@@ -82,7 +83,7 @@ def _reserved(host: Host, count: str) -> int:
 
 
 def shared(host: Host) -> Result:
-    """The size of /dev/shm; DataLoader workers and collective libraries pass tensors through it."""
+    """Reports the size of /dev/shm, through which DataLoader workers and collective libraries pass tensors."""
     name = "shared memory (/dev/shm) size"
     try:
         stat = os.statvfs(host.path("/dev/shm"))

@@ -1,4 +1,4 @@
-"""The table of ops: built ahead of time or not, usable here or not, and what each was compiled with."""
+"""The table of ops: whether each is built ahead of time and usable here, and what it was compiled with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Built:
 
 
 def row(builder: OpBuilder) -> Result:
-    """Whether an op is installed ahead of time, and whether it can be loaded and used."""
+    """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
     present = prebuilt.find(name)
     expected = _expected(builder)
@@ -63,12 +63,12 @@ def row(builder: OpBuilder) -> Result:
 
 
 def _expected(builder: OpBuilder) -> bool:
-    """Whether a user of this machine can expect the op to work: ``gds`` needs a GPU, and most machines have none."""
+    """Returns whether the op should work on this machine: ``gds`` needs a GPU, which most machines lack."""
     return not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.root).found)
 
 
 def _missing(builder: OpBuilder) -> tuple[list[str], str]:
-    """What the builder says the op could also use, and the command that brings it."""
+    """Reports what the builder says the op could also use, and the command that installs it."""
     parts = [warning.partition("; fix: ") for warning in builder.warnings]
     warnings = [words for words, _, _ in parts]
     if any("libaio" in words for words in warnings):
@@ -81,7 +81,7 @@ def _misfit(builder: OpBuilder, present: prebuilt.Prebuilt) -> str:
 
 
 def _why_not_loadable(library: Path) -> str:
-    """The dynamic linker's words; torch is loaded by now, so its libraries are found. No module is initialised."""
+    """Returns the dynamic linker's error, with torch loaded so that its libraries are found; initializes no module."""
     try:
         ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     except OSError as error:
@@ -90,7 +90,7 @@ def _why_not_loadable(library: Path) -> str:
 
 
 def if_needed(check: Callable[[], Result]) -> Result:
-    """A check of what compiles an op: no complaint where all ops are compiled already."""
+    """Runs a check of what compiles an op; no complaint if all ops are compiled already."""
     found = check()
     if found.status is not Status.NO or any(built(builder) is None for builder in ALL_OPS.values()):
         return found
@@ -99,7 +99,7 @@ def if_needed(check: Callable[[], Result]) -> Result:
 
 
 def _build_fix() -> str:
-    """The command for what a build lacks first."""
+    """Returns the command for the first thing that a build lacks."""
     for result in (toolchain.compiler(), toolchain.python_headers(), toolchain.ninja()):
         if result.status in (Status.NO, Status.FAIL):
             return result.fix
@@ -109,7 +109,7 @@ def _build_fix() -> str:
 
 
 def built(builder: OpBuilder) -> Built | None:
-    """The compiled op that ``load`` would use; None where it would compile first, or torch cannot be imported."""
+    """Returns the compiled op that ``load`` would use; None if it would compile first, or torch cannot be imported."""
     if torch_info.problem() is not None:
         return None
     recipe = builder.recipe()
@@ -122,14 +122,14 @@ def built(builder: OpBuilder) -> Built | None:
 
 
 def has_libaio(builder: OpBuilder) -> bool:
-    """Whether the op was compiled with libaio's header, or would be."""
+    """Returns whether the op was compiled with libaio's header, or would be."""
     found = built(builder)
     flags = found.record.get("cxx_args") if found is not None else builder.cxx_args()
     return isinstance(flags, list) and _HAVE_LIBAIO in flags
 
 
 def compiled_with() -> list[Result]:
-    """What each compiled op was compiled with; nothing for an op that is not compiled yet."""
+    """Reports what each compiled op was compiled with; nothing for one that is not compiled yet."""
     results = []
     for builder in ALL_OPS.values():
         found = built(builder)
@@ -145,6 +145,6 @@ def compiled_with() -> list[Result]:
 
 
 def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Result]:
-    """Those of the ``named`` ops that cannot be used; without names, of all that can be expected to work here."""
+    """Returns which of the ``named`` ops cannot be used; without names, of all that should work here."""
     bad = [result for result in results if result.status in (Status.NO, Status.FAIL)]
     return [result for result in bad if (result.name in named if named else result.data.get("expected", True))]

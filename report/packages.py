@@ -1,4 +1,4 @@
-"""Which command installs a missing piece, by the package manager at hand."""
+"""Finds the command that installs something missing, for the package manager in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def install_command(piece: str) -> str:
-    """The command line that installs ``piece`` (a key of the table): conda's in its environments, else the system's."""
+    """Returns the command that installs ``piece``, a key of the table: conda's in conda, else the system's."""
     names = _NAMES[piece]
     if "conda" in names and probes.conda_prefix() is not None:
         return _CONDA.format(names["conda"])

@@ -1,7 +1,7 @@
-"""Whether storage and GPU can reach each other over PCI without nvidia-fs, as far as files tell.
+"""Checks whether storage and GPU can reach each other over PCI without nvidia-fs, as far as files tell.
 
-What it takes: NVIDIA's pages "GDS Support for NVMe" and "NVMe P2PDMA Troubleshooting". Whether the machine's topology
-permits it, only cuFile can tell (``nvme-report --open-driver``).
+Requirements: NVIDIA's pages "GDS Support for NVMe" and "NVMe P2PDMA Troubleshooting". Only cuFile can tell whether the
+machine's topology permits it (``nvme-report --open-driver``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import gzip
 import platform
 import re
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile
 
 from . import cufile_settings
-from .host import Host
 from .result import Json, Result, Status
 
 _NAME = "PCI peer-to-peer"
@@ -24,7 +24,7 @@ _STATIC_BAR = "RMForceStaticBar1=1"
 
 
 def check(host: Host) -> Result:
-    """A fact, not a complaint: nvidia-fs does the same."""
+    """Reports a fact, never a complaint: nvidia-fs does the same."""
     why_not, iommu = obstacles(host), _iommu(host)
     data: dict[str, Json] = {"possible": not why_not, "obstacles": why_not, "iommu": iommu}
     words = f"no: {'; '.join(why_not)}" if why_not else "set up, as far as files tell"
@@ -33,7 +33,7 @@ def check(host: Host) -> Result:
 
 
 def obstacles(host: Host) -> list[str]:
-    """What is missing; empty when nothing is known to be."""
+    """Returns what is missing; empty if nothing is known to be."""
     settings, x86 = cufile_settings.read(host), platform.machine() == "x86_64"
     driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(cufile.DRIVER_VERSION))
     problems = {
@@ -47,7 +47,7 @@ def obstacles(host: Host) -> list[str]:
 
 
 def kernel_has_it(host: Host) -> bool:
-    """Reads the kernel's configuration where it can be read, else from its list of symbols."""
+    """Returns whether the kernel was configured with it, from its configuration, else from its list of symbols."""
     release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
     configuration = _unpacked(host, "/proc/config.gz")
     for name in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):

@@ -1,4 +1,4 @@
-"""Results as text, in the layout ds_report's users know, and as JSON. Nothing is looked at here."""
+"""Formats results as text, in the layout that ds_report's users know, and as JSON. Checks nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Style:
 
 
 def as_text(sections: Sections, storage: Sections, style: Style) -> str:
-    """The report for a reader; a section that is not given is left out."""
+    """Returns the report as text; omits sections that are not given."""
     lines: list[str] = []
     if BUILD in sections or OPS in sections:
         lines += [LINE, "nvme_ops op report", LINE, *NOTE.splitlines(), LINE, "JIT compiled ops requires ninja"]
@@ -53,7 +53,7 @@ def as_text(sections: Sections, storage: Sections, style: Style) -> str:
 
 
 def verdict(sections: Sections) -> str:
-    """One line: what can be used here, and how."""
+    """Returns one line: what can be used here, and how."""
     chosen = next((each.detail for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
     words, ready = [], True
     for op in sections.get(OPS, ()):
@@ -130,7 +130,7 @@ def _paint(text: str, status: Status, style: Style) -> str:
 
 
 def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: Sections) -> str:
-    """One JSON document: every result under its section and name, fixes included."""
+    """Returns one JSON document: every result under its section and name, fixes included."""
     document: dict[str, Json] = {
         "schema": 1,
         "version": version,

@@ -1,6 +1,6 @@
 """What a check returns, and how checks are run.
 
-A check is a function that looks at the host and returns results; it never prints, and what it raises becomes a result
+A check is a function that inspects the host and returns results; it never prints, and an exception becomes a result
 too. Rendering is in render.py.
 """
 
@@ -26,13 +26,13 @@ class Status(str, Enum):
 
     @property
     def needs_fix(self) -> bool:
-        """True when a result of this status has to say what to do about it."""
+        """True when a result of this status must say what to do about it."""
         return self not in (Status.OKAY, Status.INFO)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report: what was looked at, how it is, and the command that improves it."""
+    """One line of the report: what was checked, its state, and the command that improves it."""
 
     name: str
     status: Status
@@ -41,7 +41,7 @@ class Result:
     data: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a complaint without a remedy, so that no check can forget one."""
+        """Refuses a complaint without a fix, so that no check can forget one."""
         if self.status.needs_fix and not self.fix:
             raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
 
@@ -50,7 +50,7 @@ Checks: TypeAlias = Mapping[str, Callable[[], Result | Sequence[Result]]]
 
 
 def run_checks(checks: Checks) -> tuple[Result, ...]:
-    """Run every check, by the name that its line carries should it raise: that becomes a result that says so."""
+    """Runs every check; an exception becomes a failed result with the check's name."""
     results: list[Result] = []
     for name, check in checks.items():
         try:

@@ -1,18 +1,18 @@
-"""The table of all checks: which section of the report holds which, in the order in which a reader meets them."""
+"""The table of all checks by section, in the order of the report."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import ALL_OPS
 
 from . import backends, cufile, driver, kernel, memory, ops, toolchain, torch_info
-from .host import Host
 from .result import Checks, Result, run_checks
 
 
 def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
-    """Run every check that needs no folder; section name -> results. cuFile is opened only if ``open_driver`` asks."""
+    """Runs every check that needs no folder; section name -> results. Opens cuFile only if ``open_driver``."""
     environment: Checks = {
         "torch": torch_info.torch,
         "nvme_ops": torch_info.package,

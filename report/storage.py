@@ -1,4 +1,4 @@
-"""What `--path DIR` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
+"""What ``--path DIR`` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import stat
 import tempfile
 from dataclasses import asdict
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile
+from nvme_ops.storage.device import Device, devices_under, logical_block
+from nvme_ops.storage.mounts import MEMORY, NETWORK, mount_of
 
 from . import gds_storage, syscalls
-from .device import Device, devices_under, logical_block
-from .host import Host
 from .memory import GIB, size
-from .mounts import MEMORY, NETWORK, mount_of
 from .result import Checks, Json, Result, Status, run_checks
 
 _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
 
 
 def inspect(host: Host, folder: str) -> tuple[Result, ...]:
-    """Every result about one folder; a single one where it is no folder that we can look into."""
+    """Returns every result about one folder; a single one if it is not a folder that can be read."""
     first = run_checks({"directory": lambda: _directory(host, folder)})
     if not os.path.isdir(folder):
         return first
@@ -78,7 +78,7 @@ def _file_system(host: Host, folder: str) -> Result:
 
 
 def _direct(host: Host, folder: str) -> list[Result]:
-    """Open a temporary file with O_DIRECT, write a block and read it back; and ask for its alignment."""
+    """Opens a temporary file with O_DIRECT, writes a block and reads it back; reports its alignment."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".nvme-report-", dir=folder)
     except OSError as error:

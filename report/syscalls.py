@@ -1,4 +1,4 @@
-"""The few system calls that Python does not offer, through ctypes. Each raises OSError with the kernel's errno."""
+"""System calls that Python does not offer, through ctypes. Each raises OSError with the kernel's errno."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AT_EMPTY_PATH = 0x1000
 
 @dataclass(frozen=True)
 class Alignment:
-    """What direct I/O on a file asks for, in bytes; both 0 where the file does not support it."""
+    """What direct I/O on a file requires, in bytes; both 0 if the file does not support it."""
 
     memory: int
     offset: int
@@ -49,21 +49,21 @@ def _call(name: str, *arguments: object) -> int:
 
 
 def io_uring_setup(entries: int) -> int:
-    """Make an io_uring and close it again; returns the feature bits that the kernel reports."""
+    """Sets up an io_uring and closes it; returns the feature bits that the kernel reports."""
     params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
     os.close(_call("io_uring_setup", ctypes.c_long(entries), params))
     return int(struct.unpack_from("=I", params, _FEATURES_OFFSET)[0])
 
 
 def io_setup(events: int) -> None:
-    """Make a kernel AIO context for ``events`` requests and destroy it again."""
+    """Makes a kernel AIO context for ``events`` requests and destroys it."""
     context = ctypes.c_ulong(0)
     _call("io_setup", ctypes.c_long(events), ctypes.byref(context))
     _call("io_destroy", context)
 
 
 def direct_io_alignment(descriptor: int) -> Alignment | None:
-    """What ``statx(STATX_DIOALIGN)`` says of an open file; None where kernel or file system do not say."""
+    """Returns the alignment from ``statx(STATX_DIOALIGN)`` for an open file; None if it is not reported."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         flags, mask = ctypes.c_long(_AT_EMPTY_PATH), ctypes.c_long(_STATX_DIOALIGN)

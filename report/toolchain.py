@@ -1,4 +1,4 @@
-"""What compiles an op just in time: ninja, the C++ compiler, Python's headers; nvcc only for the record."""
+"""What compiles an op just in time: ninja, the C++ compiler, Python's headers; nvcc only as a fact."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import compiler as op_compiler
 from nvme_ops.op_builder import probes
 
-from .host import Host, output
 from .packages import install_command
 from .result import Result, Status
 
 _LEAST = {"clang": (9, 0), "gcc": (9, 0)}  # the first whose C++17 library is complete enough for torch's headers
+COMMAND_TIMEOUT = 10.0  # seconds; a compiler that does not answer `--version` in this time is of no use
 _CUDA = "/usr/local/cuda"  # where torch looks when CUDA_HOME is not set
 
 
 def ninja() -> Result:
-    """Ninja, which torch needs to compile an op; found by the builders beside Python too."""
+    """Reports ninja, which torch needs to compile an op; builders also find it beside Python."""
     fix = f"{sys.executable} -m pip install --force-reinstall ninja"
     folder = probes.ninja_directory()
     if folder is None:
         return Result("ninja", Status.FAIL, "not found", fix, {"path": None})
     path = str(Path(folder, "ninja"))
     try:
-        version = output(path, "--version")
+        version = _output(path, "--version")
     except OSError as error:
         return Result("ninja", Status.FAIL, str(error), fix, {"path": path})
     return Result("ninja", Status.OKAY, f"{version}, {path}", data={"path": path, "version": version})
 
 
 def compiler() -> Result:
-    """The C++ compiler that a build would use, and its version."""
+    """Reports the C++ compiler that a build would use, and its version."""
     name = "C++ compiler"
     chosen = os.environ.get("CXX", "")
     fix = f"unset CXX  # or: {install_command('compiler')}" if chosen else install_command("compiler")
@@ -64,7 +65,7 @@ def compiler() -> Result:
 
 
 def python_headers() -> Result:
-    """Python.h, without which no extension module compiles."""
+    """Reports Python.h, without which no extension module compiles."""
     include = sysconfig.get_path("include")
     if probes.python_header() is None:
         return Result("Python headers", Status.OKAY, include, data={"include": include})
@@ -73,7 +74,7 @@ def python_headers() -> Result:
 
 
 def cuda_home(host: Host) -> str | None:
-    """The CUDA toolkit that torch would use: CUDA_HOME or CUDA_PATH, else around nvcc, else /usr/local/cuda."""
+    """Returns the CUDA toolkit that torch would use: CUDA_HOME or CUDA_PATH, else nvcc's, else /usr/local/cuda."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
         return named
@@ -85,7 +86,7 @@ def cuda_home(host: Host) -> str | None:
 
 
 def cuda(host: Host) -> list[Result]:
-    """CUDA_HOME and nvcc. No op of this package needs either, so their absence is only noted."""
+    """Reports CUDA_HOME and nvcc as facts: no op of this package needs either."""
     home = cuda_home(host)
     chosen = os.environ.get("CUDA_HOME")
     data = {"CUDA_HOME": chosen, "used": home}
@@ -102,9 +103,23 @@ def _nvcc(home: str | None) -> Result:
     if path is None:
         return Result(name, Status.INFO, "none (no op needs it)", data={"path": None, "version": None})
     try:
-        text = output(path, "--version")
+        text = _output(path, "--version")
     except OSError as error:
         return Result(name, Status.INFO, f"{error} (no op needs it)", data={"path": path, "version": None})
     found = re.search(r"release (\d+\.\d+)", text)
     version = found[1] if found else text.rpartition("\n")[2]
     return Result(name, Status.INFO, f"{version}, {path}", data={"path": path, "version": version})
+
+
+def _output(*command: str) -> str:
+    """What a short command prints; OSError when it cannot run, fails or does not answer."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{' '.join(command)}: no answer in {COMMAND_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: exit status {done.returncode}: {done.stdout.strip()}")
+    return done.stdout.strip()

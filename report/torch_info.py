@@ -1,4 +1,4 @@
-"""PyTorch as installed, and this package's own path and version."""
+"""PyTorch as installed, and this package's path and version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALL = f"{sys.executable} -m pip install torch"
 
 
 def problem() -> Result | None:
-    """Why torch cannot be imported; None when it can."""
+    """Returns why torch cannot be imported; None if it can."""
     outcome = _import()
     return outcome if isinstance(outcome, Result) else None
 
@@ -28,7 +28,7 @@ def problem() -> Result | None:
 def _import() -> ModuleType | Result:
     try:
         return importlib.import_module("torch")
-    except Exception as error:  # a half-installed torch raises whatever it likes
+    except Exception as error:  # a half-installed torch can raise anything
         words, fix = f"cannot be imported: {type(error).__name__}: {error}", f"{_INSTALL} --force-reinstall"
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             words, fix = "not installed: no op can be compiled or loaded", _INSTALL
@@ -36,7 +36,7 @@ def _import() -> ModuleType | Result:
 
 
 def build() -> tuple[str, str | None]:
-    """Version and CUDA version of torch; an unknown version and None where it cannot be imported."""
+    """Returns torch's version and CUDA version; an unknown version and None if it cannot be imported."""
     module = _import()
     if isinstance(module, Result):
         return "(which cannot be imported)", None
@@ -44,7 +44,7 @@ def build() -> tuple[str, str | None]:
 
 
 def torch() -> list[Result]:
-    """Where torch is, its version, its CUDA or ROCm, its C++ ABI; one line when it cannot be imported."""
+    """Reports torch's path, version, CUDA or ROCm and C++ ABI; one line if it cannot be imported."""
     module = _import()
     if isinstance(module, Result):
         return [module]
@@ -70,7 +70,7 @@ def _version(version: str) -> Result:
 
 
 def package() -> list[Result]:
-    """Where nvme_ops is, its version, and the Python that runs it."""
+    """Reports nvme_ops's path and version, and the Python that runs it."""
     path, python = str(next(iter(_PACKAGE.__path__))), f"{platform.python_version()}, {sys.executable}"
     return [
         Result("nvme_ops install path", Status.INFO, path, data={"path": path}),

@@ -24,8 +24,9 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
+from tests import prepared
 
-pytest_plugins = ("running",)
+pytest_plugins = ("tests.running",)
 
 REPOSITORY = Path(__file__).parent.parent
 BACKENDS = ("io_uring", "libaio", "threads")
@@ -136,17 +137,22 @@ def handle(make_handle: HandleFactory) -> aio_handle:
     return make_handle()
 
 
-def run_python(program: str, *arguments: object, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a program in an interpreter of its own."""
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def run_python(
+    program: str, *arguments: object, check: bool = True, fresh: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own; in a ``fresh`` one nothing has been imported yet."""
+    words = ["-c", textwrap.dedent(program), *map(str, arguments)]
+    if fresh:
+        result = subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    else:
+        result = prepared.run(*words, environment=environment)
     if check:
         assert result.returncode == 0, result.stdout + result.stderr
     return result
@@ -313,5 +319,5 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def _no_device_for_dcp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have registered the simulated device, which DCP's own writer takes for a GPU."""
     device = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
-    if device is not None and request.module.__name__.startswith(("test_dcp", "test_benchmarks_checkpoint")):
+    if device is not None and request.module.__name__.startswith(("tests.dcp.", "tests.benchmarks.test_checkpoint")):
         monkeypatch.setattr(device, "is_available", lambda: False)

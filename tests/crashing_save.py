@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from conftest import MIB
 
 import nvme_ops
 from nvme_ops import aio_handle
+from tests.conftest import MIB
 
 Tensors = dict[str, torch.Tensor]
 OLD: Tensors = {"a": torch.zeros(1000), "b": torch.arange(3000).view(50, 60).t(), "none": torch.zeros(0)}
@@ -64,12 +64,17 @@ class Outcome:
     filename: str | None = None
     calls: list[tuple[int, str]] = field(default_factory=list)
 
-    def points(self) -> list[tuple[str, int]]:
-        """Each call as strace counts it: the name, and which one of that name it is in its thread."""
+    def points(self, ends: bool = False) -> list[tuple[str, int]]:
+        """Each call as strace counts it: the name, and which one of that name it is in its thread.
+
+        With ``ends`` the first and the last one of each name.
+        """
         counts = Counter(self.calls)
         most: dict[str, int] = {}
         for (_, name), count in counts.items():
             most[name] = max(count, most.get(name, 0))
+        if ends:
+            return [(name, number) for name, count in most.items() for number in sorted({1, count})]
         return [(name, number) for name, count in most.items() for number in range(1, count + 1)]
 
 

@@ -1,5 +1,5 @@
-// What the engine asks of a way to reach the kernel. A backend is one file ending in one `Backend` row, listed in
-// registry.cpp; nothing else changes when one is added.
+// The interface between the engine and a backend. A backend is one file ending in one `Backend` row, listed in
+// registry.cpp; adding one changes nothing else.
 #pragma once
 
 #include <chrono>
@@ -11,9 +11,9 @@
 
 namespace nvme_ops {
 
-// A bounded queue of requests in the kernel. Used by one thread at a time. Once open it never throws and never
-// allocates: every request it took is answered by exactly one completion, whatever happens to the queue. After a fork
-// the child leaves it alone: it is neither used nor destroyed there.
+// A bounded queue of requests in the kernel, used by one thread at a time. Once open it never throws and never
+// allocates: every request it took is answered by exactly one completion, even if the queue fails. A forked child must
+// neither use nor destroy its parent's queue.
 class Queue {
 public:
   Queue() = default;
@@ -21,21 +21,21 @@ public:
   Queue& operator=(const Queue&) = delete;
   virtual ~Queue() = default;
 
-  // Takes requests in order and returns how many it took; the rest are offered again after the next reap().
-  // What was taken is on its way at the latest when reap() is called. Never more than `depth` are in flight.
+  // Takes requests in order and returns how many it took; the caller offers the rest again after the next reap().
+  // Requests taken are submitted by the next reap() at the latest. Never more than `depth` are in flight.
   virtual std::size_t submit(const Request* requests, std::size_t count) = 0;
 
-  // Collects completions, waiting until `least` are there, `timeout` has passed or a signal has arrived.
+  // Collects completions, waiting until there are at least `least`, `timeout` has passed or a signal has arrived.
   virtual std::size_t reap(Completion* completions, std::size_t most, std::size_t least,
                            std::chrono::milliseconds timeout) = 0;
 
-  // Whether a lone small request may be a plain system call of the waiting thread instead, which is served sooner.
+  // Returns whether the waiting thread may serve a lone small request by a plain system call instead, which is faster.
   virtual bool may_be_passed_by() const { return true; }
 
-  // The queue has failed: what it took has been or will be answered, but it should be replaced.
+  // Returns whether the queue has failed: requests it took are answered, but it should be replaced.
   virtual bool broken() const { return false; }
 
-  // Registers memory as buffer `index`, sparing the kernel its per-request page lookup. False: do without.
+  // Registers memory as buffer `index`, sparing the kernel its per-request page lookup. Returns false if it cannot.
   virtual bool register_buffer(int /*index*/, std::byte* /*memory*/, std::size_t /*bytes*/) { return false; }
   virtual void unregister_buffer(int /*index*/) {}
 };
@@ -48,7 +48,7 @@ struct QueueOptions {
 
 struct Probe {
   bool usable;
-  std::string reason;  // why not, with the fix
+  std::string reason;  // why it is not usable, with the fix
 };
 
 struct Backend {

@@ -39,7 +39,7 @@ const CudaDriver& cuda_driver() {
   return driver;
 }
 
-// Retained once and never given back: torch's own hold on it lasts as long as the process.
+// Retained once and never released: torch's own reference lasts as long as the process.
 void* primary_context(const CudaDriver& driver, int device) {
   static std::mutex mutex;
   static std::map<int, void*> contexts;
@@ -49,7 +49,8 @@ void* primary_context(const CudaDriver& driver, int device) {
   return context;
 }
 
-// Null for memory that is not CUDA's. Mapped virtual memory belongs to no context: its device's primary one is torch's.
+// Returns null for memory that is not CUDA's. Mapped virtual memory belongs to no context: torch uses its device's
+// primary one.
 void* owner(const CudaDriver& driver, const void* memory) {
   const auto pointer = reinterpret_cast<std::uintptr_t>(memory);
   void* context = nullptr;

@@ -1,5 +1,5 @@
 // Makes the CUDA context that owns a pointer current for the length of a scope, through the CUDA driver found at run
-// time. Does nothing for memory that is not CUDA's.
+// time. Does nothing for other memory.
 #pragma once
 
 namespace nvme_ops {

@@ -12,7 +12,7 @@
 namespace nvme_ops {
 namespace {
 
-// cuFile's calls block, so a queue has one request at a time: as many are in flight as there are lanes.
+// cuFile's calls block, so a queue has one request at a time: there are as many in flight as lanes.
 class CuFileQueue final : public Queue {
 public:
   explicit CuFileQueue(const CuFileDriver& driver) : driver_(driver) {}

@@ -1,4 +1,4 @@
-// Requests on memory of a GPU, through cuFile. Not one of the backends to choose from: it serves device memory only.
+// Requests on GPU memory, through cuFile. Not listed among the backends to choose from: it serves device memory only.
 #pragma once
 
 #include "backends/backend.h"

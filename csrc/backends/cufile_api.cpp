@@ -21,7 +21,7 @@ const char* loading_error() {
   return text != nullptr ? text : "unknown error";
 }
 
-// Never a second copy of the library: it has state for the whole process.
+// Never loads a second copy of the library: it has state for the whole process.
 void* open_library(const std::vector<std::string>& candidates) {
   const char* const named = std::getenv(kOverride);
   if (named != nullptr && *named != '\0') {

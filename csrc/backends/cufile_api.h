@@ -1,5 +1,5 @@
-// The few functions of NVIDIA's cuFile that are used here, found at run time. They are declared anew because cufile.h
-// needs CUDA's headers and may not be passed on; names and layouts are those of cuFile 1.0 to 1.20.
+// The few functions of NVIDIA's cuFile that are used here, found at run time. They are declared again because cufile.h
+// needs CUDA's headers and may not be redistributed; names and layouts are those of cuFile 1.0 to 1.20.
 #pragma once
 
 #include <sys/types.h>
@@ -40,11 +40,11 @@ struct CuFileApi {
   Status (*set_flag_parameter)(int parameter, bool value);  // before driver_open only
 
   std::string path;  // of the library
-  bool fake;         // a double made for tests, which says so by a symbol of its own
+  bool fake;         // a test double, recognised by a symbol of its own
 };
 
-// The library already loaded, else the first of `candidates` that loads; absolute paths, best first. Throws IoError
-// that says what was tried and how to get it.
+// Returns the library already loaded, else the first of `candidates` (absolute paths, best first) that loads. Throws an
+// IoError that says what was tried and how to get it.
 CuFileApi load_cufile(const std::vector<std::string>& candidates);
 
 }  // namespace nvme_ops

@@ -23,9 +23,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Opening takes a second, nine where sixteen processes open it at once (docs/gpu-results.md), or for ever.
+// Opening takes a second, nine if sixteen processes open it at once (docs/gpu-results.md), or never ends.
 constexpr std::chrono::seconds kOpeningPatience(20);
-constexpr std::chrono::seconds kTestPatience(3);  // with a libcufile of the tests
+constexpr std::chrono::seconds kTestPatience(3);  // with the tests' libcufile
 constexpr std::chrono::seconds kClosingPatience(4);
 constexpr int kAllowCompatible = 1;  // CUFILE_PARAM_PROPERTIES_ALLOW_COMPAT_MODE
 constexpr int kNoNvidiaFs = 5001;    // CU_FILE_DRIVER_NOT_INITIALIZED
@@ -45,7 +45,7 @@ struct State {
   std::mutex mutex;
   std::unique_ptr<CuFileDriver> driver;
   std::optional<Failure> failure;
-  std::atomic<unsigned long> generation{0};  // read without the lock, which a fork may have left locked
+  std::atomic<unsigned long> generation{0};  // read without the lock, which may be held forever after a fork
   std::atomic<bool> used{false};
 };
 
@@ -65,7 +65,7 @@ Failure cannot_work(const std::string& reason) {
           {}};
 }
 
-// Runs what may never return. Then its thread is lost, and so is cuFile for this process.
+// Runs something that may never return. If so, its thread is lost, and so is cuFile for this process.
 bool returns_in_time(std::function<void()> work, Clock::time_point deadline) {
   struct Shared {
     std::mutex mutex;
@@ -86,8 +86,8 @@ bool returns_in_time(std::function<void()> work, Clock::time_point deadline) {
   return done;
 }
 
-// While cuFile is opened: it would write cufile.log to the working folder. Its parameter for this has no effect
-// in 1.20.
+// Changes folder while cuFile is opened, which would write cufile.log to the current one. Its parameter for this has no
+// effect in 1.20.
 class NoLogFile {
 public:
   NoLogFile() {
@@ -114,8 +114,8 @@ CuFileDriver::CuFileDriver(CuFileApi api) : api_(std::move(api)) {
     raise(cannot_work("/proc/modules is missing, and cuFile would wait for it for ever; fix: a kernel with modules"));
   }
   const NoLogFile no_log_file;
-  // In compatibility mode cuFile takes any file and does not tell that it goes through host memory. Without it a file
-  // that cannot go directly is refused, and then our own way serves it.
+  // In compatibility mode cuFile accepts any file and does not say that it goes through host memory. Without it a file
+  // that cannot go directly is refused, and our own path serves it.
   const bool strict = api_.set_flag_parameter != nullptr && api_.set_flag_parameter(kAllowCompatible, false).code == 0;
   const Clock::time_point deadline = Clock::now() + opening_patience(api_);
   int code = open_driver(deadline);
@@ -181,7 +181,7 @@ void CuFileDriver::close() {
   static_cast<void>(returns_in_time([close = driver->api_.driver_close] { close(); }, Clock::now() + kClosingPatience));
   State& now = state();
   const std::lock_guard<std::mutex> lock(now.mutex);
-  static_cast<void>(now.driver.release());  // somebody may still hold a reference
+  static_cast<void>(now.driver.release());  // leaked: somebody may still hold a reference
   now.failure = cannot_work("its driver has been closed");
 }
 

@@ -1,4 +1,4 @@
-// cuFile's driver: opened once in a process, when a handle first needs it, and closed at exit.
+// cuFile's driver: opened once per process, when a handle first needs it, and closed at exit.
 #pragma once
 
 #include <chrono>
@@ -12,22 +12,22 @@ namespace nvme_ops {
 
 class CuFileDriver {
 public:
-  // Throws IoError when cuFile cannot work here: the same one every time. `candidates`: see load_cufile.
+  // Throws an IoError, the same one every time, if cuFile cannot work here. `candidates`: see load_cufile.
   static CuFileDriver& open(const std::vector<std::string>& candidates);
 
-  // The open driver, or null. Null in a forked child too: neither cuFile nor CUDA survives a fork.
+  // Returns the open driver, or null; always null in a forked child, as neither cuFile nor CUDA survives a fork.
   static CuFileDriver* current();
 
-  // At exit, when nothing uses it any more.
+  // Called at exit, when nothing uses the driver any more.
   static void close();
 
   const CuFileApi& api() const { return api_; }
   int version() const { return version_; }  // 1000 * major + 10 * minor, 0 where unknown
 
-  // Empty when data can go between storage and GPU without passing host memory; else why not, with the fix.
+  // Why data cannot go between storage and GPU without passing host memory, with the fix; empty if they can.
   const std::string& why_not_direct() const { return why_not_direct_; }
 
-  // What cuFile knows the file as. Throws IoError with cuFile's code.
+  // Returns cuFile's handle of the file. Throws an IoError with cuFile's code.
   void* register_file(int fd, const std::string& path) const;
   void deregister_file(void* file) const;
 

@@ -58,7 +58,7 @@ int register_with(int ring, unsigned opcode, void* argument, unsigned count) {
   return static_cast<int>(::syscall(__NR_io_uring_register, ring, opcode, argument, count));
 }
 
-// What a descriptor's number stands for; every ring has an inode of its own.
+// Identifies the file behind a descriptor; every ring has an inode of its own.
 struct Identity {
   explicit Identity(int fd) {
     struct stat status{};
@@ -70,7 +70,7 @@ struct Identity {
   ino_t inode = 0;
 };
 
-// A shared view of ring memory.
+// A shared mapping of ring memory.
 class Mapping {
 public:
   Mapping() = default;
@@ -174,7 +174,7 @@ public:
     }
     store_release(cq_head_, head);
     if (count == 0 && broken_ == 0 && lost()) fail(EBADF);
-    // The mapped ring still hears of what is in flight, but cannot be waited for any more.
+    // The mapped ring still receives the completions in flight, but it cannot be waited for any more.
     if (broken_ != 0 && count == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return count;
   }
@@ -199,7 +199,8 @@ private:
     raise(no_queue(errno, "io_uring_setup"));
   }
 
-  // Somebody closed all descriptors, and the number may stand for a file of theirs, or for another ring by now.
+  // Whether the descriptor is not our ring any more: somebody closed all descriptors, and the number may belong to
+  // another file or ring by now.
   bool lost() const { return ring_ && identity_ != Identity(ring_.get()); }
 
   static void prepare(io_uring_sqe& sqe, const Request& request) {
@@ -219,8 +220,8 @@ private:
     sqe.user_data = request.token;
   }
 
-  // Submits what is prepared and waits for `least` completions. A signal or the timeout end the wait; a kernel short of
-  // memory keeps the rest for the next call.
+  // Submits prepared requests and waits for `least` completions. A signal or the timeout ends the wait; what a kernel
+  // short of memory did not take is left for the next call.
   void enter(unsigned least, __kernel_timespec* timeout) {
     WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(timeout)};
     const bool timed = least > 0 && timed_waits_;
@@ -236,7 +237,7 @@ private:
     }
   }
 
-  // What never entered the kernel fails with the error that kept it out.
+  // Requests that never entered the kernel fail with the error that kept them out.
   void fail(int error) {
     broken_ = error;
     for (unsigned head = load_acquire(sq_head_); head != *sq_tail_; ++head) {
@@ -246,7 +247,7 @@ private:
     if (lost()) ring_.release();
   }
 
-  // An empty table that buffers enter one by one; older kernels do without.
+  // Registers an empty table that buffers enter one by one; older kernels do without.
   void make_buffer_table(unsigned slots) {
     if (slots == 0) return;
     BufferTable table{slots, kSparse, 0, 0, 0};
@@ -262,7 +263,7 @@ private:
   const bool single_submit_;
   bool timed_waits_ = false;
   int broken_ = 0;                   // errno
-  std::vector<Completion> refused_;  // never more than there is room for
+  std::vector<Completion> refused_;  // never exceeds the reserved capacity
   bool buffer_table_ = false;
   io_uring_params params_{};
   UniqueFd ring_;
@@ -275,7 +276,7 @@ private:
   unsigned unsubmitted_ = 0;
 };
 
-// Sets a ring up for real, and asks whether it reads and writes (Linux 5.6).
+// Sets up a real ring, and checks that it can read and write (Linux 5.6).
 Probe probe_io_uring() {
   io_uring_params params{};
   const UniqueFd ring(setup(1, &params));

@@ -81,7 +81,7 @@ public:
       const int result = library().submit(context_, static_cast<long>(most), batch_.data());
       if (result == -EINTR) continue;
       if (result == -EAGAIN || result == 0) break;
-      if (result < 0) {  // the first of the batch is to blame, the others go on
+      if (result < 0) {  // the first of the batch was refused, the others go on
         refused_.push_back({requests[taken++].token, result});
         continue;
       }

@@ -1,4 +1,4 @@
-// The backends there are, in order of preference, and the choice among them.
+// All backends, in order of preference, and the choice among them.
 #pragma once
 
 #include <string>
@@ -14,11 +14,11 @@ extern const Backend kThreads;
 
 const std::vector<const Backend*>& backends();
 
-// The answer of the backend's probe, asked once per process.
+// Returns the result of the backend's probe, which runs once per process.
 const Probe& probe(const Backend& backend);
 
-// The backends to try, best first: one for a name, all usable ones for "auto" or "". Throws IoError for a name that is
-// unknown or not usable. NVME_OPS_BACKEND stands in for an empty name.
+// Returns the backends to try, best first: the one named, or all usable ones for "auto" or "". NVME_OPS_BACKEND stands
+// in for an empty name. Throws IoError for a name that is unknown or not usable.
 std::vector<const Backend*> choose_backends(const std::string& name);
 
 }  // namespace nvme_ops

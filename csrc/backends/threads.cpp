@@ -1,4 +1,4 @@
-// pread(2) and pwrite(2) on threads: works everywhere, and is what the others are measured against.
+// pread(2) and pwrite(2) on threads: works everywhere, and is the baseline for the others.
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMaxThreads = 16;
 
-// First in, first out, in memory of its own: there is always room for what may be in flight.
+// A FIFO with preallocated memory: there is always room for what may be in flight.
 template <class Item>
 class Ring {
 public:
@@ -55,7 +55,7 @@ public:
   std::size_t submit(const Request* requests, std::size_t count) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_threads(requests_.size() + busy_ + count);
-    if (threads_.empty()) {  // not one could be started: slow, but it works
+    if (threads_.empty()) {  // no thread could be started: slow, but it works
       for (std::size_t i = 0; i < count; ++i) completions_.push({requests[i].token, transfer(requests[i])});
       return count;
     }
@@ -80,7 +80,7 @@ private:
   void start_threads(std::size_t wanted) {
     try {
       while (threads_.size() < std::min(max_threads_, wanted)) threads_.push_back(quiet_thread([this] { serve(); }));
-    } catch (const std::exception&) {  // a limit on threads or memory: those there are do the work
+    } catch (const std::exception&) {  // a limit on threads or memory: the threads there are do the work
     }
   }
 

@@ -39,7 +39,7 @@ constexpr std::uint32_t power_of_x(Crc kind, std::uint64_t exponent) {
   return result;
 }
 
-// Eight tables take eight bytes at a time.
+// Slicing by eight: eight tables process eight bytes at a time.
 using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 
 constexpr Tables make_tables(Crc kind) {
@@ -89,7 +89,7 @@ static_assert(fold_factor(Crc::Crc32, 4 * 128 + 32) == 0x154442bd4, "the paper's
 static_assert(fold_factor(Crc::Crc32, 4 * 128 - 32) == 0x1c6e41596, "the paper's constant R2");
 
 struct Factors {
-  std::uint64_t by_64[2], by_16[2];  // bytes that are stepped over
+  std::uint64_t by_64[2], by_16[2];  // for folding over 64 and 16 bytes
 };
 constexpr Factors make_factors(Crc kind) {
   return {{fold_factor(kind, 4 * 128 + 32), fold_factor(kind, 4 * 128 - 32)},

@@ -10,7 +10,7 @@ namespace nvme_ops {
 
 namespace {
 
-// Those that a transfer can meet, and what helps.
+// Codes that a transfer can meet, and what to do about them.
 const char* cufile_text(int code) {
   switch (code) {
     case 5001:
@@ -108,7 +108,7 @@ Failure no_queue(int error, const std::string& operation) {
 }
 
 Failure out_of_memory() noexcept {
-  return {Failure::Kind::Memory, 0, "out of memory", {}};  // short enough to lie inside the string
+  return {Failure::Kind::Memory, 0, "out of memory", {}};  // short enough for the string's own buffer
 }
 
 Failure current_failure() noexcept {
@@ -124,7 +124,7 @@ Failure current_failure() noexcept {
     } catch (const std::exception& error) {
       return {Failure::Kind::Internal, 0, error.what(), {}};
     }
-  } catch (...) {  // no memory left to say it with
+  } catch (...) {  // no memory left for the message
     return out_of_memory();
   }
 }

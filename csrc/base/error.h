@@ -13,7 +13,7 @@
 namespace nvme_ops {
 
 struct Failure {
-  // Unavailable: what was asked for cannot be had here, now. Internal: a bug of ours.
+  // Unavailable: the system lacks what was asked for. Internal: a bug of ours.
   enum class Kind : std::uint8_t { System, EndOfFile, Argument, Memory, Interrupted, Mismatch, Unavailable, Internal };
   Kind kind;
   int error;  // errno, where there is one
@@ -31,18 +31,18 @@ private:
   Failure failure_;
 };
 
-// The words for an errno, or for one of cuFile's codes, which all lie above 5000.
+// Describes an errno, or one of cuFile's codes, which are all above 5000.
 std::string error_text(int error);
 
-// What the kernel refused: "read of 4096 bytes at offset 512: Input/output error".
+// A failed system call: "read of 4096 bytes at offset 512: Input/output error".
 Failure system_failure(int error, const std::string& operation, const std::string& path = {});
 Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t offset, const std::string& path);
 Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t size, const std::string& path);
 Failure bad_argument(std::string message);
-Failure no_queue(int error, const std::string& operation);  // ENOMEM is a lack of memory like any other
+Failure no_queue(int error, const std::string& operation);  // ENOMEM becomes Failure::Kind::Memory
 Failure out_of_memory() noexcept;                           // allocates nothing
 
-// The exception being handled, as a failure.
+// Converts the exception being handled.
 Failure current_failure() noexcept;
 
 [[noreturn]] inline void raise(Failure failure) {
@@ -53,6 +53,6 @@ Failure current_failure() noexcept;
 
 }  // namespace nvme_ops
 
-// Our own bugs, never the caller's mistakes. Survives NDEBUG.
+// Checks for our own bugs, never for the caller's mistakes. Stays active with NDEBUG.
 #define NVME_INVARIANT(condition) \
   ((condition) ? static_cast<void>(0) : ::nvme_ops::broken_invariant(#condition, __FILE__, __LINE__))

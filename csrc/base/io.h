@@ -1,4 +1,4 @@
-// The vocabulary every layer shares: one transfer asked of the kernel and its answer.
+// The vocabulary of all layers: a request to the kernel and its completion.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,13 @@ constexpr const char* name_of(Op op) {
   return op == Op::Read ? "read" : "write";
 }
 
-// How urgent a transfer is. Demand: somebody waits for it. Prefetch: somebody will. Writeback: nobody waits, but memory
-// is held until it ends. Background: it may take its time.
+// How urgent a transfer is. Demand: somebody waits for it. Prefetch: somebody will wait for it soon. Writeback: nobody
+// waits, but memory is held until it ends. Background: it may take its time.
 enum class Priority : std::uint8_t { Demand, Prefetch, Writeback, Background };
 inline constexpr std::size_t kPriorities = 4;
 
-// The kernel's I/O priority (ioprio_set(2)) of a request: 0 leaves it to the process; below that the lower levels of
-// the best-effort class, of which 7 is the last.
+// The I/O priority of a request (ioprio_set(2)): 0, the process's own, for Demand; for the others the lowest levels of
+// the best-effort class, which end at 7.
 constexpr std::uint16_t io_priority(Priority priority) {
   constexpr unsigned kBestEffort = 2U << 13;
   return priority == Priority::Demand
@@ -26,7 +26,7 @@ constexpr std::uint16_t io_priority(Priority priority) {
              : static_cast<std::uint16_t>(kBestEffort | (4U + static_cast<unsigned>(priority)));
 }
 
-// One system-level transfer. `buffer` is the index of a buffer the queue has registered and that holds `data`, or -1.
+// One system call's transfer. `buffer` is the index of the registered buffer that holds `data`, or -1.
 struct Request {
   Op op;
   int fd;
@@ -35,7 +35,7 @@ struct Request {
   std::uint64_t offset;
   int buffer;
   std::uint64_t token;
-  void* file = nullptr;  // what the backend knows the file as, if it registers files
+  void* file = nullptr;  // the backend's own handle of the file, if it registers files
   Priority priority = Priority::Demand;
 };
 

@@ -1,4 +1,5 @@
-// One object for a process that owns threads: a forked child has none of them, and makes its own.
+// One object per process, for objects that own threads: a forked child has none of the threads and makes its own
+// object.
 #pragma once
 
 #include <atomic>
@@ -8,7 +9,7 @@
 
 namespace nvme_ops {
 
-// Never destroyed; a child leaves its parent's as it is, whoever may have held its locks.
+// Never destroyed. A child leaves its parent's object untouched, whoever may hold its locks.
 template <class Object>
 Object& of_this_process() {
   struct Owned {

@@ -1,4 +1,4 @@
-// Starts threads that leave every signal to those of the program, so that Ctrl-C reaches the one that waits.
+// Starts threads that block every signal, so that Ctrl-C reaches the program's own threads.
 #pragma once
 
 #include <pthread.h>

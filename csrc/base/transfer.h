@@ -8,7 +8,7 @@
 
 namespace nvme_ops {
 
-// Bytes moved, or a negated errno.
+// Returns the bytes moved, or a negated errno.
 inline std::int64_t transfer(const Request& request) {
   const auto offset = static_cast<off_t>(request.offset);
   const ssize_t moved = request.op == Op::Read ? ::pread(request.fd, request.data, request.bytes, offset)

@@ -1,4 +1,5 @@
-// A file descriptor that closes itself, in the process that opened it: in a forked child it was closed at the fork.
+// A file descriptor that is closed by the destructor in the process that opened it; a forked child has closed it at the
+// fork.
 #pragma once
 
 #include <errno.h>
@@ -25,7 +26,7 @@ public:
   int get() const noexcept { return fd_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
-  // Returns errno. Whoever closed a descriptor behind our back has its number: then it is given up, not closed.
+  // Returns errno. In a forked child the number may be somebody else's by now: there it is dropped, not closed.
   int close() noexcept {
     const int fd = release();
     if (fd < 0 || generation_ != fork_generation()) return 0;

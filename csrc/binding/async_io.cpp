@@ -1,4 +1,4 @@
-// The module `async_io`: the engine for Python, and the DeepNVMe interface that nvme_ops.handle builds on it.
+// The module `async_io`: the engine for Python, on which nvme_ops.handle builds the DeepNVMe interface.
 #include <Python.h>
 
 #include <string>
@@ -52,7 +52,7 @@ PyObject* trim_pool(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// With the GIL released once for all of them.
+// Releases the GIL once for all of them.
 PyObject* checksums(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     const char* name;
@@ -119,22 +119,24 @@ PyObject* joined_checksum(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef functions[] = {
-    {"backends", list_backends, METH_NOARGS, "backends() -> dict[str, str | None]. Why each is not usable, or None."},
-    {"checksums", checksums, METH_VARARGS, "checksums(kind, buffers) -> list[int]. crc32c or crc32 of each buffer."},
+    {"backends", list_backends, METH_NOARGS,
+     "backends() -> dict[str, str | None]. Why each one is not usable; None if it is."},
+    {"checksums", checksums, METH_VARARGS,
+     "checksums(kind, buffers) -> list[int]. The crc32c or crc32 of each buffer."},
     {"joined_checksum", joined_checksum, METH_VARARGS,
-     "joined_checksum(kind, first, second, bytes) -> int. Of two runs of data, the second of so many bytes."},
+     "joined_checksum(kind, first, second, bytes) -> int. The checksum of both runs together; the second has `bytes`."},
     {"cached_pages", count_cached_pages, METH_VARARGS,
-     "cached_pages(fd, offset, bytes) -> int | None. Of the range, with 0 bytes to the end; None where nobody tells."},
+     "cached_pages(fd, offset, bytes) -> int | None. Pages of the range in the page cache; 0 bytes mean to the end."},
     {"populate", populate, METH_VARARGS,
      "populate(buffer, start, stop). For a buffer that is filled from its start on: gives pages to the parts of two "
      "MiB "
      "that begin in [start, stop), where they have none."},
-    {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the tensor's memory came from the buffer pool."},
+    {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the memory is from the buffer pool."},
     {"overlapping", overlapping, METH_O,
      "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "
      "bytes."},
     {"set_storage_offsets", set_storage_offsets, METH_VARARGS,
-     "set_storage_offsets(tensors, offsets). Makes each, contiguous, begin at another element of its storage."},
+     "set_storage_offsets(tensors, offsets). Moves each contiguous tensor to another element of its storage."},
     {"set_parts", set_parts, METH_VARARGS,
      "set_parts(tensors, memory, places, lengths). Gives each a storage of its own: these bytes of the memory."},
     {"set_storages", set_storages, METH_VARARGS,
@@ -142,13 +144,14 @@ PyMethodDef functions[] = {
     {"scan_pickle", scan_pickle, METH_VARARGS,
      "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
      "its own size; empty when they are one."},
-    {"pool_statistics", pool_statistics, METH_NOARGS, "pool_statistics() -> dict[str, int]. Bytes in use, bytes kept."},
-    {"endings", endings, METH_NOARGS, "endings() -> int. Changes when a transfer ends, or memory was released."},
-    {"note_ending", note_ending, METH_NOARGS, "note_ending(). Memory was released."},
+    {"pool_statistics", pool_statistics, METH_NOARGS,
+     "pool_statistics() -> dict[str, int]. Bytes in use and bytes cached."},
+    {"endings", endings, METH_NOARGS, "endings() -> int. A counter of ended transfers and released memory."},
+    {"note_ending", note_ending, METH_NOARGS, "note_ending(). Counts memory as released and wakes those that wait."},
     {"wait_for_ending", wait_for_ending, METH_VARARGS,
-     "wait_for_ending(seen, seconds). Waits until endings() is not `seen`, and releases the memory of what has ended."},
-    {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Gives the pool's unused memory back to the system."},
-    {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all work and ends all threads; runs at exit."},
+     "wait_for_ending(seen, seconds). Waits until endings() is not `seen`; releases the memory of ended transfers."},
+    {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Returns the pool's unused memory to the system."},
+    {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all operations and ends all threads; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition{

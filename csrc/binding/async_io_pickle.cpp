@@ -33,12 +33,12 @@ public:
   Scan(const unsigned char* data, std::size_t size, const std::bitset<256>& allowed)
       : data_(data), size_(size), allowed_(allowed) {}
 
-  // Why not; empty when all is well.
+  // Returns why the pickle is refused; empty if it is fine.
   std::string run() {
     while (place_ < size_) {
       const unsigned char code = data_[place_++];
       if (!allowed_[code]) return "code " + std::to_string(code) + " is not allowed";
-      if (code == kStop) return largest_ >= puts_ && largest_ > 0 ? "it numbers more objects than it has" : "";
+      if (code == kStop) return largest_ >= size_ ? "it numbers more objects than it has" : "";
       if (!skip(code)) break;
     }
     return "it ends too early";
@@ -90,11 +90,10 @@ private:
     std::uint64_t count;
     return number(bytes, &count) && advance(count);
   }
-  // Python's reader has a table as long as the largest of these numbers.
+  // Python's reader has a table as long as the largest of these numbers. Pickles that were optimized skip some.
   bool put(std::size_t bytes) {
     std::uint64_t index;
     if (!number(bytes, &index)) return false;
-    ++puts_;
     if (index > largest_) largest_ = index;
     return true;
   }
@@ -109,7 +108,7 @@ private:
   const std::size_t size_;
   const std::bitset<256>& allowed_;
   std::size_t place_ = 0;
-  std::uint64_t puts_ = 0, largest_ = 0;
+  std::uint64_t largest_ = 0;
 };
 
 }  // namespace

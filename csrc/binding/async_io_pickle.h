@@ -1,4 +1,4 @@
-// A look at a pickle before it is read by Python's own reader, which believes every number in it.
+// Checks a pickle before Python's own reader reads it, which trusts every number in it.
 #pragma once
 
 #include <Python.h>

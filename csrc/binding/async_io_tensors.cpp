@@ -65,7 +65,7 @@ void require_length(const std::vector<std::int64_t>& numbers, Py_ssize_t count) 
   if (static_cast<Py_ssize_t>(numbers.size()) != count) raise(bad_argument("each tensor needs one of everything"));
 }
 
-// Whether elements at these places lie within `bytes` of a storage; no number may overflow on the way.
+// Returns whether elements at these offsets lie within `bytes` of a storage; no number may overflow on the way.
 bool fits(std::int64_t offset, const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
           std::size_t item, std::size_t bytes) {
   const auto room = static_cast<std::int64_t>(bytes / item);
@@ -103,7 +103,7 @@ PyObject* overlapping(PyObject*, PyObject* objects) {
       areas.push_back(area_of(*tensor, index));
     }
     std::sort(areas.begin(), areas.end());
-    // Of areas in the order of their beginnings, one reaches into another only if one reaches into the next.
+    // Among areas sorted by their start, one overlaps another only if one overlaps the next.
     for (std::size_t i = 1; i < areas.size(); ++i) {
       const Area &before = areas[i - 1], &area = areas[i];
       if (before.storage == area.storage && before.device == area.device && area.begin < before.end) {
@@ -129,7 +129,7 @@ PyObject* set_storage_offsets(PyObject*, PyObject* arguments) {
       if (!tensor->is_contiguous() || offset < 0 || offset > room) {
         raise(bad_argument("tensor " + std::to_string(index) + " does not fit its storage there"));
       }
-      tensor->set_allow_tensor_metadata_change(true);  // as of any new tensor, but not of Tensor.data
+      tensor->set_allow_tensor_metadata_change(true);  // as for any new tensor, but not for Tensor.data
       tensor->set_storage_offset(offset);
     }
     Py_RETURN_NONE;

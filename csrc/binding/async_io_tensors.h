@@ -11,8 +11,8 @@ PyObject* overlapping(PyObject*, PyObject* tensors);
 // set_storage_offsets(tensors, offsets): moves contiguous tensors within their storages.
 PyObject* set_storage_offsets(PyObject*, PyObject* arguments);
 
-// set_parts(tensors, memory, places, lengths): gives each a storage of its own that is a part of the memory, and all of
-// it as its one dimension. They keep the memory; none of them can be resized.
+// set_parts(tensors, memory, places, lengths): gives each tensor a storage of its own, which is a part of the memory,
+// and makes it one-dimensional over all of that. They keep the memory alive; none of them can be resized.
 PyObject* set_parts(PyObject*, PyObject* arguments);
 
 // set_storages(tensors, owners, offsets, sizes, strides): makes each a view of its owner's storage.

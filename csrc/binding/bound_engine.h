@@ -1,5 +1,5 @@
-// An engine as Python holds it: made anew after a fork, with the operations under way and the threads of those that
-// take several steps.
+// An engine as Python holds it: recreated after a fork, with the operations in flight and the threads for transfers
+// that take several steps.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@
 
 namespace nvme_ops {
 
-// Threads for what takes several steps: validation, accelerators. A large transfer keeps storage busy by itself, and
-// several would only take more page-locked memory; small ones must overlap.
+// Threads for transfers of several steps: validation, accelerators. A large one keeps storage busy by itself, and
+// several would only need more page-locked memory; small ones must overlap.
 class Service {
 public:
   Worker& of(const Transfer& transfer) {
@@ -39,11 +39,11 @@ private:
   std::size_t next_ = 0;
 };
 
-// Everything here is touched with the GIL held only, so a fork finds it whole.
+// Everything here is accessed only while holding the GIL, so a forked child finds it consistent.
 class BoundEngine {
 public:
   BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) {
-    running();  // reads what the environment says of it now
+    running();  // reads its environment variables now
     all().insert(this);
   }
   ~BoundEngine() {
@@ -79,7 +79,7 @@ public:
       try {
         if (engine->has_thread()) {
           engine->submit(job);
-        } else {  // this thread does it all
+        } else {  // no thread: the calling thread does it all
           const WithoutGil released;
           engine->submit(job);
         }
@@ -101,22 +101,22 @@ public:
       } catch (...) {
         failure = current_failure();
       }
-      transfer.reset();  // its files are closed before anybody hears of the end
+      transfer.reset();  // closes its files before the outcome is announced
       failure ? outcome->fail(std::move(*failure)) : outcome->succeed(moved);
     });
     live_.push_back(operation);
     try {
       service.post(std::move(task));
-    } catch (const std::exception&) {  // the system allows no further thread: this one does it all
+    } catch (const std::exception&) {  // no further thread to be had: the calling thread does it all
       const WithoutGil released;
       task.front()();
     }
     return operation;
   }
 
-  // What has ended lets go of its memory, also where nobody holds its future.
+  // Releases the memory of operations that have ended, even if nobody holds their future.
   void sweep() {
-    std::list<std::shared_ptr<Operation>> ended;  // letting go runs Python code, which may come back here
+    std::list<std::shared_ptr<Operation>> ended;  // releasing runs Python code, which may call this again
     for (auto operation = live_.begin(); operation != live_.end();) {
       const auto next = std::next(operation);
       if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
@@ -129,7 +129,7 @@ public:
   std::size_t staging_bytes() { return running().engine->staging_bytes(); }
   Statistics statistics() { return running().engine->statistics(); }
 
-  // Waits for all work and ends the threads. A signal stops what has not been started.
+  // Waits for all operations and ends the threads. A signal stops those that have not been started.
   void finish() {
     const std::list<std::shared_ptr<Operation>> ending = std::exchange(live_, {});
     if (running_.engine && running_.generation != fork_generation()) return leave_to_parent();
@@ -158,7 +158,7 @@ private:
     std::unique_ptr<Service> service;
     unsigned long generation = 0;
 
-    // Never destroyed: the threads are the parent's, and the rings are in use there.
+    // Leaked on purpose: the threads are the parent's, and the rings are in use there.
     void leave_to_parent() {
       new std::shared_ptr<Engine>(std::move(engine));
       new std::shared_ptr<DevicePath>(std::move(device_path));
@@ -167,7 +167,7 @@ private:
     }
   };
 
-  // In a forked child the parent's engine is left alone, and a new one made at first use.
+  // Returns the engine of this process; a forked child leaves its parent's alone and makes a new one at first use.
   Running& running() {
     if (running_.engine && running_.generation == fork_generation()) return running_;
     if (running_.engine) leave_to_parent();

@@ -70,7 +70,7 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 }
 
 // Populates every page, so that no transfer waits for the kernel to clear one, and locks them where the system allows:
-// marked so beforehand they are locked as they come.
+// marked beforehand, they are locked as they are populated.
 PyObject* lock(PyObject* self, PyObject*) {
   BufferObject* const buffer = buffer_of(self);
   const auto bytes = static_cast<std::size_t>(buffer->bytes);
@@ -79,7 +79,7 @@ PyObject* lock(PyObject* self, PyObject*) {
     buffer->locked = ::mlock2(buffer->data, bytes, MLOCK_ONFAULT) == 0;
     const bool small = populate_now(buffer->data, bytes);
     const bool populated = ::madvise(buffer->data, (bytes + 4095) / 4096 * 4096, kPopulateWrite) == 0;
-    if (!populated) buffer->locked = ::mlock(buffer->data, bytes) == 0;  // an older kernel's way to do both
+    if (!populated) buffer->locked = ::mlock(buffer->data, bytes) == 0;  // on an older kernel this does both
     if (small && !buffer->collapse) buffer->collapse = Collapse::start(buffer->data, bytes);
   }
   return PyBool_FromLong(buffer->locked);
@@ -93,9 +93,8 @@ PyObject* unlock(PyObject* self, PyObject*) {
 }
 
 PyMethodDef buffer_methods[] = {
-    {"lock", lock, METH_NOARGS,
-     "lock() -> bool. Populates the pages and locks them; False when the system refused to lock."},
-    {"unlock", unlock, METH_NOARGS, "unlock(). The pages may be swapped out again."},
+    {"lock", lock, METH_NOARGS, "lock() -> bool. Populates the pages and locks them; False if the system refuses."},
+    {"unlock", unlock, METH_NOARGS, "unlock(). Lets the pages be swapped out again."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef buffer_members[] = {
@@ -108,7 +107,7 @@ PyType_Slot buffer_slots[] = {
     {Py_tp_methods, buffer_methods},
     {Py_tp_members, buffer_members},
     {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-    {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory, back in the pool with the object.")},
+    {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory; returns to the pool when freed.")},
     {0, nullptr}};
 
 PyType_Spec buffer_spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, buffer_slots};

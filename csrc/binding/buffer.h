@@ -1,4 +1,5 @@
-// Pool memory as a Python object with the buffer protocol: torch.frombuffer makes tensors of it and frees it with them.
+// Pool memory as a Python object with the buffer protocol, from which torch.frombuffer makes tensors that keep it
+// alive.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// Which way a tensor on an accelerator takes to its file. Each op has its own choice.
+// Which path a tensor on an accelerator takes to its file. Each op has its own choice.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class DevicePath {
 public:
   virtual ~DevicePath() = default;
 
-  // Moves all of one call. Throws IoError.
+  // Moves all extents of one call. Throws IoError.
   virtual void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
                         const Interrupted& interrupted) = 0;
 
@@ -25,8 +25,8 @@ public:
     std::uint64_t transfers = 0, bytes = 0;
   };
   struct Statistics {
-    std::string last;  // the way of the last transfer; empty before the first
-    std::string why;   // it was taken
+    std::string last;  // the path of the last transfer; empty before the first
+    std::string why;   // it was chosen
     std::map<std::string, Use> uses;
   };
   Statistics statistics() const {
@@ -49,7 +49,7 @@ private:
   Statistics statistics_;
 };
 
-// For a handle of these options; every op defines it.
+// Makes the device path of a handle with these options; every op defines it.
 std::shared_ptr<DevicePath> make_device_path(const EngineOptions& options);
 
 }  // namespace nvme_ops

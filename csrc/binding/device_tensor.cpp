@@ -24,13 +24,13 @@ namespace {
 
 constexpr std::uint64_t kChunk = 8 << 20;  // a power of two, to which torch's allocator of page-locked memory rounds up
 constexpr std::size_t kChunks = 5;         // 40 MiB
-constexpr std::size_t kOnDeviceSide = 2;   // of them; the others are between memory and storage, the slower side
+constexpr std::size_t kOnDeviceSide = 2;   // on the device side; the others are on the storage side, which is slower
 
 at::Tensor page_locked(const at::Tensor& like, std::uint64_t bytes) {
   const auto options = like.options().device(c10::kCPU).pinned_memory(true);
   try {
     return like.new_empty({static_cast<std::int64_t>(bytes)}, options);
-  } catch (const c10::Error&) {  // a device without page-locked memory copies from any
+  } catch (const c10::Error&) {  // a device without page-locked memory: copies from ordinary memory
     return like.new_empty({static_cast<std::int64_t>(bytes)}, options.pinned_memory(false));
   }
 }
@@ -39,7 +39,7 @@ std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
 }
 
-// torch's errors become ours.
+// Converts torch's errors to ours.
 template <class Body>
 void translated(Body&& body) {
   try {
@@ -109,7 +109,7 @@ const StagedDeviceTensor& staged(const DeviceExtent& extent) {
   return static_cast<const StagedDeviceTensor&>(*extent.tensor);
 }
 
-// One page-locked chunk on its way: first filled (from storage or the device), then emptied to the other side.
+// One page-locked chunk in flight: first filled (from storage or the device), then emptied to the other side.
 struct Slot {
   at::Tensor memory;
   std::vector<ChunkPart> parts;
@@ -117,7 +117,7 @@ struct Slot {
   std::optional<c10::Event> copy;  // its device copy
   const unsigned long generation = fork_generation();
 
-  // Whatever ends the transfer, nothing may still use the memory. A forked child's is its own.
+  // However the transfer ends, nothing may still use the memory. A forked child has a copy of its own.
   ~Slot() {
     while (job && generation == fork_generation() &&
            !job->outcome()->wait_for(std::chrono::milliseconds(kInterruptMilliseconds))) {
@@ -125,7 +125,7 @@ struct Slot {
   }
 };
 
-// The same for the device: goes before the slots do.
+// The same for the device: destroyed before the slots.
 struct StreamEnd {
   const c10::Stream stream;
 
@@ -137,7 +137,7 @@ struct StreamEnd {
   }
 };
 
-// The chunks of some extents whose tensors lie on one device.
+// Moves the chunks of extents whose tensors are on one device.
 class Ring {
 public:
   Ring(Engine& engine, Op op, Priority priority, const DeviceExtent* extents, std::size_t count,
@@ -159,14 +159,14 @@ public:
     }
   }
 
-  // Throws IoError.
+  // Moves all chunks. Throws IoError.
   void run() {
     for (std::size_t i = 0; i < holds_.size(); ++i) {
       if (extents_[i].bytes == 0) enter(i), leave(i);
     }
     DeviceChunks chunks(parts_, kChunk);
     const StreamEnd end{side_.current_stream()};
-    // First halves under way ahead of the second ones.
+    // Chunks whose first half is in flight, ahead of the second halves.
     const std::size_t lead = op_ == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
     std::size_t begun = 0, turned = 0;
     for (bool more = true; more || turned < begun;) {
@@ -207,7 +207,7 @@ private:
     }
     op_ == Op::Read ? start_storage(slot) : start_copy(slot);
   }
-  // The second half follows as soon as the first has ended.
+  // Starts a chunk's second half as soon as the first has ended.
   void turn(Slot& slot) {
     op_ == Op::Read ? end_storage(slot) : end_copy(slot);
     if (!failure_) op_ == Op::Read ? start_copy(slot) : start_storage(slot);
@@ -218,7 +218,7 @@ private:
     slot.parts.clear();
   }
 
-  // What is queued for the tensor comes first; the file is open and long enough.
+  // Waits for the work queued on the tensor, opens the file and makes it long enough.
   void enter(std::size_t index) {
     const DeviceExtent& extent = extents_[index];
     staged(extent).before().block(side_.current_stream());
@@ -280,7 +280,7 @@ private:
   const Interrupted& interrupted_;
   const at::Tensor& like_;
   const c10::impl::VirtualGuardImpl guard_;
-  // The side stream is current while the ring lives; the caller's device and stream come back with its end.
+  // Makes a side stream current while the ring lives; restores the caller's device and stream at its end.
   const c10::StreamGuard side_;
   std::vector<DevicePart> parts_;
   std::uint64_t total_ = 0;

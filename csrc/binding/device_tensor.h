@@ -1,5 +1,5 @@
-// Tensors on an accelerator and the way that every one can take: chunks pass through page-locked memory while storage
-// and copies overlap. Only torch's device-generic interfaces are used, so no CUDA header is needed.
+// Tensors on an accelerator and the path open to all of them: chunks pass through page-locked memory while storage and
+// copies overlap. Uses only torch's device-generic interfaces, so no CUDA header is needed.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ class DeviceTensor {
 public:
   virtual ~DeviceTensor() = default;
 
-  // The tensor's memory, for who moves it by other means, and the wait for what is queued on it.
+  // The tensor's memory, for other ways to move it, and the wait for the work queued on it.
   virtual std::byte* data() const = 0;
   virtual void synchronize() const = 0;
 
@@ -28,10 +28,10 @@ public:
                        const Interrupted& interrupted) = 0;
 };
 
-// Notes what is queued on the caller's current stream: every transfer comes after it. `tensor` is contiguous.
+// Records the work queued on the caller's current stream: every transfer comes after it. `tensor` is contiguous.
 std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor);
 
-// `bytes` of a tensor from `position` on, and where in which file they go.
+// `bytes` of a tensor from `position` on, and their place in a file.
 struct DeviceExtent {
   std::shared_ptr<DeviceTensor> tensor;
   std::shared_ptr<SharedFile> file;
@@ -42,8 +42,8 @@ struct DeviceExtent {
   bool prepared = false;  // the file is known to hold it, or has been made long enough
 };
 
-// Moves them all through one ring of page-locked chunks, which does not drain between them; when it returns the data
-// are in place for every stream. Each file is open only while it is worked on. Throws IoError.
+// Moves all extents through one ring of page-locked chunks, which does not drain between them; on return the data are
+// visible to every stream. Each file is open only while it is worked on. Throws IoError.
 void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
             const Interrupted& interrupted);
 

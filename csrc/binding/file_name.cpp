@@ -22,15 +22,15 @@
 namespace nvme_ops {
 namespace {
 
-// The folder that a relative path starts from; empty where it cannot be found, which opening the path will report.
+// Returns the folder that a relative path starts from; empty if it cannot be found, which opening the path will report.
 std::string folder_now() {
   char folder[PATH_MAX];
   return ::getcwd(folder, sizeof folder) != nullptr && folder[0] == '/' ? std::string(folder) + "/" : std::string();
 }
 
-// A descriptor of ours for the file that `fd` has open, one for all calls under way on it: the caller may close `fd`,
-// and has only so many. The file is opened anew through it, so any other on the same file and with the same flags will
-// do. With the GIL held.
+// Returns our own descriptor for the file behind `fd`, shared by all calls in flight on it: the caller may close `fd`,
+// and descriptors are limited. The file is reopened through it, so any other on the same file and with the same flags
+// will do. Call with the GIL held.
 std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
   using Key = std::tuple<dev_t, ino_t, int, unsigned long>;
   static auto* const known = new std::map<Key, std::weak_ptr<UniqueFd>>;
@@ -51,7 +51,7 @@ std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
   return copy;
 }
 
-// What an nvme_ops.File keeps open; empty for anything else.
+// Returns the OpenFile of an nvme_ops.File; empty for anything else.
 Ref kept_open(PyObject* object) {
   if (is_open_file(object)) return Ref::borrowed(object);
   if (PyLong_Check(object) || PyUnicode_Check(object) || PyBytes_Check(object) || PyList_Check(object)) return {};
@@ -75,7 +75,7 @@ FileName::FileName(PyObject* object) {
   open_ = kept_open(object);
   if (open_ && is_open_file(open_.get())) return;
   const Ref descriptor = open_ ? checked(PyObject_CallMethod(object, "fileno", nullptr)) : Ref::borrowed(object);
-  open_ = {};  // the other op's
+  open_ = {};  // an OpenFile of the other op
   object = descriptor.get();
   if (is_descriptor(object)) {
     int overflow = 0;

@@ -1,5 +1,5 @@
-// A file as the caller named it: a path (str, bytes or os.PathLike), a descriptor, or one that is kept open: an
-// OpenFile or an nvme_ops.File, which has one.
+// A file as the caller named it: a path (str, bytes or os.PathLike), a descriptor, or an open one: an OpenFile or an
+// nvme_ops.File, which has one.
 #pragma once
 
 #include <Python.h>
@@ -14,10 +14,10 @@ namespace nvme_ops {
 
 bool is_descriptor(PyObject* object);
 
-// Whether it names one file, rather than being a sequence of names.
+// Returns whether it names one file, rather than being a sequence of names.
 bool is_file(PyObject* object);
 
-// The file that a descriptor has open, to be opened by us when it is first needed; its owner may close it meanwhile.
+// Returns the file behind a descriptor, to be reopened when it is first needed; its owner may close `fd` meanwhile.
 std::shared_ptr<SharedFile> share_descriptor(int fd, Op op, Cache cache);
 
 class FileName {
@@ -25,12 +25,12 @@ public:
   // Throws PythonError and IoError.
   explicit FileName(PyObject* object);
 
-  // Not by a path: then a tensor is never the whole file, which would be cut to it.
+  // True for anything but a path: then a write never truncates the file to the tensor.
   bool is_open() const { return fd_ >= 0 || open_; }
   bool operator<(const FileName& other) const;
 
-  // To be opened when it is first needed. A relative path is one of the present folder then too, and a descriptor may
-  // be closed by its owner meanwhile. Throws IoError.
+  // Returns the file, to be opened when it is first needed. Until then the current folder may change, and the owner may
+  // close a descriptor. Throws IoError.
   std::shared_ptr<SharedFile> share(Op op, Cache cache) const;
 
 private:

@@ -1,4 +1,4 @@
-// The module `gds`: the engine with cuFile beside it, and memory of accelerators registered with cuFile.
+// The module `gds`: the engine with cuFile, and accelerator memory registered with cuFile.
 #include <Python.h>
 
 #include <string>
@@ -77,12 +77,13 @@ PyObject* shut_down_all(PyObject* self, PyObject* none) {
 }
 
 PyMethodDef functions[] = {
-    {"open_driver", open_driver, METH_O, "open_driver(candidates) -> dict. Opens cuFile, once, and says what it is."},
+    {"open_driver", open_driver, METH_O,
+     "open_driver(candidates) -> dict. Opens cuFile, once; returns its properties."},
     {"pin", pin, METH_O, "pin(tensor) -> True. Registers a tensor's memory with cuFile, once."},
-    {"unpin", unpin, METH_O, "unpin(tensor) -> bool. Whether exactly this memory was registered, and now is not."},
+    {"unpin", unpin, METH_O, "unpin(tensor) -> bool. Deregisters it; False unless exactly this was registered."},
     {"is_pinned", is_pinned, METH_O, "is_pinned(tensor) -> bool. Whether all of its memory is registered."},
     {"shut_down", shut_down_all, METH_NOARGS,
-     "shut_down(). Finishes all work, ends all threads, closes cuFile; runs at exit."},
+     "shut_down(). Finishes all operations, ends all threads, closes cuFile; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition{PyModuleDef_HEAD_INIT,

@@ -1,4 +1,4 @@
-// The gds op's choice: cuFile where data can go straight between storage and the GPU; where they cannot, cuFile's
+// The gds op's choice of path: cuFile where data can go straight between storage and the GPU; otherwise cuFile's
 // compatibility mode or our own bounce path, whichever has been faster so far.
 #include <algorithm>
 #include <array>
@@ -20,9 +20,9 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr std::uint64_t kPage = kPageSize;    // cuFile leaves the direct path for less
-constexpr std::uint64_t kTelling = 16 << 20;  // bytes below which a transfer's rate says little
-constexpr unsigned kTryAgain = 64;            // such transfers after which the slower way gets another chance
+constexpr std::uint64_t kPage = kPageSize;    // below this cuFile leaves the direct path
+constexpr std::uint64_t kTelling = 16 << 20;  // bytes from which on a transfer's rate counts
+constexpr unsigned kTryAgain = 64;            // such transfers after which the slower path is tried again
 constexpr double kNewWeight = 0.25;           // of the latest rate in the average
 
 enum class Mode : std::uint8_t { Auto, Require, Off };
@@ -48,7 +48,7 @@ Mode mode_of_environment() {
   raise(bad_argument("NVME_OPS_GDS='" + mode + "' is not one of auto, require, off"));
 }
 
-// Two ways and the rates seen.
+// Two paths and their measured rates.
 class Contest {
 public:
   Way choose(std::uint64_t bytes) {
@@ -87,7 +87,7 @@ class GdsPath final : public DevicePath {
 public:
   explicit GdsPath(EngineOptions options) : options_(std::move(options)), mode_(mode_of_environment()) {
     options_.backends = {&kCuFile};
-    options_.queue_depth = 1;  // cuFile's calls block: a lane has one
+    options_.queue_depth = 1;  // cuFile's calls block: one per lane
   }
 
   void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
@@ -97,7 +97,7 @@ public:
     std::optional<FileHold> hold;
     const SharedFile* held = nullptr;
     for (const DeviceExtent& extent : extents) {
-      // Pages that are not wholly ours are left to the page cache.
+      // Partial pages are left to the page cache.
       const std::uint64_t end = extent.offset + extent.bytes;
       const std::uint64_t head = std::min(extent.bytes, (kPage - extent.offset % kPage) % kPage);
       const std::uint64_t tail = std::min(extent.bytes - head, end % kPage);
@@ -177,7 +177,7 @@ private:
     return Way::Bounce;
   }
 
-  // Why cuFile does not take this file; registers it otherwise.
+  // Returns why cuFile does not accept this file, or registers it.
   static std::string refusal(const CuFileDriver& driver, const DeviceExtent& extent) {
     File& file = extent.file->file();
     if (file.registration() != nullptr) return {};

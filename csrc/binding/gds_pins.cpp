@@ -40,7 +40,7 @@ void Pins::pin(Memory memory, const CuFileDriver* driver) {
   pins_.emplace(data, Pin{std::move(memory), driver});
 }
 
-// A forked child leaves cuFile alone, and a driver that is closed has forgotten.
+// Does nothing in a forked child, which must not call cuFile, or once the driver is closed.
 void Pins::forget(const Pin& pin) {
   if (pin.driver != nullptr && pin.driver == CuFileDriver::current()) pin.driver->deregister_memory(pin.memory.data);
 }
@@ -50,7 +50,8 @@ Memory Pins::unpin(const Memory& memory) {
   for (;;) {
     const auto found = pins_.find(memory.data);
     if (found == pins_.end() || found->second.memory.bytes != memory.bytes) return {};
-    if (found->second.users > 0 && CuFileDriver::current() != nullptr) {  // in a forked child they are the parent's
+    if (found->second.users > 0 &&
+        CuFileDriver::current() != nullptr) {  // in a forked child the users are the parent's
       unused_.wait(lock);
       continue;
     }

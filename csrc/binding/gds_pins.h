@@ -19,24 +19,25 @@ class Pins {
 public:
   static Pins& instance();
 
-  // With the GIL. The memory stays until it is unpinned: cuFile wants to forget it before it is freed. Nothing happens
-  // where it is pinned already; where only part of it is, throws IoError as cuFile would. Without a driver it is only
-  // kept in mind.
+  // Call with the GIL. Keeps the memory alive until it is unpinned: cuFile must deregister it before it is freed. Does
+  // nothing if it is pinned already; throws IoError, as cuFile would, if only part of it is. Without a driver it is
+  // only remembered.
   void pin(Memory memory, const CuFileDriver* driver);
 
-  // Without the GIL: waits for the transfers that use it. Empty when exactly this memory was not pinned. What comes
-  // back is let go of with the GIL.
+  // Call without the GIL: waits for the transfers that use it. Returns an empty Memory unless exactly this memory was
+  // pinned; release the returned one with the GIL held.
   Memory unpin(const Memory& memory);
 
   bool holds(const Memory& memory) const;
 
-  // Whether only part of a range is pinned, or parts by different pins: cuFile takes no transfer across such a border.
+  // Returns whether only part of a range is pinned, or parts by different pins: cuFile refuses transfers across such a
+  // border.
   bool borders_in(const std::byte* data, std::uint64_t bytes) const;
 
-  // At exit, with the GIL, when nothing is in flight.
+  // Call at exit with the GIL, when nothing is in flight.
   void clear();
 
-  // Of all that is pinned in a range, for the length of a transfer.
+  // Marks every pin in a range as in use, for the length of a transfer.
   class Use {
   public:
     Use(const std::byte* data, std::uint64_t bytes);
@@ -51,14 +52,14 @@ public:
 private:
   struct Pin {
     Memory memory;
-    const CuFileDriver* driver;  // that knows it, or null
+    const CuFileDriver* driver;  // that it is registered with, or null
     unsigned users = 0;
   };
   using Table = std::map<const std::byte*, Pin>;
 
   static void forget(const Pin& pin);
 
-  // The one that begins at `data` or last before it.
+  // Returns the pin that begins at `data`, or the last one before it.
   Table::const_iterator before(const std::byte* data) const;
   bool borders(const std::byte* data, std::uint64_t bytes) const;
   Table::const_iterator around(const std::byte* data, std::uint64_t bytes) const;

@@ -12,7 +12,7 @@
 namespace nvme_ops {
 namespace {
 
-// What takes the place of a storage's DataPtr while transfers use the bytes. Storages are freed without the GIL, too.
+// Takes the place of a storage's DataPtr while transfers use the bytes. Storages are freed without the GIL, too.
 struct HeldBytes {
   c10::DataPtr bytes;
   std::size_t transfers = 0;
@@ -24,7 +24,7 @@ std::mutex& mutex() {
   return *made;
 }
 
-// The storage gives its bytes away.
+// The deleter: the storage releases its bytes.
 void leave_storage(void* context) {
   auto* const held = static_cast<HeldBytes*>(context);
   {
@@ -45,10 +45,10 @@ void end_transfer(const c10::Storage& storage, HeldBytes* held) {
   {
     const std::lock_guard<std::mutex> lock(mutex());
     if (--held->transfers > 0) return;
-    if (held->in_storage && held_bytes_of(storage) == held) {  // as it was, for whoever looks at it
+    if (held->in_storage && held_bytes_of(storage) == held) {  // restores the original DataPtr
       replaced = storage.set_data_ptr(std::move(held->bytes));
     }
-    if (held->in_storage) return;  // its own storage, `replaced` or another, ends it
+    if (held->in_storage) return;  // it ends with its storage, be that `replaced` or another one
   }
   delete held;
 }
@@ -77,7 +77,7 @@ bool can_be_resized(const c10::Storage& storage) {
   return storage.resizable() && storage.allocator() != nullptr;
 }
 
-// How many transfers forbid resizing each storage, with the GIL held.
+// Counts, for each storage, the transfers that forbid resizing it. Access with the GIL held.
 std::map<c10::StorageImpl*, std::size_t>& forbidden() {
   static auto* const storages = new std::map<c10::StorageImpl*, std::size_t>;
   return *storages;
@@ -109,7 +109,7 @@ std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, 
   const c10::DataPtr& bytes = storage.data_ptr();
   if (!storage.device().is_cpu() || c10::impl::cow::is_cow_data_ptr(bytes)) return forbid_resizing(storage);
   if (can_be_resized(storage)) {
-    // Others look at a DataPtr to know what it is: only one that comes straight from an allocator says nothing more.
+    // Other code inspects a DataPtr to learn what it is: only one straight from an allocator carries nothing else.
     const bool plain = bytes.get_deleter() == storage.allocator()->raw_deleter();
     return plain ? share_bytes(storage) : forbid_resizing(storage);
   }

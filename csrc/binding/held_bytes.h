@@ -1,5 +1,5 @@
-// Keeps the bytes behind a storage for as long as a device moves them. To hold the storage is not enough: resize_(0),
-// with which FSDP frees memory, and share_memory_() give its bytes away and leave the storage.
+// Keeps the bytes behind a storage alive while a device transfers them. Holding the storage is not enough: resize_(0),
+// with which FSDP frees memory, and share_memory_() take its bytes away and leave the storage.
 #pragma once
 
 #include <Python.h>
@@ -9,12 +9,12 @@
 
 namespace nvme_ops {
 
-// Until the last reference goes, which must be with the GIL held, the bytes stay where they are. Where they belong to
-// CPU memory that torch manages, the storage may be resized meanwhile, which then frees them at the end; else resizing
-// is an error of torch's. `tensor` is any with this storage; `pooled`: its memory is the buffer pool's.
+// The bytes stay in place until the last reference is released, which needs the GIL. If they are CPU memory managed by
+// torch, the storage may be resized meanwhile, and the bytes are freed at the end; otherwise torch reports resizing as
+// an error. `tensor` is any with this storage; `pooled`: its memory is from the buffer pool.
 std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, bool pooled);
 
-// The deleter of a storage's bytes, also while they are held.
+// Returns the deleter of a storage's bytes, also while they are held.
 c10::DeleterFnPtr deleter_of(const c10::Storage& storage);
 
 }  // namespace nvme_ops

@@ -20,13 +20,13 @@ Ref call(PyObject* object, const char* method) {
   return checked(PyObject_CallMethod(object, method, nullptr));
 }
 
-// Asks torch only about memory that did not come from its plain allocator.
+// Returns whether memory is page-locked; asks torch only about memory that did not come from its plain allocator.
 bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
   if (deleter_of(tensor.storage()) == c10::GetCPUAllocator()->raw_deleter()) return false;
   return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
-// Memory that torch allocated, not the buffer pool's.
+// Returns whether torch allocated the memory, and not the buffer pool.
 bool managed(const c10::Storage& storage) {
   return storage.resizable() && storage.allocator() != nullptr;
 }
@@ -37,7 +37,7 @@ void require_memory(const c10::TensorImpl& tensor, const std::string& argument) 
   }
 }
 
-// Bytes of a contiguous tensor, all inside its storage, which may have been made smaller since.
+// Returns the bytes of a contiguous tensor, checked against its storage, which may have been made smaller since.
 std::uint64_t bytes_of(const c10::TensorImpl& tensor, const std::string& argument) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(tensor.numel()) * tensor.itemsize();
   const std::uint64_t start = static_cast<std::uint64_t>(tensor.storage_offset()) * tensor.itemsize();
@@ -49,7 +49,7 @@ std::uint64_t bytes_of(const c10::TensorImpl& tensor, const std::string& argumen
 }
 
 std::byte* data_of(const TensorPointer& tensor, Op op) {
-  // Reading changes the tensor, which must split a copy-on-write storage; writing from it must not.
+  // Reading a file changes the tensor, so a copy-on-write storage must be copied; writing does not.
   const void* data = op == Op::Read ? tensor->mutable_data() : tensor->data();
   return static_cast<std::byte*>(const_cast<void*>(data));
 }
@@ -69,7 +69,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   Memory memory;
   bool pooled = false;
   memory.bytes = bytes_of(*tensor, argument);
-  if (op == Op::Read && !tensor->is_inference()) tensor->bump_version();  // autograd must see the change
+  if (op == Op::Read && !tensor->is_inference()) tensor->bump_version();  // autograd must notice the change
   if (memory.bytes > 0 && !tensor->is_cpu()) {
     memory.device = device_tensor(tensor.get());
   } else if (memory.bytes > 0) {
@@ -100,7 +100,7 @@ Memory memory_of_buffer(PyObject* object, Op op, const std::string& argument) {
   return memory;
 }
 
-// Rows of contiguous memory, without making a tensor of each.
+// Returns the rows of contiguous memory, without making a tensor of each.
 std::vector<Memory> rows_of(PyObject* object, Op op, const std::string& argument) {
   const TensorPointer tensor = implementation(object);
   if (tensor->dim() == 0)
@@ -124,7 +124,7 @@ Memory memory_of(PyObject* object, Op op, const char* argument) {
 
 std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) {
   if (is_tensor(objects)) return rows_of(objects, op, argument);
-  // A tuple of its own: what is called on the way may change the list.
+  // Copied to a tuple: code called below may change the list.
   const Ref list = tuple_of(objects, std::string(argument) + " must be a sequence of tensors");
   const Py_ssize_t count = PyTuple_Size(list.get());
   std::vector<Memory> memories;

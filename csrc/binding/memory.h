@@ -19,20 +19,20 @@ struct Memory {
   std::uint64_t bytes = 0;
   bool fast = false;                     // huge or page-locked pages
   std::shared_ptr<DeviceTensor> device;  // set for a tensor on an accelerator; `data` is null then
-  std::shared_ptr<void> keep;            // let go only with the GIL held
+  std::shared_ptr<void> keep;            // released only with the GIL held
 };
 
 // `object` is a strided torch.Tensor or, in CPU memory, anything with the buffer protocol. A non-contiguous source is
-// gathered first; a non-contiguous destination is refused. Throw PythonError and IoError.
+// gathered first; a non-contiguous destination is refused. Throws PythonError and IoError.
 Memory memory_of(PyObject* object, Op op, const char* argument);
 
 // The same for each tensor of a sequence, or for each row of a contiguous tensor.
 std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument);
 
-// A contiguous tensor on an accelerator: its address and size, without any thought of transferring it.
+// Returns address and size of a contiguous tensor on an accelerator, without preparing a transfer.
 Memory device_memory_of(PyObject* tensor, const char* argument);
 
-// Whether the memory behind a CPU tensor came from the buffer pool.
+// Returns whether the memory behind a CPU tensor came from the buffer pool.
 bool in_pool(PyObject* tensor);
 
 }  // namespace nvme_ops

@@ -5,11 +5,11 @@
 
 namespace nvme_ops {
 
-// A module with the types Engine and Operation, whose function `shut_down` runs at exit, and that shows everything in
-// `__all__` of the Python module `interface` as its own. Throws PythonError.
+// Makes a module with the types Engine and Operation, whose function `shut_down` runs at exit, and which re-exports
+// everything in `__all__` of the Python module `interface`. Throws PythonError.
 PyObject* make_module(PyModuleDef* definition, const char* interface);
 
-// shut_down(): finishes all work and ends all threads.
+// shut_down(): finishes all operations and ends all threads.
 PyObject* shut_down(PyObject*, PyObject*);
 
 }  // namespace nvme_ops

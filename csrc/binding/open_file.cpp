@@ -11,13 +11,13 @@
 namespace nvme_ops {
 namespace {
 
-// Each file is claimed, so that it stays open once a transfer has opened it.
+// The SharedFiles of an open file. Each is claimed, so that it stays open once a transfer has opened it.
 struct Files {
-  int fd = -1;  // the owner's; in a forked child the file is opened anew through it
+  int fd = -1;  // the owner's; a forked child reopens the file through it
   unsigned long generation = fork_generation();
   std::map<std::pair<Op, Cache>, std::shared_ptr<SharedFile>> by_use;
 
-  // Returns errno of a close that reports a failed write. Closing may take a network file system long.
+  // Closes the files; returns errno if that reports a failed write. Closing may take long on a network file system.
   int close() {
     const auto ending = std::exchange(by_use, {});
     const WithoutGil released;
@@ -40,7 +40,7 @@ Files& files_of(PyObject* self) {
   Files*& files = reinterpret_cast<OpenFileObject*>(self)->files;
   if (files->generation != fork_generation()) {
     const int fd = files->fd;
-    files = new Files;  // the parent's stays as it is: its locks may be held there
+    files = new Files;  // the parent's stays as it is: its locks may be held
     files->fd = fd;
   }
   return *files;
@@ -75,7 +75,7 @@ PyObject* close(PyObject* self, PyObject*) {
   });
 }
 
-// For the other op, which opens the file anew through it.
+// For the other op, which reopens the file through it.
 PyObject* fileno(PyObject* self, PyObject*) {
   return guarded([&] { return PyLong_FromLong(files_of(self).fd); });
 }
@@ -89,8 +89,8 @@ PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "As an nvm
                                       {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef open_file_methods[] = {
-    {"fileno", fileno, METH_NOARGS, "fileno() -> int. The descriptor that it was made of."},
-    {"close", close, METH_NOARGS, "close(). Transfers under way end; raises what closing reports. Once or more."},
+    {"fileno", fileno, METH_NOARGS, "fileno() -> int. The descriptor that it was made from."},
+    {"close", close, METH_NOARGS, "close(). Closes it after its transfers; raises a failed close. Safe to call again."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot open_file_slots[] = {{Py_tp_new, reinterpret_cast<void*>(open_file_create)},

@@ -1,4 +1,4 @@
-// A file that Python keeps open across calls: a transfer of it costs no opening, no look at its kind, no closing.
+// A file that Python keeps open across calls: a transfer neither opens, inspects nor closes it.
 #pragma once
 
 #include <Python.h>
@@ -13,8 +13,8 @@ bool add_open_file_type(PyObject* module);
 
 bool is_open_file(PyObject* object);
 
-// The file for a further call, opened when its first transfer needs it. With the GIL held. Throws IoError when it was
-// closed.
+// Returns the file for a further call, opened when its first transfer needs it. Call with the GIL held. Throws IoError
+// once it was closed.
 std::shared_ptr<SharedFile> share_open_file(PyObject* object, Op op, Cache cache);
 
 }  // namespace nvme_ops

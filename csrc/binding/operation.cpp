@@ -69,7 +69,7 @@ Operation::~Operation() {
 
 namespace {
 
-// The thread that runs Python callbacks, so that a slow one delays no transfer. A forked child makes its own.
+// Returns the thread that runs Python callbacks, so that a slow one delays no transfer. A forked child starts its own.
 Worker& callbacks() {
   static Worker* worker = nullptr;
   static unsigned long generation = 0;
@@ -99,10 +99,11 @@ void require_own_process(const Operation& operation) {
   if (!operation.outcome->done()) require_process(operation.generation);
 }
 
-// The memory goes back as soon as the result is known to have arrived.
+// Releases the memory as soon as the result is known.
 bool settled(Operation& operation) {
   if (!operation.outcome->done()) return false;
-  const std::vector<Memory> ended = std::exchange(operation.memories, {});  // whose end may run code that asks again
+  const std::vector<Memory> ended =
+      std::exchange(operation.memories, {});  // releasing them may run code that calls this again
   return true;
 }
 
@@ -160,10 +161,10 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
     require_own_process(operation_of(self));
     Worker& worker = callbacks();
     try {
-      worker.start();  // not on a lane, where nobody could be told that it failed
+      worker.start();  // not on a lane, where a failure could not be reported
     } catch (const std::system_error&) {
       if (!operation_of(self).outcome->done()) throw;
-      return PyObject_CallObject(callable, nullptr);  // no thread to be had, and none is needed
+      return PyObject_CallObject(callable, nullptr);  // no thread can be started, and none is needed
     }
     auto task = std::make_shared<Worker::Tasks>(Worker::task([callable] {
       const WithGil gil;
@@ -172,7 +173,7 @@ PyObject* add_callback(PyObject* self, PyObject* callable) {
       if (!result) PyErr_WriteUnraisable(callable);
     }));
     operation_of(self).outcome->then([&worker, task] { worker.post(std::move(*task)); });
-    Py_INCREF(callable);  // the task's, which cannot run before the GIL is free
+    Py_INCREF(callable);  // the task's reference; it cannot run before the GIL is free
     Py_RETURN_NONE;
   });
 }
@@ -183,18 +184,18 @@ void operation_deallocate(PyObject* self) {
 }
 
 PyMethodDef operation_methods[] = {
-    {"submitted", submitted, METH_NOARGS, "submitted() -> bool. False while the call that submits it is under way."},
+    {"submitted", submitted, METH_NOARGS, "submitted() -> bool. False until the call that submits it has returned."},
     {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
-    {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False when time ran out."},
-    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what went wrong."},
+    {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
+    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what it failed with."},
     {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
     {"add_callback", add_callback, METH_O,
-     "add_callback(callable). Calls it without arguments, on a thread of its own."},
+     "add_callback(callable). Calls it without arguments, on the thread for callbacks, once done."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot operation_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(operation_deallocate)},
                                  {Py_tp_methods, operation_methods},
-                                 {Py_tp_doc, const_cast<char*>("A transfer under way.")},
+                                 {Py_tp_doc, const_cast<char*>("A submitted transfer.")},
                                  {0, nullptr}};
 
 PyType_Spec operation_spec{"nvme_ops.Operation", sizeof(OperationObject), 0,

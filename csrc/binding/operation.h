@@ -1,4 +1,4 @@
-// One submitted call: what it moves, what it keeps alive, and the Python object through which it is waited for.
+// One submitted call: what it moves, what it keeps alive, and the Python object to wait for it with.
 #pragma once
 
 #include <Python.h>
@@ -15,14 +15,14 @@ namespace nvme_ops {
 
 struct Transfer {
   Op op;
-  std::shared_ptr<Job> job;  // all of it that lies in CPU memory
+  std::shared_ptr<Job> job;  // everything in CPU memory
   std::vector<DeviceExtent> device;
   bool validate;
   Priority priority;
 
   bool plain() const { return device.empty() && !validate; }
 
-  // Everything, on this thread except for the lanes. Returns the bytes moved; throws IoError.
+  // Executes all steps on this thread; the lanes move the bytes. Returns the bytes moved; throws IoError.
   std::uint64_t execute(Engine& engine, DevicePath& path, bool all_lanes, const Interrupted& interrupted) const;
 
 private:
@@ -30,7 +30,8 @@ private:
   void end(FileHold& hold) const;
 };
 
-// Created and destroyed with the GIL held. A failure nobody asked for is reported when the last reference goes.
+// Created and destroyed with the GIL held. A failure that was never retrieved is reported when the last reference is
+// released.
 struct Operation {
   Operation(std::shared_ptr<Outcome> outcome, std::shared_ptr<Job> job, std::vector<Memory> memories);
   ~Operation();
@@ -42,12 +43,12 @@ struct Operation {
   bool retrieved = false;
 };
 
-// The object is made before the call is submitted, so that no lack of memory can lose track of it.
+// The object is made before the call is submitted, so that running out of memory cannot lose track of it.
 Ref new_operation();
 void set_operation(PyObject* object, std::shared_ptr<Operation> operation);
 bool add_operation_type(PyObject* module);
 
-// Runs every callback that is due and ends their thread.
+// Runs every pending callback and ends their thread.
 void stop_callbacks();
 
 }  // namespace nvme_ops

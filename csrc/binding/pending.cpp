@@ -6,8 +6,8 @@
 namespace nvme_ops {
 namespace {
 
-// In the order they were submitted, as the keys of a dict. Native, because no exception of a signal's handler can come
-// between two steps here: an operation leaves only after it was waited for, and together with being counted.
+// Operations in the order they were submitted, as the keys of a dict. Native, because no signal handler's exception can
+// come between two steps here: an operation is removed only after it was waited for, together with being counted.
 struct PendingObject {
   PyObject_HEAD PyObject* operations;
   unsigned long generation;
@@ -15,7 +15,7 @@ struct PendingObject {
 
 PyObject* operations_of(PyObject* self) {
   auto* const pending = reinterpret_cast<PendingObject*>(self);
-  if (pending->generation != fork_generation()) {  // the work is the parent's
+  if (pending->generation != fork_generation()) {  // the operations are the parent's
     pending->generation = fork_generation();
     PyDict_Clear(pending->operations);
   }
@@ -58,7 +58,8 @@ bool truth(PyObject* operation, const char* method) {
   return PyObject_IsTrue(checked(PyObject_CallMethod(operation, method, nullptr)).get()) == 1;
 }
 
-// The first of them, with all in its attribute `failures`, and in its notes where Python has those (3.11).
+// Returns the first exception, with all of them in its attribute `failures`, and in its notes where Python has those
+// (3.11).
 void raise_failures(PyObject* failures) {
   const Ref first = Ref::borrowed(PyList_GetItem(failures, 0));
   if (PyObject_SetAttrString(first.get(), "failures", failures) != 0) throw PythonError();
@@ -76,12 +77,12 @@ PyObject* wait(PyObject* self, PyObject*) {
     const Py_ssize_t count = PyList_Size(seen.get());
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* const operation = PyList_GetItem(seen.get(), i);
-      // Another thread is about to submit it: it has not been submitted before this call.
+      // Another thread is about to submit it: it was not submitted before this call.
       if (!truth(operation, "submitted")) continue;
       checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
     }
     if (PyErr_CheckSignals() != 0) throw PythonError();
-    // From here on nothing lets other code run: what another thread's wait() has not counted, this one does.
+    // From here on no other code can run: this call counts exactly what no other thread's wait() has counted.
     const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* const operation = PyList_GetItem(seen.get(), i);
@@ -102,8 +103,8 @@ PyObject* wait(PyObject* self, PyObject*) {
 }
 
 PyMethodDef pending_methods[] = {
-    {"add", add, METH_O, "add(operation). Has wait() wait for it."},
-    {"discard", discard, METH_O, "discard(operation). It was never submitted."},
+    {"add", add, METH_O, "add(operation). Makes wait() wait for it."},
+    {"discard", discard, METH_O, "discard(operation). Removes one that was never submitted."},
     {"wait", wait, METH_NOARGS,
      "wait() -> int. Waits for all and returns how many; raises their first failure once all have ended."},
     {nullptr, nullptr, 0, nullptr}};

@@ -5,7 +5,7 @@
 
 namespace nvme_ops {
 
-// Takes `operation` out of `pending`, whatever error is on its way.
+// Removes `operation` from `pending`, even while a Python error is set.
 void remove_pending(PyObject* pending, PyObject* operation);
 
 bool add_pending_type(PyObject* module);

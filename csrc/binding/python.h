@@ -1,5 +1,5 @@
-// The little of Python's C interface that the binding needs, made safe for exceptions. pybind11 would double the build.
-// All of it lies in the limited API of 3.11, so that one prebuilt op serves every later Python.
+// The small part of Python's C API that the binding needs, made exception-safe. pybind11 would double the build time.
+// All of it is in the limited API of 3.11, so that one prebuilt op serves every later Python.
 #pragma once
 
 #include <Python.h>
@@ -39,7 +39,7 @@ private:
   PyObject* object_ = nullptr;
 };
 
-// A Python exception is set and on its way to the caller.
+// A Python exception is set; unwinds to the caller.
 class PythonError : public std::exception {};
 
 inline Ref checked(PyObject* stolen) {
@@ -47,7 +47,7 @@ inline Ref checked(PyObject* stolen) {
   return Ref(stolen);
 }
 
-// The items of any iterable, which nobody else can change.
+// Copies any iterable into a tuple, which nobody else can change.
 inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
   PyObject* const tuple = PySequence_Tuple(object);
   if (tuple == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -59,7 +59,7 @@ inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
 // The name of an object's type, for messages.
 std::string type_name(PyObject* object);
 
-// A new object of one of our types, all its fields zero, and its end.
+// Allocates an object of one of our types, all fields zero, and frees one.
 inline Ref new_object(PyTypeObject* type) {
   return checked(PyType_GenericAlloc(type, 0));
 }
@@ -75,7 +75,7 @@ inline void free_object(PyObject* self) {
   throw PythonError();
 }
 
-// Python ends other threads at exit by unwinding them from the call that takes the GIL. Nothing of ours may be unwound:
+// Python ends other threads at exit by unwinding them from the call that takes the GIL. None of ours may be unwound:
 // such a thread sleeps until the process is gone.
 template <class Take>
 void take_gil(Take&& take) noexcept {
@@ -112,14 +112,15 @@ private:
   PyGILState_STATE state_ = PyGILState_LOCKED;
 };
 
-// For engine waits: true when a signal's handler, Ctrl-C's say, has raised. The exception stays set on this thread.
+// Polled while the engine waits: true once a signal handler, as of Ctrl-C, has raised. The exception stays set on this
+// thread.
 bool signal_raised();
 
-// The exception a failure becomes: OSError with errno and filename, EOFError, ValueError, MemoryError, RuntimeError.
+// Makes the exception for a failure: OSError with errno and filename, EOFError, ValueError, MemoryError, RuntimeError.
 Ref exception_of(const Failure& failure);
 void set_error(const Failure& failure);
 
-// Runs `body` for a function that Python calls; what it throws becomes the Python exception.
+// Runs the body of a function that Python calls; a C++ exception becomes a Python exception.
 template <class Body>
 auto guarded(Body&& body, decltype(body()) failed = {}) noexcept -> decltype(body()) {
   try {

@@ -6,8 +6,8 @@ namespace nvme_ops {
 namespace {
 
 PyTypeObject* tensor_class = nullptr;
-PyObject* implementation_address = nullptr;  // the descriptor of torch.Tensor._cdata: looking it up costs a microsecond
-descrgetfunc get_address = nullptr;          // how it is asked
+PyObject* implementation_address = nullptr;  // the descriptor of torch.Tensor._cdata; looking it up costs a microsecond
+descrgetfunc get_address = nullptr;          // its getter
 
 }  // namespace
 

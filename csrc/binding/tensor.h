@@ -8,12 +8,12 @@ namespace nvme_ops {
 
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl>;
 
-// Once, when the module is loaded.
+// Call once, when the module is loaded.
 void find_tensor_class();
 
 bool is_tensor(PyObject* object);
 
-// What `tensor`, which is one, stands for. Throws PythonError.
+// Returns the TensorImpl of `tensor`, which must be a torch.Tensor. Throws PythonError.
 TensorPointer implementation(PyObject* tensor);
 
 }  // namespace nvme_ops

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 std::atomic<std::int64_t> demand{0};  // requests in flight, of all lanes of the process
 std::atomic<Clock::rep> last_demand{0};
 
-// Those of the parent end in the parent.
+// A forked child starts from zero: its parent's end in the parent.
 const int resetting_demand = pthread_atfork(nullptr, nullptr, [] { demand.store(0, std::memory_order_relaxed); });
 
 std::uint64_t bound_now() noexcept {

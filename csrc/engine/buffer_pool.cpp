@@ -21,7 +21,7 @@ Failure no_room(std::size_t bytes) noexcept {
   }
 }
 
-// Small tensors share a power of two, large ones are whole huge pages, so that freed memory fits the next request.
+// Rounds up, so that freed memory fits later requests: small sizes to a power of two, large ones to whole huge pages.
 std::size_t size_class(std::size_t bytes) {
   if (bytes > SIZE_MAX / 2) raise(no_room(bytes));
   if (bytes >= kHugePage) return (bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -50,11 +50,11 @@ std::byte* map_pages(std::size_t bytes) {
     void* memory = map(nullptr, bytes, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  // Reserved huge pages are for those who asked: a child of a fork that writes to one needs another, and is killed
-  // where there is none. They succeed only when they are there in full.
+  // Reserved huge pages are used on request only: a forked child that writes to one needs another, and is killed if
+  // there is none. The mapping succeeds only if all are available.
   void* reserved = reserved_pages_wanted() ? map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages) : MAP_FAILED;
   if (reserved != MAP_FAILED) {
-    // A limit on huge pages shows at the first touch, and kills: better to meet it here.
+    // A limit on huge pages otherwise shows at the first touch, as SIGBUS: better to fail here.
     if (::madvise(reserved, bytes, kPopulateWrite) == 0) return static_cast<std::byte*>(reserved);
     ::munmap(reserved, bytes);
   }
@@ -65,11 +65,11 @@ std::byte* map_pages(std::size_t bytes) {
   const std::size_t head = (kHugePage - reinterpret_cast<std::uintptr_t>(start) % kHugePage) % kHugePage;
   if (head > 0) ::munmap(start, head);
   if (kHugePage - head > 0) ::munmap(start + head + bytes, kHugePage - head);
-  ::madvise(start + head, bytes, MADV_HUGEPAGE);  // refused only where there are none: normal pages then
+  ::madvise(start + head, bytes, MADV_HUGEPAGE);  // refused only where there are none: then pages are small
   return start + head;
 }
 
-// A number of bytes, with K, M or G.
+// Parses a number of bytes, with K, M or G.
 std::size_t bound_from_environment() {
   const char* text = std::getenv("NVME_OPS_POOL_BYTES");
   if (text == nullptr || *text == '\0') return kPoolBytes;
@@ -86,8 +86,8 @@ std::size_t bound_from_environment() {
 }  // namespace
 
 BufferPool::BufferPool() : bound_(bound_from_environment()) {
-  // A forked child must find the lock free. It begins without cached memory: where that lies in reserved huge pages the
-  // first write would need another one, and kills when there is none.
+  // A forked child must find the lock free. It starts without cached memory: if that is in reserved huge pages, the
+  // first write needs another page, and kills the child if there is none.
   pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                  [] {
                    instance().free_cached(0);
@@ -104,7 +104,7 @@ std::byte* BufferPool::allocate(std::size_t bytes) {
   const std::size_t size = size_class(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   std::byte* memory = nullptr;
-  // A cached block up to an eighth larger serves too.
+  // A cached block up to an eighth larger will do.
   const auto found = cached_.lower_bound(size);
   if (found != cached_.end() && found->first - size <= size / 8) {
     memory = found->second;
@@ -137,7 +137,7 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   const std::size_t size = found->second;
   live_.erase(found);
   live_bytes_ -= size;
-  // Under a bound of its own, memory counts against its like only: cached tensors do not displace staging memory.
+  // Memory with a bound of its own counts only against its kind: cached tensors do not displace staging memory.
   if (size > bound || (bound < bound_ && (cached_.count(size) + 1) * size > bound)) {
     ::munmap(memory, size);
     return;
@@ -146,7 +146,7 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   try {
     cached_.emplace(size, memory);
     cached_bytes_ += size;
-  } catch (...) {  // no memory left to remember it with
+  } catch (...) {  // no memory left to record it
     ::munmap(memory, size);
   }
 }
@@ -169,7 +169,7 @@ BufferPool::Statistics BufferPool::statistics() const {
   return {live_bytes_, cached_bytes_};
 }
 
-// Largest first: they are the least likely to be asked for again in the same size.
+// Frees the largest first: they are least likely to be needed again in the same size.
 void BufferPool::free_cached(std::size_t bound) noexcept {
   while (cached_bytes_ > bound) {
     const auto largest = std::prev(cached_.end());

@@ -1,4 +1,4 @@
-// Memory the device can fill fastest: huge pages, aligned for direct I/O, kept for reuse within a bound.
+// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@ public:
 
   static BufferPool& instance();
 
-  // At least `bytes` bytes aligned to a page, to 2 MiB from that size on. Contents are arbitrary. Throws IoError.
+  // Allocates at least `bytes` uninitialized bytes, aligned to a page, or to 2 MiB from that size on. Throws IoError.
   std::byte* allocate(std::size_t bytes);
 
-  // Takes back what allocate() returned, and keeps it for the next allocate() while no more than `bound` is kept.
+  // Releases what allocate() returned; caches it for the next allocate() while at most `bound` bytes are cached.
   void release(std::byte* memory, std::size_t bound) noexcept;
   void release(std::byte* memory) noexcept { release(memory, bound_); }
 
-  // Whether [memory, memory + bytes) lies inside one live allocation.
+  // Returns whether [memory, memory + bytes) lies inside one live allocation.
   bool contains(const std::byte* memory, std::size_t bytes) const;
 
   void trim() noexcept;  // gives all cached memory back to the system

@@ -19,12 +19,12 @@ namespace nvme_ops {
 namespace {
 
 constexpr int kMadviseCollapse = 25;                 // MADV_COLLAPSE, Linux 6.1
-constexpr unsigned kRounds = 8;                      // over memory in which some pages are always being transferred
+constexpr unsigned kRounds = 8;                      // while some pages are always being transferred
 constexpr std::chrono::milliseconds kBusyPause(10);  // after such a page
 
 }  // namespace
 
-// The thread for all of them, there while there is something to do.
+// The thread for all of them, which exists while there is something to do.
 class Collapser {
 public:
   void add(const std::shared_ptr<Collapse>& collapse) {
@@ -80,7 +80,7 @@ std::shared_ptr<Collapse> Collapse::start(std::byte* memory, std::uint64_t bytes
 }
 
 void Collapse::stop() noexcept {
-  if (generation_ != fork_generation()) return;  // the thread, and whoever holds the lock, are the parent's
+  if (generation_ != fork_generation()) return;  // the thread and the holder of the lock are the parent's
   const std::lock_guard<std::mutex> lock(mutex_);
   stopped_ = true;
   next_ = end_;
@@ -97,7 +97,7 @@ bool Collapse::next() {
   }
   busy_ |= busy;
   const auto took = Clock::now() - start;
-  // Half of a processor at most.
+  // Uses at most half of a processor.
   std::this_thread::sleep_for(busy ? std::max<Clock::duration>(took, kBusyPause) : took);
   return true;
 }

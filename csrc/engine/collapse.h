@@ -1,5 +1,5 @@
-// Huge pages, afterwards, for memory that is kept: small ones were quicker to get when somebody waited for them, and
-// transfers are faster by a fifth in huge ones.
+// Collapses memory that is kept into huge pages afterwards: small ones were faster to get when somebody waited for
+// them, and transfers to huge ones are faster by a fifth.
 #pragma once
 
 #include <chrono>
@@ -10,17 +10,17 @@
 
 namespace nvme_ops {
 
-// On a thread of the process, slowly. Contents and addresses stay; pages that are being transferred wait for another
-// round.
+// Runs on a thread of the process, slowly. Contents and addresses stay; pages that are being transferred wait for
+// another round.
 class Collapse {
 public:
-  static constexpr std::chrono::milliseconds kDelay{1000};  // whoever asks for memory uses it at once, and comes first
+  static constexpr std::chrono::milliseconds kDelay{1000};  // the caller uses new memory at once and goes first
 
-  // Null where there is no thread for it, or no whole huge page.
+  // Returns null if there is no thread for it, or no whole huge page.
   static std::shared_ptr<Collapse> start(std::byte* memory, std::uint64_t bytes,
                                          std::chrono::milliseconds delay = kDelay) noexcept;
 
-  // When it returns nothing touches the memory any more.
+  // Waits until nothing accesses the memory any more.
   void stop() noexcept;
 
   Collapse(std::byte* begin, std::byte* end, std::chrono::milliseconds delay);
@@ -36,7 +36,7 @@ private:
   std::byte* const begin_;
   std::byte* const end_;
   std::byte* next_;
-  Clock::time_point due_;  // the fields from here on are the thread's own, but for stopped_
+  Clock::time_point due_;  // from here on used by the thread only, except stopped_
   bool busy_ = false;
   unsigned rounds_ = 0;
   bool stopped_ = false;

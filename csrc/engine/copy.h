@@ -1,4 +1,4 @@
-// Copies between staging blocks and tensors. Large ones go past the processor's caches: the lines need not be read
+// Copies between staging blocks and tensors. Large copies bypass the processor's caches: the lines need not be read
 // before they are overwritten, which saves a third of the memory traffic and of the time.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace nvme_ops {
 
-inline constexpr std::size_t kStreamBytes = 256 << 10;  // smaller data may well be used while still in cache
+inline constexpr std::size_t kStreamBytes = 256 << 10;  // smaller data may be used again while still in cache
 
 inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 #ifdef __SSE2__

@@ -1,4 +1,4 @@
-// What a lane has done, for handle.statistics(). Written by the thread that drives the lane, read by any.
+// Counters of a lane, for handle.statistics(). Written by the thread that drives the lane, read by any.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace nvme_ops {
 
 class Counter {
 public:
-  // No two threads add at a time, so that this is a plain addition to the processor.
+  // Only one thread adds at a time, so this compiles to a plain addition.
   void add(std::uint64_t value) {
     value_.store(value_.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
   }
@@ -28,11 +28,11 @@ private:
 
 struct Counters {
   Counter read_bytes, written_bytes;     // by requests and from the page cache
-  Counter requests;                      // that the kernel has answered
-  Counter in_flight_sum, in_flight_max;  // with each request that was submitted: how many were in flight then
-  Counter queued_nanoseconds;            // from a share's arrival to the first piece of it
+  Counter requests;                      // completed by the kernel
+  Counter in_flight_sum, in_flight_max;  // requests in flight, sampled at each submission
+  Counter queued_nanoseconds;            // from a share's arrival to its first piece
   Counter kernel_nanoseconds;            // from the submission of each request to its completion
-  Counter staged_bytes, cached_bytes;    // of all: through staging memory; from or through the page cache
+  Counter staged_bytes, cached_bytes;    // of the bytes moved: through staging memory; from or through the page cache
 };
 
 // The sums over the lanes of an engine.

@@ -1,5 +1,5 @@
-// How the parts of a call that lie on an accelerator share page-locked chunks on their way: a pure plan, in the order
-// of the parts. Large parts are cut, small ones go together, neighbours in a file lie side by side.
+// Plans how the parts of a call that lie on an accelerator share page-locked chunks: a pure computation, in the order
+// of the parts. Large parts are cut, small ones share a chunk, neighbours in a file lie side by side.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct DevicePart {
   std::size_t file;  // index
 };
 
-// A part, or what one chunk takes of it, and where in the chunk.
+// A part, or the piece of it in one chunk, and its place in that chunk.
 struct ChunkPart {
   std::size_t part;    // index
   std::uint64_t from;  // in the part
@@ -29,12 +29,12 @@ struct ChunkPart {
 
 class DeviceChunks {
 public:
-  static constexpr std::size_t kMostFiles = 16;  // of a chunk, which are open meanwhile
+  static constexpr std::size_t kMostFiles = 16;  // per chunk, as they are open at the same time
 
-  // `chunk`: bytes of one, a multiple of the page.
+  // `chunk`: bytes of a chunk, a multiple of the page size.
   DeviceChunks(const std::vector<DevicePart>& parts, std::uint64_t chunk) : parts_(parts), chunk_(chunk) {}
 
-  // The parts of the next chunk; empty at the end.
+  // Returns the parts of the next chunk; empty at the end.
   std::vector<ChunkPart> next() {
     std::vector<ChunkPart> taken;
     std::uint64_t used = 0;
@@ -47,7 +47,7 @@ public:
       std::uint64_t place = used;
       if (!continues(taken, offset)) place += (offset % kPageSize + kPageSize - place % kPageSize) % kPageSize;
       if (place >= chunk_) break;
-      // What is cut is cut at pages of the file: only the ends of the whole are left to the page cache.
+      // Cuts at pages of the file: only the ends of the whole part are left to the page cache.
       const std::uint64_t bytes = std::min(part.bytes - from_, chunk_ - place);
       taken.push_back({part_, from_, bytes, place, from_ == 0, from_ + bytes == part.bytes});
       used = place + bytes;
@@ -59,7 +59,7 @@ public:
     return taken;
   }
 
-  // Whether `part` follows `before` both in the file and in the chunk.
+  // Returns whether `part` follows `before` both in the file and in the chunk.
   bool joins(const ChunkPart& before, const ChunkPart& part) const {
     const DevicePart &one = parts_[before.part], &other = parts_[part.part];
     return one.file == other.file && one.offset + before.from + before.bytes == other.offset + part.from &&

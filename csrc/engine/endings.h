@@ -1,4 +1,4 @@
-// Tells who waits for memory that something has ended which may have held some. One count for the process.
+// Wakes threads that wait for memory when something ends that may have held some. One counter for the process.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ public:
 
   std::uint64_t count() const { return count_.load(); }
 
-  // Costs two atomic operations where nobody waits.
+  // Costs two atomic operations if nobody waits.
   void note() noexcept {
     count_.fetch_add(1);
     if (waiting_.load() == 0) return;
@@ -25,7 +25,7 @@ public:
     ended_.notify_all();
   }
 
-  // Returns when something has ended since the count was `seen`, or `timeout` has passed.
+  // Waits until something has ended since the count was `seen`, or `timeout` has passed.
   void wait(std::uint64_t seen, std::chrono::microseconds timeout) {
     waiting_.fetch_add(1);
     {

@@ -30,7 +30,7 @@ LaneOptions lane_options(const EngineOptions& options) {
           std::make_shared<std::atomic<const Backend*>>(options.backends.front())};
 }
 
-// A signal's handler may fork: what was under way is under way in the parent only.
+// A signal handler may fork: jobs in flight then go on in the parent only.
 bool ask(const Interrupted& interrupted, unsigned long generation) {
   const bool stop = interrupted();
   if (!stop) require_process(generation);
@@ -40,7 +40,7 @@ bool ask(const Interrupted& interrupted, unsigned long generation) {
 
 }  // namespace
 
-// A lane and the thread that drives it.
+// A lane with the thread that drives it.
 class Engine::LaneThread {
 public:
   explicit LaneThread(const LaneOptions& options) : lane_(options) {}
@@ -56,7 +56,7 @@ public:
     thread_.join();
   }
 
-  // Throws where no thread can be had; the shares stay with the caller then.
+  // Throws if no thread can be started; the caller then keeps the shares.
   void add(Lane::Shares& shares) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -78,7 +78,7 @@ private:
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (incoming_.empty() && !lane_.busy()) {
-        lock.unlock();  // giving memory back takes long enough to hold up a caller
+        lock.unlock();  // releasing memory takes long enough to hold up a caller
         lane_.rest();
         linger();
         lock.lock();
@@ -86,7 +86,7 @@ private:
         wake_.wait(lock, [this] { return closing_ || !incoming_.empty(); });
         asleep_ = false;
         if (incoming_.empty()) return;
-        lock.unlock();  // if waking pushed the caller off its processor, it goes on first
+        lock.unlock();  // lets the caller run first if waking this thread preempted it
         std::this_thread::yield();
         lock.lock();
       }
@@ -98,7 +98,7 @@ private:
     }
   }
 
-  // Whoever waits for one transfer after the other asks again at once, and need not wake anybody then.
+  // A caller that waits for one transfer after another submits again at once, and then need not wake this thread.
   void linger() {
     const auto end = Clock::now() + kLinger;
     while (!arrived_.load(std::memory_order_acquire) && Clock::now() < end) std::this_thread::yield();
@@ -159,7 +159,7 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
     lane = next_;
     next_ = (next_ + shares.size()) % threads_.size();
   }
-  // From here on whatever goes wrong belongs to the job.
+  // From here on every failure belongs to the job.
   job->expect_shares(ready.size());
   if (ready.size() > 1) {
     for (Lane::Shares& share : ready) share.front().share.claim_files();
@@ -173,7 +173,7 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
   }
 }
 
-// On the thread of that lane, or of any other where the system allows no further one.
+// Starts shares on the thread of that lane, or on another if the system allows no more threads.
 bool Engine::start(std::size_t lane, Lane::Shares& shares) noexcept {
   for (std::size_t i = 0; i < threads_.size(); ++i) {
     try {

@@ -1,4 +1,4 @@
-// The lanes of one handle: one for calls that block, served by the caller's own thread, and one thread for each lane of
+// The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
 // intra_op_parallelism, started when the first asynchronous or parallel call needs it.
 #pragma once
 
@@ -23,7 +23,7 @@ struct EngineOptions {
   std::uint64_t lanes;
 };
 
-// Asked now and then while a thread waits; true stops the operation.
+// Polled while a thread waits; true stops the operation.
 using Interrupted = std::function<bool()>;
 
 class Engine {
@@ -31,18 +31,18 @@ public:
   explicit Engine(const EngineOptions& options);
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
-  ~Engine();  // finishes what was submitted. Never in the child of a fork: the lanes' threads do not exist there
+  ~Engine();  // finishes submitted jobs. Never call it in a forked child, which lacks the lanes' threads
 
-  // On this thread, with one lane; returns when the job has ended. A second thread's job goes to the lane threads.
-  // Throws IoError (Interrupted) when it was interrupted; nothing is in flight then either. `interrupted` may fork: the
-  // child gets an IoError, and the job goes on in the parent only.
+  // Runs a job on this thread, with one lane; returns when it has ended. If another thread is doing so, the job goes to
+  // the lane threads. Throws IoError (Interrupted) if interrupted; nothing is in flight then either. `interrupted` may
+  // fork: the child gets an IoError, and the job goes on in the parent only.
   void run(const std::shared_ptr<Job>& job, const Interrupted& interrupted);
 
-  // On the lane threads; returns at once. Where the system allows fewer threads than lanes those there are do the work;
-  // where it allows none, this thread does, before it returns.
+  // Starts a job on the lane threads and returns. If the system allows fewer threads than lanes, those there are do the
+  // work; if it allows none, this thread does it before returning.
   void submit(const std::shared_ptr<Job>& job);
 
-  // Whether submit() will return at once: there is a thread, or one could be started.
+  // Returns whether submit() returns at once: there is a thread, or one could be started.
   bool has_thread() noexcept;
 
   std::size_t staging_bytes() const;
@@ -63,8 +63,8 @@ private:
   std::size_t next_ = 0;  // where the next job's first share goes
 };
 
-// Waits for the job to end; when `interrupted` says so, stops it, waits for what is in flight and throws IoError. As
-// for Engine::run, `interrupted` may fork.
+// Waits for the job to end; if `interrupted` returns true, stops the job, waits for what is in flight and throws
+// IoError. As for Engine::run, `interrupted` may fork.
 void wait(Job& job, const Interrupted& interrupted);
 
 Failure interrupted_failure();

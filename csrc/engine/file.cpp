@@ -25,7 +25,7 @@ namespace {
 
 constexpr unsigned kStatxDirectAlignment = 0x2000;  // STATX_DIOALIGN, Linux 6.1
 
-// struct statx with the fields newer than some distributions' headers.
+// struct statx with fields that some distributions' headers lack.
 struct Status {
   struct statx base;
   std::uint32_t direct_memory_alignment() const { return word(152); }
@@ -52,10 +52,10 @@ int open_retrying(const char* path, int flags) {
   return fd;
 }
 
-// Without STATX_DIOALIGN direct I/O needs at most the logical block size of the device.
+// Returns the device's logical block size, the most that direct I/O can require; for kernels without STATX_DIOALIGN.
 std::uint64_t logical_block_size(const struct statx& status) {
   char path[96];
-  for (const char* queue : {"queue", "../queue"}) {  // a disk has its own, a partition its disk's
+  for (const char* queue : {"queue", "../queue"}) {  // a disk has its own queue, a partition uses its disk's
     const bool device = S_ISBLK(status.stx_mode);
     std::snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%s/logical_block_size",
                   device ? status.stx_rdev_major : status.stx_dev_major,
@@ -77,8 +77,8 @@ void require_storage(mode_t mode, const std::string& path) {
   }
 }
 
-// What a failed fallocate() got before there was no more stays with the file, beyond its end: XFS gives it back where a
-// hole is punched, ext4 where the file is cut to the length it has. Not where somebody has appended to it meanwhile.
+// Frees blocks beyond the end of the file, left by a failed fallocate(): XFS frees them when a hole is punched, ext4
+// when the file is truncated to its own length. Not if somebody has appended to the file meanwhile.
 void give_back(int fd, off_t from, off_t length) {
   struct stat status{};
   if (::fstat(fd, &status) < 0 || status.st_size > from) return;
@@ -101,7 +101,7 @@ std::unique_ptr<File> File::open(const std::string& path, Op op, Cache cache, st
   std::unique_ptr<File> file(new File(std::move(shown), op, cache));
   const int flags = access_mode(op) | (op == Op::Write ? O_CREAT : 0);
   const std::string operation = std::string("opening the file to ") + name_of(op);
-  // O_NONBLOCK until it is known to be no pipe: that would wait for somebody at its other end.
+  // O_NONBLOCK until it is known not to be a pipe: opening that would wait for its other end.
   if (cache != Cache::Buffered) {
     file->direct_ = UniqueFd(open_retrying(path.c_str(), flags | O_NONBLOCK | O_DIRECT));
     if (!file->direct_ && errno != EINVAL && errno != EOPNOTSUPP) raise(system_failure(errno, operation, file->path_));
@@ -131,7 +131,7 @@ std::unique_ptr<File> File::adopt(int fd, Op op, Cache cache, int shown) {
   }
   struct stat status;
   if (::fstat(fd, &status) == 0) require_storage(status.st_mode, file->path_);
-  // Reopening gives flags of our own: O_DIRECT or not, and never O_APPEND, which would ignore our offsets.
+  // Reopening gives us our own flags: O_DIRECT or not, and never O_APPEND, which would ignore our offsets.
   if (cache != Cache::Buffered) file->direct_ = UniqueFd(open_retrying(name.c_str(), access_mode(op) | O_DIRECT));
   if (!file->direct_) file->buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op)));
   if (!file->direct_ && !file->buffered_) {
@@ -216,7 +216,7 @@ void File::refresh_size() {
   }
 }
 
-// Asks for the room first and lengthens the file afterwards, so that a full disk changes nothing that anybody sees.
+// Allocates blocks first and extends the file afterwards, so that a full disk changes nothing visible.
 void File::grow(std::uint64_t start, std::uint64_t end) {
   const int fd = direct_ ? direct_.get() : buffered_.get();
   const auto from = static_cast<off_t>(start);
@@ -235,7 +235,7 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
   }
   if (error == 0) {
     size_ = end;
-  } else if (error != EOPNOTSUPP && error != ENOSYS && error != EINTR) {  // these only cost speed
+  } else if (error != EOPNOTSUPP && error != ENOSYS && error != EINTR) {  // unsupported: only costs speed
     raise(system_failure(
         error, "making room for " + std::to_string(end - start) + " bytes at offset " + std::to_string(start), path_));
   }
@@ -244,7 +244,7 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
 int File::buffered() {
   const std::lock_guard<std::mutex> lock(opening_);
   if (buffered_) return buffered_.get();
-  // By the descriptor, since the path may name another file by now; by path where there is no /proc.
+  // Reopens through the descriptor, since the path may name another file by now; by path if there is no /proc.
   const std::string name = "/proc/self/fd/" + std::to_string(direct_.get());
   buffered_ = UniqueFd(open_retrying(name.c_str(), access_mode(op_)));
   if (!buffered_) {
@@ -281,11 +281,11 @@ bool File::resident(Residency& known, std::uint64_t offset, std::uint64_t bytes,
                            return std::pair(found.value_or(0), pages);
                          });
     if (cachestat_works_.load(std::memory_order_relaxed)) return covered;
-    // A read that may not wait. It can start a readahead where it finds nothing, so one byte is all we ask.
+    // A read that must not wait. It can start readahead if the page is missing, so it asks for one byte only.
     std::byte byte;
     iovec vector{&byte, 1};
     return ::preadv2(buffered(), &vector, 1, static_cast<off_t>(offset), RWF_NOWAIT) > 0;
-  } catch (const IoError&) {  // no second descriptor to be had: a direct read does it too
+  } catch (const IoError&) {  // no second descriptor: a direct read will do
     return false;
   }
 }

@@ -12,12 +12,12 @@
 namespace nvme_ops {
 namespace {
 
-// Writes under way by a hash of file and folio: direct ones counted upwards, cached ones downwards. Two folios that
-// share a counter wait for each other now and then, without need and without harm.
+// Writes in flight by a hash of file and folio: direct ones count upwards, cached ones downwards. Two folios that share
+// a counter sometimes wait for each other, which is harmless.
 constexpr std::size_t kCounters = 1 << 14;
 std::array<std::atomic<int>, kCounters> counters{};
 
-// Those of the parent end in the parent.
+// A forked child starts from zero: its parent's end in the parent.
 const int resetting = pthread_atfork(nullptr, nullptr, [] {
   for (auto& counter : counters) counter.store(0, std::memory_order_relaxed);
 });
@@ -55,7 +55,7 @@ void leave(std::atomic<int>& counter, int step) {
 }  // namespace
 
 std::uint64_t folio_bytes() {
-  // MAX_PAGECACHE_ORDER: a huge page, where pages of 4 KiB have one of 2 MiB, and never more than 2048 pages.
+  // MAX_PAGECACHE_ORDER: a huge page (2 MiB with pages of 4 KiB), and never more than 2048 pages.
   static const std::uint64_t bytes = page_size() * (page_size() == 4096 ? 512 : 2048);
   return bytes;
 }

@@ -1,4 +1,4 @@
-// What a caller asked for in one call: one or many extents, moved by one or many lanes, with one outcome.
+// A transfer inside the engine: one or many extents, moved by one or many lanes, with one outcome.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ struct Extent {
   std::byte* memory;
   std::uint64_t bytes;
   std::uint64_t offset;
-  bool fast_memory;                              // huge or page-locked pages: worth transferring in place
+  bool fast_memory;                              // in huge or page-locked pages: worth transferring in place
   bool whole = false;                            // a write that makes the file exactly this long
   bool prepared = false;                         // the file is known to hold it, or has been made long enough
   bool device = false;                           // memory of an accelerator: nothing here may touch it
@@ -39,7 +39,7 @@ public:
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
 
-  // Pages on their way to memory that a read is to fill: until it has them no piece of it is planned.
+  // Sets the population of memory that a read is to fill: no piece is planned before it has its pages.
   void await(std::shared_ptr<const Population> population) { population_ = std::move(population); }
   bool populated(std::size_t extent, std::uint64_t position, std::uint64_t bytes) const {
     if (!population_) return true;
@@ -54,13 +54,13 @@ public:
     return true;
   }
 
-  // By a lane that holds the extent's file and comes to it; does its work only once. Throws IoError.
+  // Called by a lane that holds the extent's file before its first piece; does its work only once. Throws IoError.
   void prepare(std::size_t extent) {
     Extent& wanted = extents_[extent];
     wanted.file->prepare(&wanted.prepared, op_, wanted.offset, wanted.bytes, wanted.whole);
   }
 
-  // The first failure counts. What is in flight ends; nothing new is started.
+  // Records the first failure. What is in flight ends; nothing new is started.
   void fail(Failure failure) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!failure_) failure_ = std::move(failure);
@@ -82,7 +82,7 @@ public:
     moved_.fetch_add(moved, std::memory_order_relaxed);
     if (shares_.fetch_sub(1) != 1) return;
     population_ = nullptr;
-    if (!keep_extents_) extents_ = {};  // whoever waits finds nothing of the files left open
+    if (!keep_extents_) extents_ = {};  // closes the files before anyone is notified
     std::optional<Failure> failure;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -95,7 +95,7 @@ public:
     }
   }
 
-  // For reading them back.
+  // Keeps the extents after the end, for reading them back.
   void keep_extents() { keep_extents_ = true; }
 
 private:

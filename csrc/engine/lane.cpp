@@ -16,9 +16,9 @@ namespace nvme_ops {
 namespace {
 
 constexpr std::size_t kMaxReaped = 16;
-constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // memory that completions may ask to be copied
-constexpr std::chrono::microseconds kGatePause(50);   // before asking again for what others will give way to
-constexpr std::chrono::milliseconds kPause(1);        // before asking again a kernel that had no room
+constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // bytes that completions of one burst may have copied
+constexpr std::chrono::microseconds kGatePause(50);   // before trying again a gate that others hold
+constexpr std::chrono::milliseconds kPause(1);        // before trying again a kernel short of resources
 
 unsigned depth_of(const LaneOptions& options) {
   return static_cast<unsigned>(std::min(options.queue_depth, kMaxQueueDepth));
@@ -53,7 +53,7 @@ bool Lane::step(std::chrono::milliseconds timeout, bool blocking) noexcept {
   planner_.finish_shares();
   if (in_kernel_ == 0) {
     if (planner_.ready().empty()) return true;
-    planner_.pause();  // the queue takes nothing at the moment
+    planner_.pause();  // the queue takes nothing now
     return false;
   }
   const std::size_t batch = options_.overlap_events || planner_.all_planned() ? 1 : std::max(1U, in_kernel_ / 8);
@@ -70,7 +70,7 @@ bool Lane::step(std::chrono::milliseconds timeout, bool blocking) noexcept {
   return count > 0 || more;
 }
 
-// Without a queue every share fails, and false comes back.
+// Opens the queue; if there is none, fails every share and returns false.
 bool Lane::open_queue() {
   const QueueOptions wanted{depth_of(options_), static_cast<unsigned>(StagingArea::kMostChunks),
                             options_.single_submit};
@@ -81,14 +81,14 @@ bool Lane::open_queue() {
       options_.in_use->store(backend);
       return true;
     } catch (...) {
-      if (backend == options_.backends.back()) planner_.fail_all(current_failure());  // else another one may do
+      if (backend == options_.backends.back()) planner_.fail_all(current_failure());  // otherwise try the next one
     }
   }
   return false;
 }
 
-// Registers a huge page with the queue when blocks of it are large enough to gain by it, and it is used a second time:
-// for a lone request it costs two system calls and spares nothing.
+// Registers a huge page with the queue when its blocks are large enough to gain by it and it is used a second time: for
+// a lone request it would cost two system calls and save nothing.
 bool Lane::registered(const StagingBlock& block) {
   Chunk& chunk = chunks_[static_cast<std::size_t>(block.chunk)];
   if (!chunk.registered && may_register_ && block.bytes > kInPlaceBytes && std::exchange(chunk.used, true)) {
@@ -112,7 +112,7 @@ void Lane::submit() {
     }
     const std::size_t taken = queue_->submit(batch.data(), count);
     taken_in_all += taken;
-    if (taken < count) break;  // offered again after the next completions
+    if (taken < count) break;  // the rest is offered again after the next completions
   }
   const auto now = Clock::now();
   for (std::size_t i = 0; i < taken_in_all; ++i) note_submitted(planner_.flight(ready[i]), now);
@@ -125,7 +125,7 @@ void Lane::note_submitted(Flight& flight, Clock::time_point now) {
   counters_.in_flight_max.raise_to(in_kernel_);
 }
 
-// A lone small request is a plain system call: waking up for its completion would take longer.
+// Serves a lone small request by a plain system call: waking up for its completion would take longer.
 bool Lane::serve_alone() {
   std::vector<unsigned>& ready = planner_.ready();
   if (ready.size() != 1 || in_kernel_ != 0 || !planner_.all_planned() || !queue_->may_be_passed_by()) return false;
@@ -143,7 +143,7 @@ void Lane::complete(const Completion& completion, Clock::time_point now) {
   Flight& flight = planner_.flight(completion.token);
   counters_.requests.add(1);
   counters_.kernel_nanoseconds.add(now - flight.submitted);
-  // A staged read that ended before the wanted bytes says nothing of them, unless it is tried for ever.
+  // A staged read that ended before the wanted bytes says nothing about them: retry, but not forever.
   const bool fell_short = completion.result > 0 && static_cast<std::uint64_t>(completion.result) <= flight.piece.lead;
   const bool again = completion.result == -EAGAIN || completion.result == -EINTR || fell_short;
   if (again && ++flight.retries <= (fell_short ? kPatience : kMaxRetries)) {
@@ -154,13 +154,13 @@ void Lane::complete(const Completion& completion, Clock::time_point now) {
   std::uint64_t got = 0;
   try {
     got = judge(flight, completion.result);
-  } catch (...) {  // no memory left to say what failed
+  } catch (...) {  // no memory left to describe the failure
     flight.job().fail(current_failure());
   }
   planner_.end(static_cast<unsigned>(completion.token), got);
 }
 
-// The one place that decides what a completion means. Returns how many of the wanted bytes it moved.
+// The one place that judges completions. Returns how many of the wanted bytes it moved.
 std::uint64_t Lane::judge(Flight& flight, std::int64_t result) {
   Job& job = flight.job();
   const Extent& extent = flight.in();

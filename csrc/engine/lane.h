@@ -1,5 +1,5 @@
-// One queue kept full: submits what its planner makes of the shares it takes, and judges every completion. Used by one
-// thread at a time.
+// Keeps one queue full: submits what its planner makes of its shares, and judges every completion. Used by one thread
+// at a time.
 #pragma once
 
 #include <atomic>
@@ -30,20 +30,20 @@ class Lane {
 public:
   explicit Lane(LaneOptions options);
 
-  // Shares on their way to a lane. Made where no memory can still be an error; from then on nothing allocates that a
-  // share could not fail by.
+  // Shares to be added to a lane. They are allocated where running out of memory can still be reported; afterwards
+  // nothing allocates in a way that could lose a share.
   using Shares = Planner::Shares;
   static Shares ready(Share share);
 
   void add(Shares shares) noexcept { planner_.add(std::move(shares)); }
   bool busy() const { return planner_.busy(); }
 
-  // Plans and submits what fits, then collects completions, waiting at most `timeout` when there is nothing else to do.
-  // Returns false when the wait brought nothing: a good moment to look for signals. `blocking`: the thread that drives
-  // the lane has nothing else to take in, so it may serve a lone small request itself.
+  // Plans and submits what fits, then collects completions, waiting at most `timeout` if there is nothing else to do.
+  // Returns false if the wait brought nothing: a good moment to check for signals. `blocking`: the thread that drives
+  // the lane has no other work, so it may serve a lone small request itself.
   bool step(std::chrono::milliseconds timeout, bool blocking = false) noexcept;
 
-  // Nothing is in flight: gives the staging memory back.
+  // Releases the staging memory. Call when nothing is in flight.
   void rest() noexcept;
 
   std::size_t staging_bytes() const { return planner_.staging().held_bytes(); }
@@ -63,12 +63,12 @@ private:
   std::uint64_t judge(Flight& flight, std::int64_t result);
 
   const LaneOptions options_;
-  const std::size_t reap_at_once_;  // then the queue is fed again
+  const std::size_t reap_at_once_;  // completions collected before the queue is refilled
   Counters counters_;
   Planner planner_;
   std::unique_ptr<Queue> queue_;
   std::vector<Chunk> chunks_;  // of the staging memory
-  bool may_register_ = true;   // until locked memory is refused
+  bool may_register_ = true;   // until the system refuses to lock memory
   unsigned in_kernel_ = 0;
 };
 

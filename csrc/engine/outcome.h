@@ -1,4 +1,4 @@
-// A result that arrives once: bytes moved or a failure. Anyone may wait for it or be told.
+// A result that arrives once: bytes moved or a failure. Anyone may wait for it or register a listener.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ public:
 
   bool done() const { return done_.load(std::memory_order_acquire); }  // takes no lock: a forked child may ask
 
-  // False when `timeout` passed first.
+  // Returns false if `timeout` passed first.
   bool wait_for(std::chrono::microseconds timeout) const {
     std::unique_lock<std::mutex> lock(mutex_);
     return settled_.wait_for(lock, timeout, [this] { return done(); });

@@ -15,10 +15,10 @@
 namespace nvme_ops {
 namespace {
 
-constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // memory copied before the queue is fed again
-constexpr std::uint64_t kOpening = 64 << 10;          // memory that is copied while a file is opened
+constexpr std::uint64_t kCopyBurst = 2 * kBlockSize;  // bytes copied before the queue is refilled
+constexpr std::uint64_t kOpening = 64 << 10;          // bytes copied while a file is opened
 constexpr std::uint64_t kStagingBlock = StagingArea::kChunk;
-constexpr int kMaxVectors = 64;  // parts of a scattered read in one system call
+constexpr int kMaxVectors = 64;  // parts of one preadv2(2)
 
 GatedWrite gated_write(const Piece& piece, const Extent& extent) {
   const WriteKind kind = piece.route == Route::Buffered ? WriteKind::Cached : WriteKind::Direct;
@@ -59,11 +59,11 @@ bool Planner::plan() {
   return false;
 }
 
-// Remainders first, then what the schedule says.
+// Plans remainders first, then as the schedule says.
 Planner::Planned Planner::plan_next() {
   while (!remainders_.empty()) {
     const Planned planned = plan_remainder();
-    if (planned == Planned::Gated) break;  // which holds up nothing that may go
+    if (planned == Planned::Gated) break;  // does not hold up anything else
     if (planned != Planned::Nothing) return planned;
   }
   if (free_flights_.empty()) return Planned::Stalled;
@@ -85,7 +85,7 @@ Planner::Planned Planner::plan_next() {
     }
   }
   if (schedule_.empty() && remainders_.empty()) return Planned::Nothing;
-  at_gate_ = idle();  // others hold it: nothing here will end and tell
+  at_gate_ = idle();  // others hold the gate: no completion here will announce it
   return Planned::Stalled;
 }
 
@@ -122,7 +122,7 @@ Planner::Planned Planner::plan_share(ActiveShare& active) {
       if (planned == Planned::Piece) {
         flights_[slot].bytes = advanced;
         free_flights_.pop_back();
-        share.job->extents()[active.extent].file->hold();  // held by this share already: opens nothing
+        share.job->extents()[active.extent].file->hold();  // already held by this share: opens nothing
         ++active.in_flight;
       }
       return planned;
@@ -136,7 +136,7 @@ Planner::Planned Planner::plan_share(ActiveShare& active) {
   return Planned::Nothing;
 }
 
-// Piece: its pieces may be planned.
+// Holds and prepares the share's present file. Planned::Piece: its pieces may be planned.
 Planner::Planned Planner::enter_extent(ActiveShare& active) {
   Job& job = *active.share.job;
   SharedFile* const file = job.extents()[active.extent].file.get();
@@ -156,7 +156,7 @@ Planner::Planned Planner::enter_extent(ActiveShare& active) {
   return Planned::Piece;
 }
 
-// Descriptors that transfers in flight will give back are waited for, others for a while.
+// Handles a lack of descriptors: waits if transfers in flight will free some, otherwise only for a while.
 Planner::Planned Planner::denied(ActiveShare& active, Failure failure) {
   if (failure.error == EMFILE || failure.error == ENFILE) {
     if (!idle()) return Planned::Stalled;
@@ -167,8 +167,8 @@ Planner::Planned Planner::denied(ActiveShare& active, Failure failure) {
   return Planned::Nothing;
 }
 
-// The piece at the start of what the flight wants; `advanced` by what was planned or copied. Nothing: the job has
-// failed.
+// Plans the piece at the start of what the flight wants; sets `advanced` to the bytes planned or copied. Returns
+// Nothing if the job has failed.
 Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
   Flight& flight = flights_[slot];
   ActiveShare& active = *flight.share;
@@ -215,7 +215,7 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
   return Planned::Piece;
 }
 
-// From the page cache, without waiting; bytes, 0 where they are not all there.
+// Reads from the page cache, without waiting; returns the bytes read, 0 if not all are there.
 std::uint64_t Planner::read_cached(ActiveShare& active, const Extent& extent, std::uint64_t position,
                                    std::uint64_t bytes) {
   File& file = extent.file->file();
@@ -235,7 +235,7 @@ std::uint64_t Planner::read_cached(ActiveShare& active, const Extent& extent, st
   return got;
 }
 
-// False when all staging memory is in use.
+// Returns false if all staging memory is in use.
 bool Planner::stage(Flight& flight) {
   flight.block = staging_.allocate(flight.piece.length);
   if (!flight.block) return false;

@@ -1,6 +1,6 @@
-// From shares to requests: whose turn it is (Schedule), which piece comes next (split.h) and by which route, and what
-// it needs before it may go: an open file, pages, staging memory, its turn at the gates. It knows no queue, so that it
-// can be tested without one. Used by one thread at a time.
+// Turns shares into requests: whose turn it is (Schedule), which piece comes next (split.h) and by which route, and
+// what it needs before it may go: an open file, pages, staging memory, its turn at the gates. It has no queue, so that
+// it can be tested without one. Used by one thread at a time.
 #pragma once
 
 #include <chrono>
@@ -29,29 +29,29 @@ struct ActiveShare {
   bool begun = false;  // a piece of it was planned
   std::uint64_t moved = 0;
   unsigned in_flight = 0;
-  unsigned turn = 0;     // pieces planned since it had its turn
-  bool planned = false;  // to its end
+  unsigned turn = 0;     // pieces planned in the present turn
+  bool planned = false;  // every piece was planned
   SharedFile* held = nullptr;
   bool entered = false;      // holds the extent's file, which is prepared
-  unsigned denied = 0;       // descriptors, in a row
+  unsigned denied = 0;       // consecutive failures to get a descriptor
   Residency residency = {};  // of the extent
   std::list<ActiveShare>::iterator self = {};
 
   Priority priority() const { return share.job->priority(); }
 };
 
-// A part of an extent on its way. What a short or refused transfer leaves of it is planned again, in the same place.
+// A part of an extent in flight. What a short or refused transfer leaves of it is planned again, in the same slot.
 struct Flight {
   ActiveShare* share;
   std::size_t extent;
   std::uint64_t position;  // of the wanted bytes in the extent
   std::uint64_t bytes;     // wanted
-  Piece piece = {};        // of them, at their start, in flight
+  Piece piece = {};        // in flight: the first part of the wanted bytes
   StagingBlock block = {};
   Request request = {};
   unsigned retries = 0;
-  bool gated = false;     // among writes of its kind, see folio_gate.h
-  bool admitted = false;  // among requests of its priority, see admission.h
+  bool gated = false;     // has entered its folios, see folio_gate.h
+  bool admitted = false;  // was admitted, see admission.h
   Clock::time_point submitted = {};
 
   Job& job() const { return *share->share.job; }
@@ -70,31 +70,32 @@ public:
         admission_(std::move(admission)),
         counters_(counters) {}
 
-  // Room for all that can be in flight, so that nothing on a transfer's way needs memory. Throws std::bad_alloc.
+  // Allocates for all that can be in flight, so that no transfer needs memory later. Throws std::bad_alloc.
   void reserve();
 
   void add(Shares shares) noexcept { schedule_.add(std::move(shares)); }
   bool busy() const { return !schedule_.empty() || !draining_.empty(); }
   bool all_planned() const { return schedule_.empty(); }
 
-  // Plans what there is room for, into ready(). True: more could be planned at once.
+  // Plans what there is room for, into ready(). Returns true if more could be planned at once.
   bool plan();
 
-  // Slots of flights that are to be submitted, in order. Whoever submits takes them out.
+  // Slots of flights to be submitted, in order. Whoever submits them removes them.
   std::vector<unsigned>& ready() { return ready_; }
   Flight& flight(std::uint64_t slot) { return flights_[slot]; }
 
-  // Of a flight that ended: `got` of the wanted bytes were moved.
+  // Ends a flight: `got` of the wanted bytes were moved.
   void end(unsigned slot, std::uint64_t got);
 
-  // Flights that are not submitted and whose jobs have failed or were interrupted need not wait for a queue.
+  // Ends flights that are not submitted and whose jobs have failed or were interrupted: they need not wait for a queue.
   void drop_stopped();
-  // No queue can be had: so ends everything.
+  // Fails everything: no queue can be opened.
   void fail_all(const Failure& failure);
   // Tells the jobs of shares that have ended.
   void finish_shares();
 
-  // Whether to wait a moment before planning again: for other threads' transfers; for a kernel that had no room.
+  // Returns whether to wait a moment before planning again: for other threads' transfers; for a kernel short of
+  // resources.
   bool take_at_gate() { return std::exchange(at_gate_, false); }
   bool take_pause() { return std::exchange(pause_, false); }
   void pause() { pause_ = true; }
@@ -103,8 +104,8 @@ public:
   const StagingArea& staging() const { return staging_; }
 
 private:
-  // Gated: writes of the other kind are under way where the piece would meet them, its memory has no pages yet, or what
-  // is more urgent goes first.
+  // Gated: writes of the other kind are in flight in the piece's folios, its memory has no pages yet, or more urgent
+  // requests go first.
   enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   Planned plan_next();
@@ -133,11 +134,11 @@ private:
   std::vector<unsigned> remainders_;  // flights to be planned again
   std::vector<unsigned> ready_;
   bool pause_ = false;
-  bool at_gate_ = false;      // all there is to plan waits for other threads
+  bool at_gate_ = false;      // everything left to plan waits for other threads
   std::uint64_t copied_ = 0;  // since plan() began
 };
 
-// Between a flight's staging block and its memory: into the block for Op::Write, out of it for Op::Read.
+// Copies between a flight's staging block and its memory: into the block for Op::Write, out of it for Op::Read.
 void copy_staged(const Flight& flight, std::byte* block, std::uint64_t bytes);
 
 }  // namespace nvme_ops

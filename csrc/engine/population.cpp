@@ -18,19 +18,20 @@
 namespace nvme_ops {
 namespace {
 
-constexpr std::size_t kLeastChunks = 4;  // below it is not worth a thread
+constexpr std::size_t kLeastChunks = 4;  // fewer are not worth a thread
 constexpr unsigned kMaxPopulators = 4;
-constexpr std::size_t kLead = 32;  // chunks ahead of the transfers, from which on one thread is enough
-constexpr unsigned kTrySoon = 8;   // chunks in small pages after which a huge one gets a chance; twice as many each
-constexpr unsigned kTryLate = 64;  // time it takes longer again, up to this; and huge ones after which a small one does
-constexpr std::size_t kLarge = 64;  // chunks of memory that is large enough for huge pages to get a chance at once
-constexpr std::int64_t kUsual = 600'000;        // nanoseconds for a chunk in small pages, until some have been measured
-constexpr std::int64_t kReserve = 16 * kUsual;  // nanoseconds that huge pages may have saved, and may lose again
+constexpr std::size_t kLead = 32;  // with a lead of this many chunks one thread is enough
+constexpr unsigned kTrySoon = 8;   // chunks in small pages after which a huge one is tried; doubled each
+constexpr unsigned kTryLate =
+    64;  // time it is slower again, up to this; and huge ones after which a small one is tried
+constexpr std::size_t kLarge = 64;              // from this size on huge pages are tried at once
+constexpr std::int64_t kUsual = 600'000;        // nanoseconds for a chunk in small pages, until measured
+constexpr std::int64_t kReserve = 16 * kUsual;  // the most nanoseconds saved by huge pages that they may lose again
 
-// Huge pages are filled fastest, and cleared fastest where the machine has the memory: in a sixth of the time. A
-// virtual machine's host takes free memory back in just that size, and to get a huge page takes eight times as long
-// then as the small ones, of which the kernel keeps some. The memory that is there comes first, then the rest: so huge
-// pages are taken while what they saved of late pays for what they cost.
+// Huge pages are filled fastest, and cleared fastest if the machine has free ones: in a sixth of the time. A virtual
+// machine's host reclaims memory in just that size; then a huge page takes eight times as long as the small ones, of
+// which the kernel keeps some. Available memory comes first, then the rest: so huge pages are used while their recent
+// savings pay for their cost.
 class PageChoice {
 public:
   bool huge() {
@@ -40,14 +41,14 @@ public:
     since_.store(0, std::memory_order_relaxed);
     return !paying;
   }
-  // The machine may have other memory at hand than last time.
+  // The machine may have different memory available than last time.
   void try_huge() {
     if (saved_.load(std::memory_order_relaxed) <= 0) since_.store(kTryLate, std::memory_order_relaxed);
   }
   void note(bool huge, std::chrono::nanoseconds took) {
     const std::int64_t small = small_.load(std::memory_order_relaxed);
     const std::int64_t saving = small - took.count();
-    if (!huge) {  // quick to believe what is better
+    if (!huge) {  // adopts a better rate at once
       small_.store(saving > 0 ? small - saving / 2 : small - saving / 8, std::memory_order_relaxed);
       return;
     }
@@ -58,8 +59,8 @@ public:
   }
 
 private:
-  std::atomic<std::int64_t> small_{kUsual};  // nanoseconds for a chunk in small pages, on average of late
-  std::atomic<std::int64_t> saved_{1};       // nanoseconds, by huge ones
+  std::atomic<std::int64_t> small_{kUsual};  // nanoseconds for a chunk in small pages, recent average
+  std::atomic<std::int64_t> saved_{1};       // nanoseconds saved by huge pages
   std::atomic<unsigned> since_{0}, patience_{kTrySoon};
 };
 
@@ -73,21 +74,22 @@ bool has_page(std::byte* page) {
   return ::mincore(page, kPageSize, &there) != 0 || (there & 1) != 0;
 }
 
-// Advice takes the lock that every fault needs, so it is given as seldom as can be: memory being populated is marked
-// for small pages, and each chunk that gets a huge one by itself.
+// madvise takes the lock that every page fault needs, so it is called as seldom as possible: memory being populated is
+// marked MADV_NOHUGEPAGE as a whole, and MADV_HUGEPAGE chunk by chunk where a huge page is wanted.
 void populate(std::byte* memory, std::size_t bytes, bool huge) noexcept {
   using Clock = std::chrono::steady_clock;
   if (huge) ::madvise(memory, bytes, MADV_HUGEPAGE);
-  const auto start = Clock::now();  // not before: with small pages under way elsewhere the lock takes as long as those
+  // after madvise: its wait for the lock takes as long as the faults in small pages of other threads
+  const auto start = Clock::now();
   if (::madvise(memory, bytes, kPopulateWrite) == 0) page_choice().note(huge, Clock::now() - start);
 }
 
 }  // namespace
 
-// A few threads for all populations, there while there is something to do.
+// A few threads for all populations, which exist while there is something to do.
 class Populators {
 public:
-  // Throws when there is no thread to do it.
+  // Throws if no thread can be started.
   void add(const std::shared_ptr<Population>& population) {
     const std::size_t wanted = std::min<std::size_t>(
         {kMaxPopulators, std::max(1U, std::thread::hardware_concurrency()), population->starts_.size()});
@@ -129,7 +131,7 @@ private:
     wake_.notify_all();
   }
 
-  // Only as long as needed: then it would be in the way of the transfers, and of the host of a virtual machine.
+  // Stops when no longer needed, when it would slow down the transfers, and the host of a virtual machine.
   void help() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!waiting_.empty()) waiting_.front()->behind_.load() ? populate_next(lock) : wake_.wait(lock);
@@ -154,7 +156,7 @@ private:
 };
 
 void Population::Part::advise(int advice) const noexcept {
-  ::madvise(begin, static_cast<std::size_t>(end - begin), advice);  // a wish: kernels without huge pages refuse it
+  ::madvise(begin, static_cast<std::size_t>(end - begin), advice);  // a hint: kernels without huge pages refuse it
 }
 
 void Population::add(std::byte* memory, std::uint64_t bytes) {
@@ -183,9 +185,9 @@ std::shared_ptr<const Population> Population::start(std::shared_ptr<Population> 
       of_this_process<Populators>().add(population);
       return handle;
     }
-  } catch (const std::exception&) {  // no thread to be had
+  } catch (const std::exception&) {  // no thread could be started
   }
-  // Nothing keeps the mark for small pages: the memory may be the pool's, which transfers use again and again.
+  // Removes MADV_NOHUGEPAGE from all of it: the memory may be the pool's, which transfers use again.
   if (worth_a_thread || page_choice().huge()) {
     for (const Part& part : started.parts_) part.advise(MADV_HUGEPAGE);
   }
@@ -231,11 +233,10 @@ void Population::wait_until_idle() const {
 }
 
 void Population::stop() {
-  if (generation_ != fork_generation()) return;  // the parent's threads are at it in the parent
+  if (generation_ != fork_generation()) return;  // the parent's threads populate it in the parent
   next_.store(starts_.size());
   wait_until_idle();
-  for (const Part& part : parts_)
-    part.advise(MADV_HUGEPAGE);  // for the kernel to collapse, and for whoever uses it next
+  for (const Part& part : parts_) part.advise(MADV_HUGEPAGE);  // for khugepaged, and for whoever uses it next
 }
 
 bool populate_now(std::byte* memory, std::uint64_t bytes) {

@@ -1,5 +1,5 @@
-// Pages for memory that has none yet and that a read is about to fill. Its first use costs more than a fast device
-// needs for the data: the kernel clears every page, and under a hypervisor the host may first have to find it some
+// Populates memory that a read is about to fill and that has no pages yet. The first touch costs more than a fast
+// device needs for the data: the kernel clears every page, and under a hypervisor the host may first have to find it
 // memory. So several threads do it ahead of the device.
 #pragma once
 
@@ -13,19 +13,19 @@
 
 namespace nvme_ops {
 
-// The parts of one call's memory that have no pages. What has some is left alone, and so are the ends that are no whole
-// huge pages.
+// The parts of one call's memory that have no pages. Memory that has some is left alone, and so are ends that are not a
+// whole huge page.
 class Population {
 public:
-  // Before start().
+  // Call before start().
   void add(std::byte* memory, std::uint64_t bytes);
   bool empty() const { return starts_.empty(); }
 
-  // On the process's populating threads, in the order added. Where none can be had the first touch does it, as ever.
-  // When the result goes nothing touches the memory any more.
+  // Populates on the process's threads, in the order added. If there are none, pages come at the first touch, as usual.
+  // Once the result is destroyed nothing accesses the memory any more.
   static std::shared_ptr<const Population> start(std::shared_ptr<Population> population);
 
-  // False while pages of [memory, memory + bytes) are still to come.
+  // Returns false while pages of [memory, memory + bytes) are missing.
   bool reached(const std::byte* memory, std::uint64_t bytes) const;
 
 private:
@@ -39,7 +39,7 @@ private:
   struct Part {
     std::byte* begin;
     std::byte* end;
-    std::size_t first;  // of its chunks
+    std::size_t first;  // index of its first chunk
 
     void advise(int advice) const noexcept;
   };
@@ -50,17 +50,18 @@ private:
   std::vector<std::byte*> starts_;  // of all chunks
   std::unique_ptr<std::atomic<bool>[]> done_;
   std::atomic<std::size_t> next_{0};
-  mutable std::atomic<bool> behind_{true};  // hardly ahead of the transfers
+  mutable std::atomic<bool> behind_{true};  // not far ahead of the transfers
   std::atomic<std::size_t> busy_{0};
-  std::atomic<bool> small_{false};  // some of the pages
+  std::atomic<bool> small_{false};  // whether some pages are small
   unsigned long generation_ = 0;
 };
 
-// Populates memory by several threads and returns when all of it has pages. False: huge ones only; true: who knows.
+// Populates memory on several threads; returns when all of it has pages: false if they are all huge, true if some may
+// be small.
 bool populate_now(std::byte* memory, std::uint64_t bytes);
 
-// For memory that is filled from its start on: populates those of its huge pages that begin in [start, stop), without a
-// thread.
+// For memory that is filled sequentially: populates, on this thread, those of its huge pages that begin in [start,
+// stop).
 void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t start, std::uint64_t stop);
 
 }  // namespace nvme_ops

@@ -1,5 +1,5 @@
-// What of a run of a file lies in the page cache, asked in as few calls as its state allows: one for a run that is
-// there in full or not at all; where both meet, ranges that halve down to one piece and double again.
+// Which parts of a run of a file are in the page cache, in as few calls as possible: one for a run that is there
+// completely or not at all; otherwise for ranges that are halved down to one piece and doubled again.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ namespace nvme_ops {
 
 class Residency {
 public:
-  // Whether all of [offset, offset + bytes) is there; the run ends at `end`. `ask(offset, bytes)` returns pages found
-  // and pages in all. What was learned may be out of date: that costs time, never the right bytes.
+  // Returns whether all of [offset, offset + bytes) is in the page cache; the run ends at `end`. `ask(offset, bytes)`
+  // returns pages found and pages in all. The answer may be out of date: that costs time, never correctness.
   template <class Ask>
   bool covers(std::uint64_t offset, std::uint64_t bytes, std::uint64_t end, Ask&& ask) {
     if (offset >= from_ && offset + bytes <= until_) return resident_;
@@ -30,7 +30,7 @@ public:
     }
   }
 
-  // It was not as it was said to be.
+  // Discards an answer that proved wrong.
   void forget() { until_ = from_; }
 
 private:

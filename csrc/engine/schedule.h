@@ -1,6 +1,6 @@
-// Which share a lane plans next: a pure decision that knows no file, no queue and no clock. The highest priority first;
-// within one, shares take turns, so that no large one keeps a small one waiting to its end; and however much there is
-// of a higher priority, a lower one gets a piece in every kPatientPieces.
+// Decides which share a lane plans next: a pure decision that knows no file, no queue and no clock. The highest
+// priority goes first; within one, shares take turns, so that a large one does not block a small one; and whatever the
+// demand, a lower priority gets a piece after every kPatientPieces of higher ones.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace nvme_ops {
 
-// Item has `Priority priority() const`, `unsigned turn` and `std::list<Item>::iterator self`. Items only ever move from
-// list to list, which needs no memory.
+// Item has `Priority priority() const`, `unsigned turn` and `std::list<Item>::iterator self`. Items only move between
+// lists, which allocates nothing.
 template <class Item>
 class Schedule {
 public:
@@ -21,7 +21,7 @@ public:
 
   static constexpr unsigned kTurn = 16;              // pieces of one share before the next one's turn
   static constexpr unsigned kPatientPieces = 64;     // of higher priorities, before a lower one gets one
-  static constexpr std::size_t kMaxPassedOver = 16;  // shares of a priority that are asked in one pass
+  static constexpr std::size_t kMaxPassedOver = 16;  // shares of a priority that are tried in one pass
 
   void add(Items items) noexcept {
     while (!items.empty()) {
@@ -34,12 +34,12 @@ public:
     return std::all_of(levels_.begin(), levels_.end(), [](const Level& level) { return level.items.empty(); });
   }
 
-  // Begins a pass, in which each share is asked for as many pieces as it gives until it is passed over.
+  // Begins a pass, in which each share is returned until it is passed over.
   void begin() {
     for (Level& level : levels_) level.passed_over = 0;
   }
 
-  // Null: there is none, or all there are were passed over.
+  // Returns the next share to plan; null if there is none, or all were passed over.
   Item* next() {
     Level* chosen = nullptr;
     for (Level& level : levels_) {
@@ -49,7 +49,7 @@ public:
     return chosen == nullptr ? nullptr : &chosen->items.front();
   }
 
-  // Of what next() returned: a piece of it was planned.
+  // Call when a piece of the item from next() was planned.
   void planned(Item& item) {
     Level& own = level_of(item);
     own.waited = 0;
@@ -59,13 +59,13 @@ public:
     if (++item.turn == kTurn) to_the_end(item);
   }
 
-  // Of what next() returned: it cannot be planned now.
+  // Call when the item from next() cannot be planned now.
   void pass_over(Item& item) {
     ++level_of(item).passed_over;
     to_the_end(item);
   }
 
-  // It has nothing more to plan.
+  // Removes an item that has nothing more to plan.
   void release(Item& item, Items& to) { to.splice(to.end(), level_of(item).items, item.self); }
 
   template <class Visit>
@@ -78,8 +78,8 @@ public:
 private:
   struct Level {
     Items items;
-    std::size_t passed_over = 0;  // of them, at the end, in this pass
-    unsigned waited = 0;          // pieces of higher priorities since it had one
+    std::size_t passed_over = 0;  // items at the end of the list, in this pass
+    unsigned waited = 0;          // pieces of higher priorities since its last one
   };
 
   static bool askable(const Level& level) { return level.passed_over < std::min(level.items.size(), kMaxPassedOver); }

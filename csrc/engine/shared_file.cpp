@@ -36,7 +36,7 @@ void SharedFile::distrust_size() noexcept {
 }
 
 int SharedFile::close_unless_needed() noexcept {
-  // Held again by now, or closed by another.
+  // It may be held again by now, or have been closed by another thread.
   if (holders_.load(std::memory_order_acquire) > 0 || claims_ > 0 || !file_) return 0;
   const int error = file_->close();
   file_.reset();

@@ -1,5 +1,5 @@
-// A file as a job names it. It is open while somebody moves its data: the first who needs it opens it, the last closes
-// it. So a submitting thread waits for no file system, and a job of many files has only those open that it is at.
+// A file of a job. It is open while somebody moves its data: the first one that needs it opens it, the last one closes
+// it. So submitting never waits for a file system, and a job of many files has only those open that it works on.
 #pragma once
 
 #include <atomic>
@@ -17,27 +17,28 @@ class SharedFile {
 public:
   using Open = std::function<std::unique_ptr<File>(const std::string& path)>;  // throws IoError
 
-  // `path`: what messages call it while it is closed, and what `open` is given.
+  // `path`: its name in messages while it is closed, and the argument of `open`.
   SharedFile(std::string path, Open open) : path_(std::move(path)), open_(std::move(open)) {}
 
   const std::string& path() const { return path_; }
 
-  // Every hold needs its release, which returns errno: some file systems report a failed write only when it closes.
+  // Opens the file if necessary. Every hold needs a release, which returns errno: some file systems report a failed
+  // write only at close.
   File& hold();
   int release() noexcept;
 
-  // Once open, the file stays open until the last claim has ended: by then its name may stand for another one. Opens
+  // Keeps the file open, once it is, until the last claim has ended: by then its name may belong to another file. Opens
   // nothing itself.
   void claim() noexcept;
   int end_claim() noexcept;  // errno, as for release
 
-  // Before another call uses a file that stays open between calls.
+  // Call before another call uses a file that stays open between calls.
   void distrust_size() noexcept;
 
-  // The file of whoever holds it.
+  // Returns the open file; only for holders.
   File& file() const { return *file_; }
 
-  // File::prepare, once for each `*prepared`, however many ask.
+  // Calls File::prepare once for each `*prepared`, however many ask.
   void prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
 
 private:
@@ -51,7 +52,7 @@ private:
   std::unique_ptr<File> file_;
 };
 
-// The same file to read back, opened by another way; `file` must be held when this one is.
+// Returns the same file for reading it back with another cache mode; hold `file` whenever this one is held.
 std::shared_ptr<SharedFile> reader_of(std::shared_ptr<SharedFile> file, Cache cache);
 
 // Holds a file until the end of a scope.

@@ -1,4 +1,4 @@
-// Memory in several parts that lies in one run of a file: gathered on its way there, scattered on its way back.
+// Memory in several parts for one run of a file: gathered by a write, scattered by a read.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,8 @@ public:
   std::uint64_t bytes() const { return bytes_; }
   std::size_t count() const { return spans_.size(); }
 
-  // What lies at `position` in one part, up to `bytes` of it. `position` lies before the end.
+  // Returns the memory at `position`, which must be before the end: at most `bytes`, and at most to the end of its
+  // part.
   Span at(std::uint64_t position, std::uint64_t bytes) const {
     const auto after = std::upper_bound(starts_.begin(), starts_.end(), position);
     const auto index = static_cast<std::size_t>(after - starts_.begin()) - 1;
@@ -36,7 +37,8 @@ public:
     return {span.memory + skip, std::min(bytes, span.bytes - skip)};
   }
 
-  // Between a block and `bytes` from `position` on: out of the parts for Op::Write, into them for Op::Read.
+  // Copies `bytes` between a block and the parts from `position` on: out of the parts for Op::Write, into them for
+  // Op::Read.
   void copy(Op op, std::byte* block, std::uint64_t position, std::uint64_t bytes) const {
     while (bytes > 0) {
       const Span part = at(position, bytes);

@@ -16,7 +16,7 @@ std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
   return down(value + alignment - 1, alignment);
 }
 
-// The largest multiple of `alignment` not above `block`, but at least one.
+// Returns the largest multiple of `alignment` not above `block`, but at least one.
 std::uint64_t whole(std::uint64_t block, std::uint64_t alignment) {
   return std::max(alignment, down(std::min(block, kMaxTransfer), alignment));
 }
@@ -25,8 +25,8 @@ Piece plain(Route route, std::uint64_t offset, std::uint64_t bytes) {
   return {route, offset, bytes, 0, bytes};
 }
 
-// Reads need no more than sectors: what surrounds the wanted bytes is read with them and dropped. Large ones are cut at
-// pages of the file: what lies below a device of 512-byte sectors, a file or a flash page, works in larger ones.
+// Reads need only sectors: what surrounds the wanted bytes is read with them and dropped. Large reads are cut at pages
+// of the file: what is below a device with 512-byte sectors, a file or flash, works in larger units.
 Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                 std::uint64_t block, std::uint64_t staging_block) {
   const std::uint64_t sector = layout.offset_alignment;
@@ -44,7 +44,7 @@ Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offse
   return {Route::Staged, offset, wanted, lead, up(lead + wanted, sector)};
 }
 
-// Writes go direct in whole edges; what is left at both ends goes through the page cache, which owns whole pages.
+// Writes are direct in whole edges; what is left at both ends goes through the page cache, which works in whole pages.
 Piece next_write(const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                  std::uint64_t block, std::uint64_t staging_block) {
   const std::uint64_t edge = layout.edge;

@@ -1,5 +1,4 @@
-// How a job is cut: into one share for each lane, and each extent into pieces that one request can move. Pure
-// functions.
+// Cuts a job into one share for each lane, and each extent into pieces that one request can move. Pure functions.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +11,21 @@
 
 namespace nvme_ops {
 
-// A run of a job's bytes: from `skip` bytes into extent `first` up to `stop` bytes into extent `last`.
+// A run of a job's bytes: from byte `skip` of extent `first` up to byte `stop` of extent `last`.
 struct Share {
   std::shared_ptr<Job> job;
   std::size_t first, last;
   std::uint64_t skip, stop;
   bool claims = false;
 
-  // For the shares of one job: they may meet in a file, which then stays open until the last of them has ended.
+  // Claims the files of this share: shares of one job may meet in a file, which then stays open until the last of them
+  // has ended.
   void claim_files() noexcept;
   void release_files() noexcept;
 };
 
-// At most `lanes` shares of nearly equal size that together cover the job once and every extent of it, empty ones too.
-// They meet at multiples of kMaxEdge in the file, so that no two share an edge() of it.
+// Returns at most `lanes` shares of nearly equal size that cover the job exactly once, empty extents included. They
+// meet at multiples of kMaxEdge in the file, so that no two share an edge() of it.
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes);
 
 enum class Route : std::uint8_t {
@@ -35,7 +35,7 @@ enum class Route : std::uint8_t {
 };
 
 // The next request of a range: `bytes` wanted at `offset`. A staged read starts `lead` bytes earlier and is `length`
-// bytes long, because direct I/O starts and ends where the device allows.
+// bytes long, as direct I/O must start and end where the device allows.
 struct Piece {
   Route route;
   std::uint64_t offset;
@@ -44,17 +44,17 @@ struct Piece {
   std::uint64_t length;
 };
 
-// What of a file and a memory decides the route.
+// The properties of a file and of memory that decide the route.
 struct Layout {
   bool direct;
   std::uint64_t memory_alignment;
   std::uint64_t offset_alignment;
   std::uint64_t edge;
-  bool in_place;        // worth it where alignment allows
+  bool in_place;        // preferred where alignment allows
   bool device = false;  // in place, whatever the alignment
 };
 
-// `block`: wanted request size; `staging_block`: most bytes through staging, a multiple of every alignment.
+// `block`: wanted request size; `staging_block`: the most bytes through staging, a multiple of every alignment.
 Piece next_piece(Op op, const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                  std::uint64_t block, std::uint64_t staging_block);
 

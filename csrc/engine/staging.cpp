@@ -20,14 +20,14 @@ StagingBlock StagingArea::allocate(std::size_t bytes) {
     chunks_.push_back({BufferPool::instance().allocate(kChunk), {}, kUnits});
   } catch (...) {
     if (chunks_.empty()) throw;
-    budget_->give_back();  // those there are do the work
+    budget_->give_back();  // the chunks there are do the work
     return {};
   }
   held_.store(chunks_.size() * kChunk, std::memory_order_relaxed);
   return allocate_in(chunks_.back(), static_cast<int>(chunks_.size()) - 1, units);
 }
 
-// First fit. Blocks of one size tile the chunk; a gap can only be as large as a block that was released.
+// First fit. Blocks of one size tile a chunk, so a gap is at most as large as a released block.
 StagingBlock StagingArea::allocate_in(Chunk& chunk, int index, std::size_t units) {
   if (chunk.free_units < units) return {};
   std::size_t run = 0;

@@ -1,5 +1,4 @@
-// The bounded memory through which misaligned and pageable data pass: huge pages, cut into blocks as requests need
-// them.
+// Bounded memory through which misaligned and pageable data pass: huge pages, cut into blocks as requests need them.
 #pragma once
 
 #include <atomic>
@@ -21,7 +20,7 @@ struct StagingBlock {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// What the lanes of one handle may take together, beyond the one huge page that each may always have.
+// What the lanes of one handle may take together, beyond the one huge page that each can always have.
 class StagingBudget {
 public:
   explicit StagingBudget(std::size_t chunks) : left_(static_cast<std::ptrdiff_t>(chunks)) {}
@@ -51,11 +50,11 @@ public:
   std::size_t held_bytes() const { return held_.load(std::memory_order_relaxed); }  // from any thread
   std::byte* chunk(int index) const { return chunks_[static_cast<std::size_t>(index)].memory; }
 
-  // A block aligned to a page, or an empty one when all the memory that may be had is in use. Throws when none is.
+  // Returns a block aligned to a page, or an empty one while all memory is in use. Throws if there is no memory at all.
   StagingBlock allocate(std::size_t bytes);
   void release(const StagingBlock& block);
 
-  // With nothing in use: gives everything back.
+  // Releases all memory. Call when no block is in use.
   void trim();
 
 private:

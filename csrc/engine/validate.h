@@ -1,4 +1,4 @@
-// Reads back what a job moved and compares.
+// Validates a job: reads back what it moved and compares.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace nvme_ops {
 
-// Every extent's memory against its file, read past the page cache after a write and through it after a read, so that
-// the comparison takes another way than the transfer. The caller holds the files. Throws IoError: Mismatch with the
+// Compares every extent's memory with its file, which is read directly after a write and through the page cache after a
+// read, so that the bytes take another route than before. The caller holds the files. Throws IoError: Mismatch with the
 // offset of the first difference.
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted);
 
-// The first difference is at `offset` of the file.
+// Makes the failure for a first difference at `offset`.
 Failure mismatch(std::uint64_t offset, const std::string& path);
 
 }  // namespace nvme_ops

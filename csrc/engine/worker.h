@@ -1,4 +1,4 @@
-// A thread, started when first needed, that runs tasks in the order they came.
+// A thread, started when first needed, that runs tasks in order.
 #pragma once
 
 #include <condition_variable>
@@ -20,7 +20,8 @@ public:
   Worker& operator=(const Worker&) = delete;
   ~Worker() { stop(); }
 
-  // Tasks on their way. They are made where no memory can still be an error, so that handing them over is none.
+  // Tasks to be posted. They are allocated where running out of memory can still be reported, so that posting them
+  // cannot fail for lack of memory.
   using Tasks = std::list<std::function<void()>>;
   static Tasks task(std::function<void()> function) {
     Tasks tasks;
@@ -28,14 +29,14 @@ public:
     return tasks;
   }
 
-  // Throws std::system_error where no thread can be had; so does post() when it is the first.
+  // Throws std::system_error if no thread can be started; so does post() when it is the first.
   void start() {
     const std::lock_guard<std::mutex> lock(mutex_);
     start_locked();
   }
 
   void post(std::function<void()> function) { post(task(std::move(function))); }
-  void post(Tasks&& tasks) {  // which stay with the caller when it throws
+  void post(Tasks&& tasks) {  // the caller keeps the tasks if this throws
     const std::lock_guard<std::mutex> lock(mutex_);
     start_locked();
     const std::lock_guard<std::mutex> queue_lock(queue_->mutex);
@@ -43,7 +44,7 @@ public:
     queue_->wake.notify_one();
   }
 
-  // Runs what was posted, by those tasks too, then ends the thread. A later post() starts another.
+  // Runs all posted tasks, including those posted by them, then ends the thread. A later post() starts another.
   void stop() {
     for (;;) {
       std::thread ending;
@@ -55,7 +56,7 @@ public:
         queue_->wake.notify_one();
         ending = std::move(thread_);
       }
-      // Called by one of its own tasks, it ends when that task does.
+      // If called by one of its own tasks, the thread ends after that task.
       ending.get_id() == std::this_thread::get_id() ? ending.detach() : ending.join();
     }
   }
@@ -72,7 +73,7 @@ private:
   void start_locked() {
     if (thread_.joinable()) return;
     auto queue = std::make_shared<Queue>();
-    // A thread that still ends has tasks left, which come before those of the new one.
+    // A thread that is ending may have tasks left, which go before those of the new one.
     thread_ = quiet_thread([queue, before = queue_] {
       if (before) {
         std::unique_lock<std::mutex> lock(before->mutex);

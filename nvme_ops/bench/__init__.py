@@ -1,5 +1,5 @@
-"""``nvme-bench``: what the storage can do, and how close each way of using it comes.
+"""``nvme-bench``: measures what the storage can do, and how close each engine comes.
 
-``measure`` and ``tables`` are the arithmetic, ``files`` the file that is worked on, ``engines`` a function for each
+``measure`` and ``tables`` are the arithmetic, ``files`` the file to work on, ``engines`` a function for each
 contender, ``cli`` the command.
 """

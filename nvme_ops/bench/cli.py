@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_ops.bench import explain, files, options, plot, report, stop
+from nvme_ops.bench import explain, options, plot, report
 from nvme_ops.bench.run import run
+from nvme_ops.measuring import files, stop
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 for wrong data; 2 for wrong arguments and folders without the space; 130 after Ctrl-C."""
+    """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
     words = sys.argv[1:] if words is None else words
     stop.leave_on_signals()
     if words and words[0] == "explain":
         return _explain(words[1:])
     given = options.parse(words)
     try:
-        result = run(given, _say)
+        result = run(given, show_progress)
     except files.NotUsable as reason:
         print(f"nvme-bench: {reason}", file=sys.stderr)
         return 2
@@ -49,6 +50,7 @@ def _explain(words: Sequence[str]) -> int:
     return status
 
 
-def _say(words: str) -> None:
+def show_progress(words: str) -> None:
+    """One line that is written over, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)

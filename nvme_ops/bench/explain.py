@@ -1,7 +1,7 @@
-"""``nvme-bench explain FILE|DIR``: what was reached against the device's ceiling, what limits, and what to change.
+"""``nvme-bench explain FILE|DIR``: compares what was reached with the ceiling; says what limits, and what to change.
 
-``explain_place`` looks at the file, ``explain_rows`` is what is measured, ``explain_judge`` draws the conclusions from
-the rates alone, ``explain_page`` writes them down.
+``explain_place`` inspects the file, ``explain_rows`` measures, ``explain_judge`` draws conclusions from the rates
+alone, ``explain_page`` formats them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from pathlib import Path
 import torch
 
 from nvme_ops.arguments import check_output, command_line, size
-from nvme_ops.bench import explain_page, explain_place, explain_rows, files, machine, page_cache
-from nvme_ops.bench.energy import Meter, metered
+from nvme_ops.bench import explain_page, explain_place, explain_rows, machine
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import FIO, LOCKED, Measured, judge
 from nvme_ops.bench.explain_page import Direction, Page
-from nvme_ops.bench.measure import Row, Spread, interleave, spread
-from nvme_ops.bench.scratch import scratch_folder
+from nvme_ops.bench.measure import Row, Spread, interleave, metered, spread
 from nvme_ops.limits import free_memory
+from nvme_ops.measuring import files, page_cache
+from nvme_ops.measuring.energy import Meter
+from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.text import GIB, MIB, size_words
 
@@ -34,12 +35,12 @@ says on one page which part limits and what to change. A FILE is only read; its 
 In a DIR a file of --io_size is made, and removed at the end.
 """
 _EPILOG = "exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that cannot be used"
-_PASS_SECONDS = 0.4  # of a pass, where the user does not choose its size
-_TENSORS = 4  # of --io_size that are held at once, fio's memory included
+_PASS_SECONDS = 0.4  # of a pass, unless the user chooses its size
+_TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
 
 
 def main(words: Sequence[str], progress: Step | None = None) -> tuple[int, str]:
-    """The exit status and what to print. ``progress`` is told of each pass; a bar on a terminal without it.
+    """Returns the exit status and what to print. ``progress`` is called before each pass; by default it shows a bar.
 
     Raises:
         SystemExit: status 2 after a message on wrong arguments, 0 after --help.
@@ -104,7 +105,7 @@ def _explain(given: argparse.Namespace, progress: Step | None) -> Page:
 
 @contextmanager
 def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """The file to work on, and whether it is one of ours."""
+    """Returns the file to work on, and whether it is one of ours."""
     if not explain_place.is_folder(given.path):
         yield given.path, False
         return
@@ -125,7 +126,7 @@ def _default_size() -> int:
 
 
 def _size(given: argparse.Namespace, place: explain_place.Place) -> int:
-    """Bytes of a pass. Raises NotUsable when there is not enough memory for the tensors."""
+    """Returns the bytes of a pass. Raises NotUsable if there is not enough memory for the tensors."""
     size = min(place.size, given.io_size or _default_size())
     if given.io_size:
         _check_memory(size)
@@ -144,7 +145,7 @@ def _check_memory(size: int) -> None:
 
 
 def _as_found(task: Task, rounds: int) -> Spread | None:
-    """GB/s with the page cache as it is; reading past it changes nothing there."""
+    """Returns GB/s with the page cache as it is; reads that bypass it do not change it."""
     row = explain_rows.as_found_row(task)
     interleave([row], rounds)
     return spread([sample.rate / 1e9 for sample in row.samples if sample is not None])
@@ -175,6 +176,6 @@ def _direction(task: Task, meter: Meter, page: Page, progress: Step | None) -> D
 
 
 def _busy(row: Row) -> float | None:
-    """CPU seconds for each second of a pass."""
+    """Returns CPU seconds for each second of a pass."""
     known = [each for each in row.samples if each is not None and each.cpu_seconds is not None]
     return statistics.median((each.cpu_seconds or 0) / each.seconds for each in known) if known else None

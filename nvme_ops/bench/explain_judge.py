@@ -1,12 +1,11 @@
 """What limits a transfer, judged from measured rates alone: no file is opened here.
 
-What was reached is followed back to the device's ceiling in steps, each the difference between two rows: a new tensor,
-a kept one, page-locked memory, other settings, the ceiling. A step is a finding when it is beyond the noise of the run.
+Steps lead from what was reached to the device's ceiling, each the difference between two rows: a new tensor, a kept
+one, page-locked memory, other settings, the ceiling. A step is a finding if it is beyond the noise of the run.
 
-Noise: from all rates the medians of their row and of their round are taken out, and what is left is compared with the
-next round. From the median of all those differences follows the spread of one pass, and from that, by the number of
-rounds, what the medians of two rows may differ by chance. More than ``_SURE`` times that counts, provided that the
-rounds agree.
+Noise: each rate is divided by the medians of its row and of its round, and the residuals are compared with the next
+round's. The median of these differences gives the spread of one pass, and with the number of rounds how much the
+medians of two rows differ by chance. More than ``_SURE`` times that counts, if the rounds agree.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 
 from nvme_ops.text import rate_words, size_words
 
-# Rows, by the names that a reader sees
+# The rows' displayed names
 FIO = "fio best"
 LOCKED = "page-locked tensor"
 EMPTY = "nvme_ops.empty, new"
@@ -35,8 +34,8 @@ LEAST = 0.03
 _SURE = 2.5  # standard errors; some eight comparisons are made
 _SPREAD_OF_MEDIAN = 1.2533  # of n normal values: sqrt(pi / 2) of that of their mean
 _MEDIAN_DIFFERENCE = 0.9539  # of two normal values of spread 1: sqrt(2) * 0.6745
-_PLAINLY = 0.95  # of the ceiling; less may be so by noise only
-_BUSY = 0.85  # of a core; a thread that waits less does not wait for the device
+_PLAINLY = 0.95  # of the ceiling; less may be noise
+_BUSY = 0.85  # of a core; a thread that waits less is not waiting for the device
 _WITHOUT_COPY = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
 
 Rates = Sequence[float | None]  # bytes per second, round by round; None where a pass failed
@@ -76,7 +75,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finding:
-    """A part that limits. ``share``: of the gap to the ceiling, what the fix alone would close; shares may overlap."""
+    """A cause of lost rate. ``share``: of the gap to the ceiling, what the fix alone closes; shares may overlap."""
 
     name: str
     share: float
@@ -86,7 +85,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came out. ``fraction``: what was reached over the ceiling."""
+    """The conclusions. ``fraction``: what was reached over the ceiling."""
 
     verdict: str
     reached: str
@@ -97,7 +96,7 @@ class Judgement:
 
 
 def judge(measured: Measured) -> Judgement:
-    """Needs rates of ``measured.reached`` and of ``LOCKED``; any other row may be missing."""
+    """Draws the conclusions. Needs rates of ``measured.reached`` and ``LOCKED``; any other row may be missing."""
     case = _Case(measured)
     reached, ceiling = case.medians[measured.reached], case.medians[case.ceiling]
     findings = case.findings() if case.faster(case.ceiling, measured.reached) else []
@@ -113,7 +112,7 @@ def judge(measured: Measured) -> Judgement:
 
 
 def least_difference(rates: Mapping[str, Rates]) -> float:
-    """The difference from which the medians of two rows count as different; LEAST where the run was quiet."""
+    """Returns the least difference between two rows' medians that counts; LEAST in a quiet run."""
     rows = [_around_median(row) for row in rates.values() if any(row)]
     rounds = ([value for value in taken if value is not None] for taken in zip(*rows, strict=True))
     levels = [statistics.median(values or [0.0]) for values in rounds]
@@ -129,7 +128,7 @@ def least_difference(rates: Mapping[str, Rates]) -> float:
 
 
 def _around_median(row: Rates) -> list[float | None]:
-    """Logarithms of the rates, over the row's median."""
+    """Returns logarithms of the rates, relative to the row's median."""
     middle = statistics.median(rate for rate in row if rate is not None)
     return [None if rate is None else math.log(rate / middle) for rate in row]
 
@@ -144,7 +143,7 @@ class _Case:
         # page-locked memory with the default settings, or with others that are faster
         settings = [each.name for each in measured.variations if each.of == LOCKED]
         self.own = self._fastest([LOCKED, *(name for name in settings if self.faster(name, LOCKED))])
-        # of all rows the fastest would be one by chance
+        # not the fastest of all rows: with many rows one is fastest by chance
         fio = self.medians.get(FIO, 0.0)
         self.ceiling = self.own if self.medians[self.own] > fio * (1 + self.noise) else FIO
 
@@ -152,7 +151,7 @@ class _Case:
         return max(names, key=self.medians.__getitem__)
 
     def faster(self, name: str, other: str) -> bool:
-        """Whether a row is faster beyond the noise, and in all rounds but one in five."""
+        """Returns whether a row is faster beyond the noise, and in all rounds but one in five."""
         rounds = zip(self.measured.rates.get(name, ()), self.measured.rates.get(other, ()), strict=False)
         ratios = [mine / theirs for mine, theirs in rounds if mine is not None and theirs is not None]
         against = sum(ratio <= 1 for ratio in ratios)
@@ -162,26 +161,26 @@ class _Case:
         return rate_words(self.medians[name])
 
     def findings(self) -> list[Finding]:
-        """Each part once, those first that cost most."""
+        """Returns each finding once, those that cost most first."""
         found = [*self._memory(), *self._settings(), *self._processor()]
         found += self._rest(bool(found))
         greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
         return sorted(greatest.values(), key=lambda finding: -finding.share)
 
     def _finding(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> Finding:
-        """``share``: the seconds saved by ``fast`` for ``slow``, of those between what was reached and the ceiling."""
+        """Makes a finding; its ``share`` is the time that ``fast`` saves over ``slow``, of the gap to the ceiling."""
         gap = 1 / self.medians[self.measured.reached] - 1 / self.medians[self.ceiling]
         saved = 1 / self.medians[slow] - 1 / self.medians[fast]
         return Finding(name, min(1.0, max(0.0, saved / gap)) if gap > 0 else 0.0, evidence, fix)
 
     def _step(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> list[Finding]:
-        """A finding where ``fast`` is faster; ``evidence`` has a place for each of the two rates."""
+        """Makes a finding if ``fast`` is faster; ``evidence`` has placeholders for the two rates."""
         if not self.faster(fast, slow):
             return []
         return [self._finding(name, slow, fast, evidence.format(self.words(slow), self.words(fast)), fix)]
 
     def _memory(self) -> list[Finding]:
-        """The steps from one kind of memory to the next better one."""
+        """Returns the steps from one kind of memory to the next faster one."""
         measured = self.measured
         if measured.reached == GPU:
             name = "copy from the GPU" if measured.write else "copy to the GPU"
@@ -211,13 +210,13 @@ class _Case:
         return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
 
     def _best_variation(self, of: str, argument: str) -> Variation | None:
-        """The fastest of those that are faster than the row ``of``."""
+        """Returns the fastest variation that is faster than the row ``of``."""
         rows = [each for each in self.measured.variations if (each.of, each.argument) == (of, argument)]
         faster = [each for each in rows if self.faster(each.name, of)]
         return max(faster, key=lambda each: self.medians[each.name], default=None)
 
     def _settings(self) -> list[Finding]:
-        """Names the best value of each argument, where it beats the default with page-locked memory."""
+        """Returns the best value of each argument that beats the default with page-locked memory."""
         busy, found = self.measured.busy.get(LOCKED, 0.0), []
         for argument, name in {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}.items():
             if best := self._best_variation(LOCKED, argument):
@@ -229,7 +228,7 @@ class _Case:
         return found
 
     def _processor(self) -> list[Finding]:
-        """A core that is busy all the time with an ordinary tensor: more of them help where the tensor must stay."""
+        """Reports a core that is always busy with an ordinary tensor: more lanes help if the tensor must stay."""
         reached = self.measured.reached
         busy, lanes = self.measured.busy.get(reached, 0.0), self._best_variation(reached, LANES)
         if busy < _BUSY or lanes is None:
@@ -242,7 +241,7 @@ class _Case:
         return [self._finding("CPU", reached, lanes.name, evidence, fix)]
 
     def _rest(self, found: bool) -> list[Finding]:
-        """What page-locked memory and the best setting do not reach either."""
+        """Reports what even page-locked memory and the best setting do not reach."""
         reached, own, busy = self.measured.reached, self.own, self.measured.busy.get(self.own, 0.0)
         if not self.faster(self.ceiling, own):
             evidence = f"{reached} {self.words(reached)}; no single step is beyond the noise"

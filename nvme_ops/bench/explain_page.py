@@ -1,4 +1,4 @@
-"""What ``nvme-bench explain`` found, as one page for a reader and as a document."""
+"""Formats what ``nvme-bench explain`` found, as one page of text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTE = 50
 
 @dataclass(frozen=True)
 class Direction:
-    """What was measured and judged in one direction."""
+    """The measurements and conclusions of one direction."""
 
     rows: list[Row]
     measured: Measured
@@ -29,7 +29,7 @@ class Direction:
 
 @dataclass
 class Page:
-    """All that the page tells."""
+    """Everything on the page."""
 
     place: Place
     scratch: bool  # the file is one of ours
@@ -38,13 +38,13 @@ class Page:
     machine: dict[str, str]
     energy: str  # why there is none
     as_found: Spread | None  # GB/s, before the page cache was emptied
-    still_cached: int | None  # bytes that stayed in the page cache all the same
+    still_cached: int | None  # bytes that could not be dropped from the page cache
     hindrances: list[tuple[str, str]] = field(default_factory=list)
     directions: list[Direction] = field(default_factory=list)
 
 
 def as_text(page: Page) -> str:
-    """The verdicts, then for each direction its table and findings, then the place and the machine."""
+    """Returns the verdicts, then for each direction its table and findings, then the place and the machine."""
     lines = [direction.judgement.verdict for direction in page.directions]
     for direction in page.directions:
         lines += ["", _table_text(_table(page, direction)), "", *_findings(direction)]
@@ -52,7 +52,7 @@ def as_text(page: Page) -> str:
 
 
 def as_document(page: Page, command: list[str]) -> dict[str, Any]:
-    """Everything that the text tells, and each pass."""
+    """Returns everything in the text, and each pass."""
     return {
         "command": ["explain", *command],
         "machine": page.machine,
@@ -90,7 +90,7 @@ def _table(page: Page, direction: Direction) -> Table:
 
 
 def _table_text(table: Table) -> str:
-    """What fits on a screen; the document has the notes in full."""
+    """Returns what fits on a screen; the document has the notes in full."""
     short = [replace(row, note=textwrap.shorten(row.note, _NOTE, placeholder=" ...")) for row in table.rows]
     return table_text(replace(table, rows=short))
 
@@ -106,7 +106,7 @@ def _findings(direction: Direction) -> list[str]:
     if judgement.ceiling != FIO:
         why = measured.missing or f"{FIO} is slower here"
         lines += _wrapped("", f"The ceiling is this package's own best with page-locked memory: {why}.")
-    words = f"Differences below {judgement.noise:.0%} are not told from noise (more --rounds tell more)."
+    words = f"Differences below {judgement.noise:.0%} cannot be distinguished from noise (try more --rounds)."
     if not any("one core" in finding.evidence for finding in judgement.findings):
         copied, made = rate_words(measured.copy_rate), rate_words(measured.new_page_rate)
         words += f" One core copies {copied} and makes new pages at {made}."
@@ -143,7 +143,7 @@ def _cache_words(page: Page) -> str:
 
 
 def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:
-    whole = label + re.sub(r" (?=[GM]B/s)", "\xa0", text)  # a number stays with its unit
+    whole = label + re.sub(r" (?=[GM]B/s)", "\xa0", text)  # keeps a number and its unit together
     lines = textwrap.wrap(
         whole, _WIDTH, subsequent_indent=" " * len(label) if indent is None else indent,
         break_long_words=False, break_on_hyphens=False,

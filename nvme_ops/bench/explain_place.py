@@ -1,4 +1,4 @@
-"""The file or folder that ``nvme-bench explain`` is asked about: refused, or looked at. Nothing of it is written."""
+"""Inspects, or refuses, the file or folder given to ``nvme-bench explain``, without writing to it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import stat
 import struct
 from dataclasses import dataclass
 
-from nvme_ops.bench.files import NotUsable
-from nvme_ops.bench.page_cache import cached_bytes
-from nvme_ops.report import mounts, syscalls
-from nvme_ops.report.device import devices_under
-from nvme_ops.report.host import Host
+from nvme_ops.host import Host
+from nvme_ops.measuring.files import NotUsable
+from nvme_ops.measuring.page_cache import cached_bytes
+from nvme_ops.report import syscalls
+from nvme_ops.storage import mounts
+from nvme_ops.storage.device import devices_under
 from nvme_ops.text import MIB, size_words
 
 _FIEMAP = 0xC020660B  # FS_IOC_FIEMAP, linux/fs.h
@@ -29,7 +30,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Place:
-    """What there is to know about a file without reading it."""
+    """What is known about a file without reading it."""
 
     path: str
     size: int
@@ -42,7 +43,7 @@ class Place:
 
 
 def is_folder(path: str) -> bool:
-    """False for a file. Raises NotUsable for anything else."""
+    """Returns False for a file. Raises NotUsable for anything else."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)
     except OSError as error:
@@ -53,7 +54,7 @@ def is_folder(path: str) -> bool:
 
 
 def mount_of_device(path: str) -> mounts.Mount | None:
-    """The mount that holds ``path``. Raises NotUsable for a file system that lives in memory."""
+    """Returns the mount of ``path``. Raises NotUsable for a file system in memory."""
     mount = mounts.mount_of(Host(), path)
     if mount and mount.kind in mounts.MEMORY:
         raise NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
@@ -61,7 +62,7 @@ def mount_of_device(path: str) -> mounts.Mount | None:
 
 
 def inspect(path: str) -> Place:
-    """What there is to know of a file. Raises NotUsable where it is too small or only to be read by the page cache."""
+    """Inspects a file. Raises NotUsable if it is too small, or can be read through the page cache only."""
     mount = mount_of_device(path)
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115  (below)

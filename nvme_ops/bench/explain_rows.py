@@ -1,4 +1,4 @@
-"""The rows that ``nvme-bench explain`` measures in interleaved rounds, and the rates of the processor beside them."""
+"""The rows that ``nvme-bench explain`` measures in interleaved rounds, and the processor's rates for comparison."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from nvme_ops.bench.engines import unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import EMPTY, FIO, GDS, GPU, KEPT, LANES, LOCKED, NEW, Variation
 from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
-from nvme_ops.bench.work import filled
+from nvme_ops.host import Host
+from nvme_ops.measuring.files import filled
 from nvme_ops.report import kernel, memory
-from nvme_ops.report.host import Host
 from nvme_ops.report.result import Status
 from nvme_ops.text import KIB, MIB
 
-_LEAST_PASS = 64 * MIB  # a smaller file is moved several times in a pass
+_LEAST_PASS = 64 * MIB  # a pass moves a smaller file several times
 _MOST_CALLS = 1024
 _COPIED = 256 * MIB
 _SETTINGS = (
@@ -35,17 +35,17 @@ _SETTINGS = (
 
 
 def reached(task: Task) -> str:
-    """The row that everything is judged by: a default handle and an ordinary tensor."""
+    """Returns the row to be explained: a default handle and an ordinary tensor."""
     return GPU if task.gpu is not None else KEPT if task.write else NEW
 
 
 def variations(task: Task) -> list[Variation]:
-    """The rows with other settings than the default."""
+    """Returns the rows with other settings than the default."""
     return [*(Variation(LOCKED, argument, value) for argument, value in _SETTINGS), Variation(reached(task), LANES, 2)]
 
 
 def make_rows(task: Task) -> list[Row]:
-    """Rows over ``task.size`` bytes from the beginning of its file, which is only written when ``task.write``."""
+    """Returns rows over the first ``task.size`` bytes of its file, which is written only if ``task.write``."""
     ordinary = [GPU] if task.gpu is not None else [KEPT] if task.write else [EMPTY, KEPT, NEW]
     rows = [_fio_row(task), *(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
     if task.gpu is not None:
@@ -57,14 +57,14 @@ def make_rows(task: Task) -> list[Row]:
 
 
 def as_found_row(task: Task) -> Row:
-    """The default handle and an ordinary tensor, with whatever of the file lies in the page cache."""
+    """Returns a row of the default handle and an ordinary tensor, with the page cache as it is."""
     row = _row(task, "as found", task.handle, NEW if task.gpu is None else GPU)
     row.before = lambda: None
     return row
 
 
 def probe(path: str, size: int) -> float:
-    """Bytes per second of one short read, to know how much can be read in the time that there is."""
+    """Returns bytes per second of one short read, to estimate how much can be read in the time available."""
     handle = nvme_ops.aio_handle()
     tensor = filled(nvme_ops.empty(min(size, _LEAST_PASS), dtype=torch.uint8))
     task = Task(path, tensor.numel(), write=False)
@@ -73,7 +73,7 @@ def probe(path: str, size: int) -> float:
 
 
 def lock(task: Task) -> bool:
-    """Makes the page-locked tensor; False where the system refuses to lock it, which works all the same."""
+    """Allocates the page-locked tensor; returns False if the system refuses to lock it, which works all the same."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         task.locked  # noqa: B018  (made when first asked for)
@@ -81,7 +81,7 @@ def lock(task: Task) -> bool:
 
 
 def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
-    """What the system refuses a handle that would be faster with it, each with the fix."""
+    """Returns what the system denies a handle that would make it faster, each with the fix."""
     host = Host()
     found = []
     if wanted := os.environ.get("NVME_OPS_BACKEND"):
@@ -99,9 +99,9 @@ def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
 
 
 def copy_rate(task: Task) -> float:
-    """Bytes per second that one core copies to a tensor whose pages are there: the best of three.
+    """Returns bytes per second that one core copies to a tensor that has its pages: the best of three.
 
-    In blocks from a few MiB that lie in its cache, as they do just after the device filled them.
+    Copies in blocks from a few MiB that are in its cache, as data are just after the device has written them.
     """
     count = min(task.size, _COPIED)
     source, target, block = task.locked.data_ptr(), task.pageable.data_ptr(), min(count, MIB)
@@ -114,8 +114,8 @@ def copy_rate(task: Task) -> float:
 
 
 def new_page_rate(task: Task) -> float:
-    """Bytes per second of new memory that one core touches for the first time: the best of three."""
-    count = max(min(task.size, _COPIED), _LEAST_PASS)  # less might come from memory that was used before
+    """Returns bytes per second of new memory that one core touches for the first time: the best of three."""
+    count = max(min(task.size, _COPIED), _LEAST_PASS)  # smaller allocations might reuse freed memory
     tensor = torch.empty(0)
 
     def make() -> None:
@@ -129,7 +129,7 @@ def new_page_rate(task: Task) -> float:
 
 
 def device_copy_rate(task: Task) -> float:
-    """Bytes per second between memory that torch pinned and the GPU, one way: the best of three; 0 without a GPU."""
+    """Returns bytes per second from pinned memory to the GPU or back: the best of three; 0 without a GPU."""
     if task.gpu is None:
         return 0.0
     count = min(task.size, _COPIED)
@@ -148,12 +148,12 @@ def _best_of_three(work: Callable[[], object], before: Callable[[], object] = la
 
 
 def calls(size: int) -> int:
-    """How often a file of this size is moved in a pass."""
+    """Returns how often a file of this size is moved in a pass."""
     return max(1, min(_MOST_CALLS, _LEAST_PASS // size))
 
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
-    """The tensor of this kind is asked for in each call: what it costs to make is part of the pass."""
+    """Returns a row that gets its tensor in each call, so that allocating it is part of the pass."""
     start = handle.sync_pwrite if task.write else handle.sync_pread
     memory: Callable[[], torch.Tensor] = {
         LOCKED: lambda: task.locked,
@@ -183,7 +183,7 @@ def _gds_row(task: Task) -> Row:
 
 
 def _fio_row(task: Task) -> Row:
-    """4 MiB x 32 in huge pages; of a smaller file, whatever fits."""
+    """Returns fio's row: 4 MiB x 32 in huge pages, smaller blocks for a smaller file."""
     block = 4 * MIB
     while block > max(task.size, 4096):
         block //= 2

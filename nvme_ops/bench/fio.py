@@ -1,4 +1,4 @@
-"""Runs fio and takes its figures: the one place that knows its command line and its JSON."""
+"""Runs fio and parses its figures: the one place that knows its command line and its JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nvme_ops.bench import stop
 from nvme_ops.bench.huge_pages import huge_pages
 from nvme_ops.bench.measure import PERCENTILES, BlockTimes, Row, Sample, Unavailable
+from nvme_ops.measuring import stop
 from nvme_ops.text import MIB
 
 _PAGE = 4096
@@ -20,11 +20,11 @@ _PAGE = 4096
 DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
 RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
 Paths = str | Sequence[str]  # of one file, or of several at once
-Variant = tuple[list[str], str]  # options, and in words what had to be left out
+Variant = tuple[list[str], str]  # options, and what they do without, in words
 
 
 def variants(shape: list[str]) -> list[Variant]:
-    """Blocks of a shape in the memory that suits fio best, first; a later one is for where those before do not run."""
+    """Returns options for blocks of a shape, in the memory that suits fio best first, then fallbacks."""
     return [
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge", "--fixedbufs=1"], ""),
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge"], "without fixedbufs (memlock limit)"),
@@ -39,12 +39,12 @@ BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
 
 
 def best(size: int) -> list[Variant]:
-    """``BEST`` for a file of that size, which may be smaller than its block."""
+    """Returns ``BEST`` for a file of that size, which may be smaller than its block."""
     return BEST if size >= BLOCK else variants([f"--bs={size}", "--iodepth=32"])
 
 
 def require() -> str:
-    """Where fio is. Raises Unavailable."""
+    """Returns the path of fio. Raises Unavailable."""
     found = shutil.which("fio")
     if found is None:
         raise Unavailable("fio is not installed: apt-get install fio")
@@ -61,7 +61,7 @@ def row(
     lanes: int = 1,
     operations: bool = False,
 ) -> Row:
-    """A row of fio with the first of ``variants`` that runs, ``BEST`` unless told; the others as for ``run``."""
+    """Returns fio's row with the first of ``variants`` that runs, by default ``BEST``; the rest is as for ``run``."""
     made = Row(name, lambda: Sample(1, 1), before)
     made.run = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, lanes, operations)
     return made
@@ -76,7 +76,7 @@ def first_that_runs(
     lanes: int = 1,
     operations: bool = False,
 ) -> Callable[[], Sample]:
-    """Runs the first of the variants that works, that again until it fails; what it lacks is the row's note."""
+    """Runs the first variant that works, and again until it fails; the row's note says what it lacks."""
     usable: list[list[str]] = []
 
     def run_it() -> Sample:
@@ -100,21 +100,21 @@ def first_that_runs(
 
 
 def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
-    """Fio over ``size`` bytes of every ``path`` at once: ``read``, ``write`` or ``randread``, past the page cache.
+    """Runs fio over ``size`` bytes of every ``path`` at once: ``read``, ``write`` or ``randread``, with direct I/O.
 
     ``lanes`` jobs share the bytes of a path.
 
-    Time and CPU are what fio says of its job; starting the process and laying out its memory do not count.
+    Time and CPU are what fio reports for its job, without starting the process and allocating its memory.
 
     Raises:
         Unavailable: fio is not installed.
-        RuntimeError: fio failed; with its words.
+        RuntimeError: fio failed; with its message.
     """
     return read_output(*execute(_options(pattern, path, size, options, lanes)), operations)
 
 
 def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTimes:
-    """What fio says of the latencies of its blocks. Raises as ``run`` does."""
+    """Returns the latencies of fio's blocks. Raises as ``run`` does."""
     shares = ":".join(f"{100 * share:g}" for share in PERCENTILES)
     wanted = [f"--percentile_list={shares}", "--lat_percentiles=1", "--clat_percentiles=0"]  # submission included
     _, side = read_job(*execute(_options(pattern, path, size, [*options, *wanted])))
@@ -124,7 +124,7 @@ def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTi
 
 
 def execute(options: Sequence[str]) -> tuple[int, str, str]:
-    """Status, output (JSON) and errors of fio with these options alone. Raises Unavailable."""
+    """Returns exit status, output (JSON) and errors of fio with these options alone. Raises Unavailable."""
     command = stop.tied([require(), "--output-format=json", *options])
     with huge_pages("--iomem=mmaphuge" in options):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -150,7 +150,7 @@ def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: in
 
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
-    """The sample in what fio printed. Raises RuntimeError with fio's words when it failed."""
+    """Parses what fio printed into a sample. Raises RuntimeError with fio's message if it failed."""
     job, side = read_job(status, output, errors)
     seconds = side["runtime"] / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
@@ -160,8 +160,8 @@ def read_output(status: int, output: str, errors: str, operations: bool = False)
 
 
 def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What fio said of its job, and of the direction in which that moved data. Raises RuntimeError when it failed."""
-    start = output.find("{")  # notes may stand before the document
+    """Returns fio's report of its job, and of the direction that moved data. Raises RuntimeError if it failed."""
+    start = output.find("{")  # messages may precede the document
     try:
         job: dict[str, Any] = json.loads(output[start:])["jobs"][0]
     except (ValueError, LookupError, TypeError):

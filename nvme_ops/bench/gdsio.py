@@ -1,6 +1,6 @@
-"""Runs NVIDIA's gdsio and takes its figures.
+"""Runs NVIDIA's gdsio and parses its figures.
 
-gdsio calls its transfers ``GPUD`` where cuFile falls back to its compatibility mode, too.
+gdsio calls its transfers ``GPUD`` even when cuFile falls back to its compatibility mode.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 import shutil
 import subprocess
 
-from nvme_ops.bench import stop
 from nvme_ops.bench.measure import Sample, Unavailable
+from nvme_ops.measuring import stop
 
 DIRECT, THROUGH_HOST = 0, 2  # its option -x: storage to GPU; storage to host memory to GPU
 _PLACES = ("/usr/local/cuda/gds/tools", "/usr/local/gds/tools")
@@ -20,7 +20,7 @@ _FIGURES = re.compile(r"DataSetSize: (\d+)/\d+\(KiB\).*?total_time ([\d.]+) secs
 
 
 def program() -> str:
-    """Where gdsio is. Raises Unavailable."""
+    """Returns the path of gdsio. Raises Unavailable."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = [os.path.join(home, "gds", "tools")] if home else []
     found = shutil.which("gdsio", path=os.pathsep.join([os.environ.get("PATH", ""), *places, *_PLACES]))
@@ -30,11 +30,11 @@ def program() -> str:
 
 
 def run(path: str, size: int, write: bool, way: int, gpu: int, block_size: int, threads: int) -> Sample:
-    """One pass over ``path``, which gdsio may write anything to.
+    """Runs one pass over ``path``, which gdsio may overwrite.
 
     Raises:
         Unavailable: gdsio is not installed.
-        RuntimeError: gdsio failed; with its words.
+        RuntimeError: gdsio failed; with its message.
     """
     command = [
         program(), "-f", path, "-d", str(gpu), "-w", str(threads), "-s", f"{size >> 10}K", "-i", f"{block_size >> 10}K",
@@ -43,7 +43,7 @@ def run(path: str, size: int, write: bool, way: int, gpu: int, block_size: int, 
     try:
         done = subprocess.run(
             stop.tied(command), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=_LIMIT, cwd=os.path.dirname(os.path.abspath(path)),  # cuFile leaves its log where it works
+            timeout=_LIMIT, cwd=os.path.dirname(os.path.abspath(path)),  # cuFile's log goes to the working directory
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"gdsio: not done after {_LIMIT} s") from None
@@ -51,7 +51,7 @@ def run(path: str, size: int, write: bool, way: int, gpu: int, block_size: int, 
 
 
 def read_output(status: int, output: str) -> Sample:
-    """The sample in what gdsio printed; its CPU time is not told. Raises RuntimeError with its words."""
+    """Parses what gdsio printed into a sample, without CPU time. Raises RuntimeError with its message."""
     found = _FIGURES.search(output)
     if status or found is None:
         words = [line.strip() for line in output.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
-"""Huge pages that are reserved while fio runs, as many as before afterwards, whatever happens to the run.
+"""Reserves huge pages while fio runs, and restores their number afterwards, whatever happens to the run.
 
-A process of their own keeps them: it reserves them, and gives back what it got when the pipe to it closes. That happens
-at the end of the block, and when the run is killed. The kernel's counter is changed by one such process at a time.
+A separate process reserves them, and releases them when the pipe to it closes. That happens at the end of the block,
+and when the run is killed. Only one such process at a time changes the kernel's counter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZE = 160 * MIB  # fio's best: 32 blocks of 4 MiB, and room to align them
 _KEEPER = """
 import fcntl, os, signal, sys
 
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):  # also meant for the run, which ends it
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):  # also sent to the run, which ends it
     signal.signal(number, signal.SIG_IGN)
 counter = os.open(sys.argv[1], os.O_RDWR)
 
@@ -43,16 +43,16 @@ change(-got)
 
 @contextmanager
 def huge_pages(wanted: bool = True) -> Iterator[None]:
-    """``SIZE`` of them in the block, or as much as there is memory for; none more where we may not reserve them.
+    """Reserves ``SIZE`` bytes of them for the block, or as many as there is memory for; none without permission.
 
-    Only as long as fio runs, lest others of the run take them.
+    Only while fio runs, so that nothing else in the run takes them.
     """
-    if not wanted or not os.access(COUNTER, os.W_OK):  # not root: what is reserved may do
+    if not wanted or not os.access(COUNTER, os.W_OK):  # not root: those already reserved may suffice
         yield
         return
     command = [sys.executable, "-I", "-S", "-c", _KEEPER, COUNTER, str(SIZE // page_size())]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    # in a session of its own: what ends all processes of the run at once must not end this one
+    # in a session of its own: a signal to all processes of the run must not end this one
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True) as keeper:
         if keeper.stdout is not None:
             keeper.stdout.readline()
@@ -60,6 +60,6 @@ def huge_pages(wanted: bool = True) -> Iterator[None]:
 
 
 def page_size() -> int:
-    """Bytes of a huge page."""
+    """Returns the bytes of a huge page."""
     with open("/proc/meminfo", encoding="ascii") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Hugepagesize")), 2 * MIB)

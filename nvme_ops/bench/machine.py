@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Describes the machine that the figures were measured on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import platform
 
 import torch
 
+from nvme_ops.host import Host
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.report import storage
-from nvme_ops.report.host import Host
 
 
 def machine() -> dict[str, str]:
-    """Processor, kernel, memory and versions."""
+    """Returns processor, kernel, memory and versions."""
     host = Host()
     models = [line.split(":", 1)[1].strip() for line in host.read("/proc/cpuinfo").splitlines() if "model name" in line]
     memory = next(line.split()[1] for line in host.read("/proc/meminfo").splitlines() if line.startswith("MemTotal"))
@@ -29,6 +29,6 @@ def machine() -> dict[str, str]:
 
 
 def place(folder: str) -> dict[str, str]:
-    """File system, direct I/O and device of a folder, in the report's words."""
+    """Returns file system, direct I/O and device of a folder, in the report's words."""
     wanted = ("file system", "O_DIRECT", "alignment", "device")
     return {result.name: result.detail for result in storage.inspect(Host(), folder) if result.name in wanted}

@@ -1,4 +1,4 @@
-"""Timing and statistics that the benchmarks share: rows taken in interleaved rounds, medians, paired ratios."""
+"""Timing and statistics shared by the benchmarks: rows measured in interleaved rounds, medians, paired ratios."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nvme_ops.bench.page_cache import cached_share
+from nvme_ops.measuring.energy import Meter, used
+from nvme_ops.measuring.page_cache import cached_share
 from nvme_ops.text import GIB
 
 
 class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)
-    """What a row needs is not here."""
+    """Something that a row needs is missing."""
 
 
 class WrongData(Exception):  # noqa: N818  (what it says comes after "WRONG DATA")
-    """Other bytes were moved than there should be, and where."""
+    """Wrong bytes were moved; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ class Sample:
     amount: int  # bytes or operations, as the table says
     cpu_seconds: float | None = None  # user and system, of all that did the work
     submit_seconds: float | None = None  # until an asynchronous call returned
-    end_to_end: float | None = None  # seconds, with everything around the transfer that the caller waits for
+    end_to_end: float | None = None  # seconds that the caller waits, with everything around the transfer
     peak_bytes: int | None = None  # of memory, beyond what was held before
-    joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, where it can tell
-    from_page_cache: float | None = None  # share of what was read that lay there; None: written, or read past it
+    joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, if it has counters
+    from_page_cache: float | None = None  # share of what was read; None for writes and direct reads
+    figures: dict[str, float] = field(default_factory=dict)  # what else a benchmark measured, by column
 
     @property
     def rate(self) -> float:
@@ -49,20 +51,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some values, and between which they lie."""
+    """The median of some values, with their minimum and maximum."""
 
     median: float
     low: float
     high: float
 
 
-#: The shares of which a latency is told.
+#: The percentiles of latencies, as shares.
 PERCENTILES = (0.5, 0.9, 0.99, 0.999)
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """How long single blocks took, one after the other: seconds by each of ``PERCENTILES``."""
+    """How long single blocks took, one after the other: seconds for each of ``PERCENTILES``."""
 
     count: int
     complete: dict[float, float]
@@ -70,19 +72,19 @@ class BlockTimes:
 
     @classmethod
     def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
-        """Makes one of the seconds of each block."""
+        """Makes one from the seconds of each block."""
         times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
         return cls(len(complete), *times)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that ``share`` (0 to 1) of all values do not exceed: the nearest-rank method."""
+    """Returns the least value that a ``share`` (0 to 1) of all values do not exceed: the nearest-rank method."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None when there are no values."""
+    """Returns the spread of the values, or None if there are none."""
     return Spread(statistics.median(values), min(values), max(values)) if values else None
 
 
@@ -112,17 +114,17 @@ class Row:
     note: str = ""
     blocks: Callable[[], BlockTimes | None] | None = None  # single blocks, one after the other, where it makes sense
     samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
-    wrong: bool = False  # the check found other bytes than there should be
+    wrong: bool = False  # the check found wrong bytes
     reads: Callable[[], str] | None = None
-    found: float | None = None  # of that file, the share that lay in the page cache before the pass
+    found: float | None = None  # share of that file in the page cache before the pass
 
     def prepare(self) -> None:
-        """``before``, and a look at the page cache, which is not timed."""
+        """Calls ``before`` and checks the page cache; not timed."""
         self.before()
         self.found = cached_share(self.reads()) if self.reads is not None else None
 
     def measure(self) -> Sample:
-        """``run``, which tells how much of what it read lay in the page cache."""
+        """Calls ``run``; adds how much of what it read was in the page cache."""
         sample = self.run()
         return replace(sample, from_page_cache=self.found) if sample.from_page_cache is None else sample
 
@@ -130,11 +132,11 @@ class Row:
 def interleave(
     rows: Sequence[Row], rounds: int, progress: Callable[[str], None] = lambda _: None, warmups: int = 1
 ) -> None:
-    """Passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
+    """Runs passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
 
-    Each round starts with another row, so that slow changes of the machine meet all of them. A row that fails keeps the
-    reason as its note; the others go on. Afterwards the rows hold samples, and nothing of what they worked on.
-    ``progress`` is told of each pass that begins, ``len(rows) * (1 + rounds)`` in all where none fails.
+    Each round starts with another row, so that slow changes of the machine affect all of them. A row that fails keeps
+    the reason as its note; the others go on. Afterwards the rows hold samples, and no longer what they worked on.
+    ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none fails.
     """
     able = []
     try:
@@ -157,7 +159,7 @@ def interleave(
                     row.prepare()
                     row.samples[-1] = row.measure()
     finally:
-        for row in rows:  # the tensors that these hold can go
+        for row in rows:  # frees the tensors that these hold
             row.run, row.before, row.check, row.reads = _over, _nothing, _nothing, None
 
 
@@ -174,15 +176,15 @@ def _kept_as_note(row: Row) -> Iterator[None]:
 
 
 def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | None]) -> list[float]:
-    """My rate over the reference's, round by round; rounds that lack either are left out."""
+    """Returns my rate over the reference's, round by round; omits rounds that lack either."""
     pairs = zip(mine, reference, strict=False)
     return [own.rate / other.rate for own, other in pairs if own is not None and other is not None]
 
 
 def timed(work: Callable[[], object], amount: int) -> Sample:
-    """One call of ``work``, with the CPU time of all threads of this process and of children that ended meanwhile.
+    """Calls ``work`` once, with the CPU time of all threads of this process and of children that ended meanwhile.
 
-    Its peak memory is this process', and known only where the kernel can forget the last peak.
+    Its peak memory is that of this process, known only if the kernel can reset the last peak.
     """
     before = _forget_peak()
     cpu = _cpu_seconds()
@@ -194,7 +196,7 @@ def timed(work: Callable[[], object], amount: int) -> Sample:
 
 
 def _forget_peak() -> int | None:
-    """Resident bytes now, from which the kernel's high-water mark starts anew; None where it cannot."""
+    """Resets the kernel's high-water mark; returns the resident bytes now, or None if it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: proc_pid_clear_refs(5)
     except OSError:
@@ -203,13 +205,13 @@ def _forget_peak() -> int | None:
 
 
 def _peak() -> int:
-    """The high-water mark in bytes."""
+    """Returns the high-water mark in bytes."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), 0)
 
 
 def latency(work: Callable[[], object]) -> float:
-    """Seconds of one short call. Nothing else is looked at, to disturb it little."""
+    """Returns the seconds of one short call. Measures nothing else, to disturb it little."""
     start = time.perf_counter_ns()
     work()
     return (time.perf_counter_ns() - start) / 1e9
@@ -218,3 +220,17 @@ def latency(work: Callable[[], object]) -> float:
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def metered(row: Row, meter: Meter) -> None:
+    """Adds the energy to each pass of a row, and the time that its caller waits."""
+    inner = row.run
+
+    def run() -> Sample:
+        before = meter.read()
+        begin = time.perf_counter()
+        sample = inner()
+        end_to_end = time.perf_counter() - begin
+        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
+
+    row.run = run

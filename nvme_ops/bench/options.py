@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run shall do, checked."""
+    """The checked options of a run."""
 
     places: list[Place]
     size: int
@@ -79,12 +79,12 @@ class Options:
 
     @property
     def files(self) -> int:
-        """How many each process works on."""
+        """The number of files that each process works on."""
         return self.loops + max(1, self.warmup_loops) if self.different_files else 1
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of ``nvme-bench``, under the names of ``Options`` where they are the same."""
+    """Returns the parser of ``nvme-bench``, with destinations named as in ``Options`` where they are the same."""
     engines = "\n".join(f"  {name:12}{engine.words}" for name, engine in ENGINES.items())
     made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Exits with status 2 and a message on wrong arguments."""
+    """Parses the flags; exits with status 2 and a message on wrong arguments."""
     made = parser()
     given = made.parse_args(words)
     try:
@@ -211,7 +211,7 @@ def _check_gpus(places: list[Place], pageable: bool) -> None:
 
 
 def _settings(given: argparse.Namespace) -> dict[str, list[Any]]:
-    """All combinations of the values of --sweep, and which settings they change."""
+    """Returns all combinations of the values of --sweep, and which settings they change."""
     axes: dict[str, list[object]] = {}
     for entry in given.sweep:
         name, separator, values = entry.partition("=")

@@ -1,4 +1,4 @@
-"""The picture of a run: by number of devices, by swept settings, or by engine. Needs matplotlib."""
+"""Plots a run: by number of devices, by swept settings, or by engine. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvme_ops.text import size_words
 
 
 def plot(result: Result, path: str) -> bool:
-    """Writes the picture; False when nothing was measured."""
+    """Writes the picture; returns False if nothing was measured."""
     if not any(any(row.samples) for row in result.table.rows):
         return False
     by_devices = any(each.rate for each in result.scaling)
@@ -52,7 +52,7 @@ def _by_devices(axis: Any, result: Result) -> None:
 
 
 def _by_setting(axis: Any, result: Result, numbers: Sequence[str]) -> None:
-    """The setting with the most values along the axis, a line for each combination of the others."""
+    """Plots the setting with the most values along the axis, a line for each combination of the others."""
     found = {row.name: spread(result.table.values(row)) for row in result.table.rows}
     along = max(numbers, key=lambda name: len({getattr(settings, name) for settings in result.options.settings}))
     ticks = sorted({getattr(settings, along) for settings in result.options.settings})

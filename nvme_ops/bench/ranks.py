@@ -1,4 +1,4 @@
-"""Rows that several processes run at the same time, one for each folder or rank."""
+"""Rows that several processes run concurrently, one for each folder or rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nvme_ops.bench.remote import Remote
 
 
 def make_rows(task: Task, contenders: Sequence[Contender]) -> list[Row]:
-    """All rows of one process. They share the file and its memory."""
+    """Returns all rows of one process, which share the file and its memory."""
     return [make_row(contender, task) for contender in contenders]
 
 
 def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
-    """The row ``number`` of all these processes, begun at the same time, as one row: their sum."""
+    """Joins row ``number`` of all these processes, started together, into one row: their sum."""
     row = Row(name, lambda: Sample(1, 1))
 
     def ask(command: str) -> Any:
@@ -31,7 +31,7 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
                 asked.append(remote)
             except Unavailable as error:
                 failures.append(error)
-        for remote in asked:  # all answers are taken, or the next question would get an old one
+        for remote in asked:  # read all answers, or the next request would get an old one
             try:
                 answer, row.note = remote.receive()
                 answers.append(answer)
@@ -51,7 +51,7 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
 
 
 def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
-    """Joins passes of processes that ran at the same time: the longest time, the sum of the rest, as ds_io does it."""
+    """Joins passes of concurrent processes: the longest time, the sum of the rest, as in ds_io."""
 
     def total(values: Sequence[Any]) -> Any:
         return None if any(value is None for value in values) else sum(values)

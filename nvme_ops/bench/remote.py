@@ -1,6 +1,6 @@
-"""Rows that work in a process of their own: what they load may exit, hang or change settings, and the rest goes on.
+"""Rows that run in a separate process: what they load may exit, hang or change settings without affecting the rest.
 
-Several processes that are asked at the same time stand for several ranks.
+Several such processes, asked concurrently, stand for several ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from nvme_ops.bench import stop
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
+from nvme_ops.measuring import stop
 
 FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
 LIMIT = 300.0  # seconds until any other
@@ -25,7 +25,7 @@ _PATIENCE = 10.0  # seconds for a process to end by itself
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """These variables, for what is made or started in the block."""
+    """Sets these variables for what is made or started in the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -40,7 +40,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """For processes that are started in the block, for ever."""
+    """Makes processes started in the block ignore Ctrl-C for good."""
     resource_tracker.ensure_running()  # which would unblock it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -50,7 +50,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 class Remote:
-    """Rows that ``make(*arguments)``, called in a new process when the first is needed, makes: one, or a list."""
+    """Rows that ``make(*arguments)`` makes in a new process when the first is needed: one, or a list."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Remote:
         limit: float = LIMIT,
     ) -> None:
         self._make, self._arguments, self._variables = make, arguments, variables or {}
-        self._limits = [limit, first_limit]  # the last one applies; the first answer takes one away
+        self._limits = [limit, first_limit]  # the last one applies; the first answer removes it
         self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
         self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._over = ""
 
     def row(self, name: str, number: int = 0) -> Row:
-        """The row as the parent sees it. Its note is that of the row over there."""
+        """Returns the row as the parent sees it, with the note of the row in the process."""
         here = Row(name, lambda: Sample(1, 1))
 
         def ask(command: str) -> Any:
@@ -80,15 +80,15 @@ class Remote:
         return here
 
     def __enter__(self) -> Remote:
-        """Keeps a process until the end of the block, where one is needed."""
+        """Keeps a process until the end of the block, if one is needed."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """An exception, as of a signal to end, does not wait for what the process is at."""
+        """Ends the process; after an exception, as from a signal, without waiting for its work."""
         self.close(_PATIENCE if kind is None else 0)
 
     def close(self, patience: float = _PATIENCE) -> None:
-        """Ends the process, however it is, and what it started; after so many seconds for what it is at."""
+        """Ends the process and everything it started, after at most so many seconds for its work."""
         if self._running is not None:
             process, pipe = self._running
             pipe.close()
@@ -103,7 +103,7 @@ class Remote:
         pipe, theirs = context.Pipe()
         said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
         process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
-        # Ctrl-C is meant for the parent alone; and what is started is known before anything can end the run
+        # only the parent handles Ctrl-C; and the process is recorded before anything can end the run
         with environment(**self._variables), stop.deferred(), _without_ctrl_c():
             process.start()
             self._running = process, pipe
@@ -111,7 +111,7 @@ class Remote:
         return pipe
 
     def send(self, number: int, command: str) -> None:
-        """Asks the row of that number. Raises Unavailable when the process is gone."""
+        """Asks for the row of that number. Raises Unavailable if the process is gone."""
         if self._over:
             raise Unavailable(self._over)
         pipe = self._running[1] if self._running else self._start()
@@ -121,7 +121,7 @@ class Remote:
             self._give_up()
 
     def receive(self) -> tuple[Any, str]:
-        """The answer and the row's note, or what the row raised. Raises Unavailable when the process is gone."""
+        """Returns the answer and the row's note, or raises the row's exception; Unavailable if the process is gone."""
         if self._over or self._running is None:
             raise Unavailable(self._over or "nothing was asked")
         pipe = self._running[1]
@@ -138,7 +138,7 @@ class Remote:
         return answer, note
 
     def _give_up(self, reason: str = "") -> NoReturn:
-        """Without a reason it is the end of the process, which has closed the pipe."""
+        """Raises Unavailable; without a reason, because the process has closed the pipe."""
         if self._running is not None:
             process = self._running[0]
             if not reason:
@@ -152,7 +152,7 @@ class Remote:
 
 
 def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
-    """Does what the parent asks for until it closes the pipe. All that is printed goes to the file ``said``."""
+    """Does what the parent asks for until it closes the pipe. All output goes to the file ``said``."""
     stop.serve_parent()
     output = os.open(said, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
@@ -170,13 +170,13 @@ def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], ar
             answer: tuple[type[Exception] | None, Any, str] = (None, _answer(rows[number], command), rows[number].note)
         except (Unavailable, WrongData) as reason:
             answer = (type(reason), str(reason), "")
-        except Exception as error:  # whatever it is, the parent keeps it as a note
+        except Exception as error:  # the parent keeps any exception as a note
             answer = (RuntimeError, f"{type(error).__name__}: {error}", "")
         pipe.send(answer)
 
 
 def _answer(row: Row, command: str) -> Any:
-    """Runs a pass with a look at the page cache, which only this process may know the file for."""
+    """Runs a pass and checks the page cache, as only this process may know the file."""
     if command == "blocks" and row.blocks is None:
         return None
     return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()

@@ -1,4 +1,4 @@
-"""What ``nvme-bench`` says of a run: text, JSON, CSV."""
+"""Formats a run of ``nvme-bench``: text, JSON, CSV."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import io
 from dataclasses import asdict
 from typing import Any
 
-from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import PERCENTILES, Row
 from nvme_ops.bench.run import Result
 from nvme_ops.bench.tables import as_json, as_text, plain, with_range
+from nvme_ops.measuring.energy import total
 from nvme_ops.text import GIB, columns_text, share_words
 
 
 def text(result: Result) -> str:
-    """Everything for a reader."""
+    """Returns the run as text."""
     about = {"": result.machine, **{f"{folder}: ": place for folder, place in result.places.items()}}
     parts = [
         "\n".join(label + "; ".join(map(" ".join, words.items())) for label, words in about.items()),
@@ -31,7 +31,7 @@ def text(result: Result) -> str:
 
 
 def from_page_cache(row: Row) -> float | None:
-    """The share of all bytes that a row read which lay in the page cache; None for writes, and reads past it."""
+    """Returns the share of a row's bytes that came from the page cache; None for writes and reads that bypass it."""
     known = [each for each in row.samples if each is not None and each.from_page_cache is not None]
     cached = sum((each.from_page_cache or 0) * each.amount for each in known)
     return cached / sum(each.amount for each in known) if known else None
@@ -44,7 +44,7 @@ def _page_cache_text(result: Result) -> str:
 
 
 def ds_io_lines(result: Result) -> str:
-    """Latency and speed of the task and end to end, as ds_io reports them: of all passes together; its GB are GiB."""
+    """Returns latency and speed of the task and end to end, as ds_io reports them, of all passes; its GB are GiB."""
     direction = "Write" if result.options.write else "Read"
     measured = [row for row in result.table.rows if any(row.samples) and row.name != result.table.reference]
     if not measured:
@@ -59,7 +59,7 @@ def ds_io_lines(result: Result) -> str:
 
 
 def ds_io_figures(row: Row) -> dict[str, float]:
-    """Sums over the passes that succeeded."""
+    """Sums up the passes that succeeded."""
     samples = [sample for sample in row.samples if sample is not None]
     amount = sum(sample.amount for sample in samples) / GIB
     task = sum(sample.seconds for sample in samples)
@@ -93,7 +93,7 @@ def _scaling_text(result: Result) -> str:
 
 
 def as_document(result: Result) -> dict[str, Any]:
-    """Everything for a program."""
+    """Returns the run as JSON."""
     options = asdict(result.options)
     return {
         "command": ["nvme-bench", *options.pop("words")],
@@ -123,7 +123,7 @@ def as_document(result: Result) -> dict[str, Any]:
 
 
 def as_csv(result: Result) -> str:
-    """One line for each pass."""
+    """Returns one line for each pass."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     names = ["seconds", "amount", "cpu_seconds", "submit_seconds", "end_to_end", "peak_bytes", "from_page_cache"]

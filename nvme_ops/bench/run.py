@@ -1,4 +1,4 @@
-"""One run of ``nvme-bench``: files and processes made, all rows measured in interleaved rounds, everything removed."""
+"""One run of ``nvme-bench``: makes files and processes, measures all rows in interleaved rounds, removes everything."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from nvme_ops.bench import files, machine
-from nvme_ops.bench.energy import Meter, metered
+from nvme_ops.bench import machine
 from nvme_ops.bench.engines import ENGINES, FIO_BEST, Contender
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import BlockTimes, Row, Spread, Unavailable, interleave, spread
+from nvme_ops.bench.measure import BlockTimes, Row, Spread, Unavailable, interleave, metered, spread
 from nvme_ops.bench.options import Options
 from nvme_ops.bench.ranks import joint_row, make_rows
 from nvme_ops.bench.remote import Remote
-from nvme_ops.bench.scratch import scratch_folder, sweep
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table
+from nvme_ops.measuring import files
+from nvme_ops.measuring.energy import Meter
+from nvme_ops.measuring.scratch import scratch_folder, sweep
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB, size_words
@@ -39,7 +40,7 @@ class Scaling:
 
 @dataclass
 class Result:
-    """What was measured, until the end or until Ctrl-C."""
+    """What was measured, until the end or Ctrl-C."""
 
     options: Options
     machine: dict[str, str]
@@ -52,14 +53,14 @@ class Result:
 
     @property
     def wrong(self) -> list[str]:
-        """Names of the rows that moved other bytes than they should."""
+        """Names of the rows that moved wrong bytes."""
         return [row.name for row in self.table.rows if row.wrong]
 
 
 def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result:
-    """Measures. Raises ``files.NotUsable`` where a folder cannot be used.
+    """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used.
 
-    ``say`` is given a line about what is prepared.
+    ``say`` is called with a line about each preparation.
     """
     with contextlib.ExitStack() as stack:
         tasks = _make_files(options, stack, say)
@@ -91,12 +92,12 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result
 
 
 def contenders(options: Options) -> list[Contender]:
-    """The rows in their order: fio at its best, then each engine with each settings that differ for it."""
+    """Returns the rows in order: fio at its best, then each engine with each of the settings that affect it."""
     made = [Contender(FIO_BEST, options.settings[0], FIO_BEST)] if options.reference else []
     for engine in options.engines:
         takes = ENGINES[engine].takes
         swept = [name for name in options.swept if name in takes]
-        # the defaults stand for what makes no difference
+        # settings without effect have their defaults
         same = [Settings(**{name: getattr(settings, name) for name in takes}) for settings in options.settings]
         for settings in dict.fromkeys(same):
             words = [f"{name} {_value(getattr(settings, name))}" for name in swept]
@@ -123,7 +124,7 @@ def _make_files(options: Options, stack: contextlib.ExitStack, say: Callable[[st
     processes = Counter(place.folder for place in options.places)
     needed = {folder: count * options.size * copies * options.files for folder, count in processes.items()}
     for folder in needed:
-        sweep(folder)  # it counts as free space
+        sweep(folder)  # what it removes counts as free space
     together: Counter[int] = Counter()  # folders of one file system share what is free there
     for folder, size in needed.items():
         together[device := os.stat(folder).st_dev] += size
@@ -175,7 +176,7 @@ class _Crew:
         return [row for contender in everyone for row in made[contender.name]]
 
     def stop(self) -> None:
-        """Ends all processes at once, whatever they are at."""
+        """Ends all processes at once, whatever they are doing."""
         for remote in self._remotes:
             remote.close(0)
 
@@ -185,7 +186,7 @@ class _Crew:
         return remote
 
     def _over(self, name: str, remotes: list[Remote], number: int) -> list[Row]:
-        """One row of all processes; with --scaling also of each alone, and of the first 2, 3, ..."""
+        """Returns one row of all processes; with --scaling also of each alone, and of the first 2, 3, ..."""
         if len(remotes) == 1:
             return [remotes[0].row(name, number)]
         if not self._options.scaling:
@@ -201,7 +202,7 @@ class _Crew:
 
 
 def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
-    """Only of the rounds in which all rows succeeded."""
+    """Computes scaling over the rounds in which all rows succeeded."""
     rounds = [each for each in zip(*(row.samples for row in (together, *alone)), strict=False) if None not in each]
     rates = [[sample.rate / 1e9 for sample in each if sample is not None] for each in rounds]
     return Scaling(
@@ -211,7 +212,7 @@ def scaling_of(name: str, together: Row, alone: Sequence[Row]) -> Scaling:
 
 
 def _blocks(row: Row) -> BlockTimes | None:
-    """Measures a row's single blocks; None, and a note, where that fails."""
+    """Measures a row's single blocks; None, and a note, if that fails."""
     try:
         return row.blocks() if row.blocks is not None else None
     except (Unavailable, OSError, RuntimeError, ValueError, EOFError) as error:

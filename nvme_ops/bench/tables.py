@@ -1,4 +1,4 @@
-"""Tables of rows: as text, as JSON, as a plot."""
+"""Formats tables of rows: as text, as JSON, as a plot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvme_ops.bench.energy import total
 from nvme_ops.bench.measure import Row, Sample, Spread, paired_ratios, spread
+from nvme_ops.measuring.energy import total
 from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 
 # Amount per second, or seconds, of one unit
-RATES = {"GB/s": 1e9, "kIOPS": 1e3}
+RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
+_DRAWN = ("GB/s", "tokens/s")  # units of tables with more columns, and a plot
 _WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
@@ -30,6 +31,12 @@ COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str
     FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
     "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, lambda v: rounded(v, 3)),
     "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, lambda v: rounded(v, 3)),
+    "step": (lambda each: each.figures.get("step"), lambda value: f"{rounded(value, 3)} s"),
+    "first token": (lambda each: each.figures.get("first token"), lambda value: f"{rounded(value, 3)} s"),
+    "load": (lambda each: each.figures.get("load"), lambda value: f"{rounded(value, 3)} s"),
+    "read per step": (lambda each: each.figures.get("read per step"), lambda value: size_words(int(value))),
+    "while decoding": (lambda each: each.figures.get("while decoding"), lambda value: size_words(int(value))),
+    "of the bound": (lambda each: each.figures.get("of the bound"), share_words),
 }
 
 
@@ -42,24 +49,24 @@ class Table:
     unit: str
     rows: list[Row]
     reference: str = ""
-    columns: Sequence[str] = ("CPU s/GiB", FROM_PAGE_CACHE)  # of COLUMNS, where a row has them; for rates of bytes
+    columns: Sequence[str] = ("CPU s/GiB", FROM_PAGE_CACHE)  # those of COLUMNS that a row has; for rates of bytes
 
     def values(self, row: Row) -> list[float]:
-        """What the row measured, in the table's unit."""
+        """Returns what the row measured, in the table's unit."""
         taken = [sample for sample in row.samples if sample is not None]
         if self.unit in TIMES:
             return [sample.seconds / TIMES[self.unit] for sample in taken]
         return [sample.rate / RATES[self.unit] for sample in taken]
 
     def against(self, row: Row, name: str) -> list[float]:
-        """Round by round the row over the row ``name``; of times where the unit is one, else of rates."""
+        """Returns the row over the row ``name``, round by round; a ratio of times if the unit is one, else of rates."""
         other: list[Sample | None] = next((each.samples for each in self.rows if each.name == name), [])
         pair = (other, row.samples) if self.unit in TIMES else (row.samples, other)
         return paired_ratios(*pair)
 
 
 def as_text(table: Table) -> str:
-    """Medians, and in brackets between which values they lie."""
+    """Returns medians, with the minimum and maximum in brackets."""
     peers = any(table.against(row, row.peer) for row in table.rows)
     columns = _columns(table)
     head = ["", f"{table.unit} (min - max)", *columns]
@@ -81,8 +88,8 @@ def as_text(table: Table) -> str:
 
 
 def _columns(table: Table) -> list[str]:
-    """Those of which any row knows something; of the page cache, those from which something was read."""
-    wanted = table.columns if table.unit == "GB/s" else ()
+    """Returns the columns with any value; the page cache's only if something was read from there."""
+    wanted = table.columns if table.unit in _DRAWN else ()
     known = {name: [value for row in table.rows for value in _values_of(row, name)] for name in wanted}
     return [name for name in wanted if (any(known[name]) if name == FROM_PAGE_CACHE else known[name])]
 
@@ -93,7 +100,7 @@ def _values_of(row: Row, column: str) -> list[float]:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Everything that the text shows, and each round's figures."""
+    """Returns everything in the text, and each round's figures."""
     return {
         "group": table.group,
         "title": table.title,
@@ -120,13 +127,13 @@ def as_json(table: Table) -> dict[str, Any]:
 
 
 def plot(tables: dict[str, list[Table]], path: str) -> bool:
-    """Bars of the throughput tables, one picture for all folders; False when there is none. Needs matplotlib.
+    """Plots bars of the throughput tables, one picture for all folders; False if there are none. Needs matplotlib.
 
-    The tables stand in as many columns as keep the picture about as high as it is wide.
+    The tables are arranged in as many columns as make the picture about as high as it is wide.
     """
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
-    shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit == "GB/s"]
+    shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit in _DRAWN]
     if not shown:
         return False
     columns = _in_columns(shown)
@@ -147,7 +154,7 @@ def _height(table: Table) -> float:
 
 
 def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
-    """In order, each column about as high as the others."""
+    """Arranges the tables, in order, in columns of about equal height."""
     heights = [_height(table) for _, table in shown]
     count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
     columns: list[list[tuple[str, Table]]] = [[] for _ in range(count)]
@@ -167,16 +174,16 @@ def _draw(axis: Any, table: Table, folder: str) -> None:
     axis.invert_yaxis()
     title = f"{table.title}; {os.path.basename(folder.rstrip('/')) or folder}" if folder else table.title
     axis.set_title("\n".join(textwrap.wrap(title, 70)), loc="left", fontsize=10)
-    axis.set_xlabel("GB/s: median, least and most", fontsize=9)
+    axis.set_xlabel(f"{table.unit}: median, least and most", fontsize=9)
 
 
 def with_range(found: Spread | None, digits: int) -> str:
-    """The median and, in brackets, the least and the most; ``-`` for nothing."""
+    """Returns the median and, in brackets, minimum and maximum; ``-`` for nothing."""
     if found is None:
         return "-"
     return f"{rounded(found.median, digits)} ({rounded(found.low, digits)} - {rounded(found.high, digits)})"
 
 
 def plain(found: Spread | None) -> dict[str, float] | None:
-    """For JSON."""
+    """Returns a value for JSON."""
     return None if found is None else {"median": found.median, "min": found.low, "max": found.high}

@@ -1,4 +1,4 @@
-"""The file and the memory that the rows of one process share, and how a row is made of a call."""
+"""The file and memory that the rows of one process share; makes rows from calls."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 import torch
 
 import nvme_ops
-from nvme_ops.bench.files import checksum, make_cold, tensor_checksum
 from nvme_ops.bench.measure import Row, WrongData, timed
+from nvme_ops.measuring.files import checksum, filled, make_cold, tensor_checksum
 
 
 @dataclass
 class Work:
-    """The file that all rows of a table read or write, and what they need beside it."""
+    """The file that all rows of a table read or write, and what else they need."""
 
     path: str
     size: int
     write: bool
-    written: int = field(default=0, init=False)  # how many checked writes there were, to tell them apart
+    written: int = field(default=0, init=False)  # number of checked writes, to distinguish them
     _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
-        """One handle with default settings for all rows, made when first needed."""
+        """A handle with default settings for all rows, made when first needed."""
         return nvme_ops.aio_handle()
 
     @functools.cached_property
     def pageable(self) -> torch.Tensor:
-        """An ordinary tensor, all of whose pages are there."""
+        """An ordinary tensor that has all its pages."""
         return filled(torch.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
@@ -45,21 +45,14 @@ class Work:
 
     @property
     def content(self) -> int:
-        """The checksum of the file as the first pass finds it; rows that write do not use it."""
+        """The checksum of the file at the first pass; rows that write do not use it."""
         if self.path not in self._contents:
             self._contents[self.path] = checksum(self.path)
         return self._contents[self.path]
 
     def set_out(self, path: str = "") -> None:
-        """The same starting point for every pass, of this file or of one at ``path``."""
+        """Makes the same starting point for every pass, for this file or the one at ``path``."""
         make_cold(path or self.path)
-
-
-def filled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, full of arbitrary bytes, so that no page of it is still to be made."""
-    words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
-    words.copy_(torch.arange(words.numel(), dtype=torch.int64)).mul_(0x5851F42D4C957F2D)  # Knuth's MMIX multiplier
-    return tensor
 
 
 def tensor_row(
@@ -70,9 +63,9 @@ def tensor_row(
     peer: str = "",
     past_cache: bool = False,
 ) -> Row:
-    """A row that moves the whole file from or to one tensor; ``memory`` makes the tensor when first called.
+    """Returns a row that moves the whole file from or to one tensor, which ``memory`` makes when first called.
 
-    ``past_cache``: also what lies in the page cache is read from the device.
+    ``past_cache``: what is in the page cache is read from the device too.
     """
 
     def before() -> None:
@@ -82,7 +75,7 @@ def tensor_row(
     def check() -> None:
         tensor = memory()
         if work.write:
-            # a mark of its own in every page, or a write that does nothing would leave what the last row wrote
+            # marks every page, to detect a write that does nothing and leaves what the last row wrote
             work.written += 1
             tensor[::4096] = work.written % 256
         else:
@@ -106,7 +99,7 @@ def saved_row(
     load: Callable[[], torch.Tensor],
     saved: list[int],
 ) -> Row:
-    """A row that saves a tensor to a file of a format of its own at ``path``, or loads it from there.
+    """Returns a row that saves a tensor to a file of another format at ``path``, or loads it from there.
 
     Several rows may share ``path``. ``saved``: the checksum of the tensor in it, empty before the first.
     """

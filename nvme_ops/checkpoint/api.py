@@ -41,32 +41,30 @@ def save(
     """Saves tensors at the speed of the device, atomically: a crash at any point leaves the old file or the new one.
 
     The format is chosen by the name: ``.safetensors`` for a flat dict of tensors by name, ``.pt``, ``.pth`` and
-    ``.bin`` for anything that ``torch.save`` takes, ``.safetensors.index.json`` or a folder for a dict in several
-    files. A name without an ending is that of a folder, which is made.
-    At most 64 MiB of memory are used beside the tensors, on the CPU or on an accelerator. A ``save_async`` of the same
-    path that is under way comes first.
+    ``.bin`` for anything that ``torch.save`` accepts, ``.safetensors.index.json`` or a folder for a dict in several
+    files. A name without an ending means a folder, which is made. At most 64 MiB of memory are used beside the tensors,
+    on the CPU or on an accelerator. Waits for a ``save_async`` of the same path.
 
     Args:
-        obj: what to save; of a module its state dict, of tied weights one, as safetensors' ``save_model`` does.
-        path: the file or folder, replaced at once when all is written.
-        format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``, whatever the name.
-        durable: return when data and name are on the device. Without it a power failure may take the new file, not the
-            old one's place.
-        checksum: keep a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
-        metadata: strings to keep in the file, where the format has a place for them.
-        max_shard_size: bytes of tensors in one file of several, unless one tensor is larger; also in words, as in
+        obj: what to save; of a module its state dict, tied weights once, as safetensors' ``save_model`` does.
+        path: the file or folder, replaced atomically once everything is written.
+        format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``; by default chosen by the name.
+        durable: return when data and name are on the device. Without it a power failure may bring back the old file.
+        checksum: store a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
+        metadata: strings to store in the file, if the format has a place for them.
+        max_shard_size: the most bytes of tensors in one of several files, unless one tensor is larger; also as text:
             ``"2GB"`` or ``"500MiB"``. 5 GB when None.
-        recycle: keep the file that is replaced, under a hidden name, and write the next checkpoint of this path over
-            it: the device needs no new blocks then, which is faster where one path is saved again and again. It takes
-            the room of one more checkpoint, until a save without it or ``nvme-checkpoint clean``. Whoever still has the
-            checkpoint before the last one open, or mapped, sees it change. Only for one file, and with ``durable``.
-        handle: whose settings the transfers use; one for the whole process when None.
+        recycle: keep the replaced file under a hidden name, and write the next checkpoint of this path over it: the
+            device then allocates no new blocks, which is faster if one path is saved repeatedly. It takes the room of
+            one more checkpoint, until a save without it or ``nvme-checkpoint clean``. Programs that still have the
+            checkpoint before the last one open, or mapped, see it change. Only for one file, and with ``durable``.
+        handle: the handle whose settings the transfers use; one for the whole process when None.
 
     Raises:
         TypeError: something that the format cannot hold.
-        ValueError: an unknown format; tensors that share memory where the format would store them twice, which is a
-            RuntimeError too, as of safetensors.
-        OSError: no space, no permission, a device error. The old file is untouched.
+        ValueError: an unknown format; tensors that share memory if the format would store them twice, which is a
+            RuntimeError too, as in safetensors.
+        OSError: no space, no permission, a device error. The old file is unchanged.
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
     name = os.fspath(path)
@@ -96,35 +94,35 @@ def load(
     format: Format | None = None,
     handle: aio_handle | None = None,
 ) -> Any:
-    """Loads what ``save``, safetensors or ``torch.save`` wrote, past the page cache or from it where it lies there.
+    """Loads what ``save``, safetensors or ``torch.save`` wrote, bypassing the page cache for what is not in it.
 
-    New CPU tensors of one call share one memory, which is freed with the last of them.
+    New CPU tensors of one call share one allocation, which is freed with the last of them.
 
     Args:
         path: the file, the ``.safetensors.index.json``, or a folder of ``save_pretrained``.
-        map_location: as of ``torch.load``: where the tensors go; the CPU when None. safetensors files know no devices,
-            so for them it is one device.
-        keys: only the tensors of these names are read.
-        into: a state dict or module whose tensors are filled in place, on whatever device they are, without a copy in
-            between. Without ``keys`` its names must be those of the file, of tied weights one of them.
-        strict: with False names in ``keys`` or ``into`` that the file lacks are passed over, and the other way round.
-        verify: compare the checksums that ``save`` kept.
-        mmap: the tensors lie in the page cache, by a private mapping of the file: nothing is copied, and only what is
-            touched is read. The file must stay as it is while they are in use. Replacing it, as ``save`` does, is no
-            change; a program that writes over it changes the tensors, and one that truncates it kills this one by
-            SIGBUS when they are touched. Without it the tensors are copies, which nobody can change.
-        format: as of ``save``.
-        handle: as of ``save``.
+        map_location: where the tensors go, as for ``torch.load``; the CPU when None. safetensors files know no devices,
+            so for them it must be one device.
+        keys: read only the tensors of these names.
+        into: a state dict or module whose tensors are filled in place, on any device, without a copy in between.
+            Without ``keys`` its names must be those of the file, of tied weights one of them.
+        strict: if False, names that only the file or only ``keys`` or ``into`` have are ignored.
+        verify: compare the checksums stored by ``save``.
+        mmap: map the file (MAP_PRIVATE), so that the tensors are in the page cache: nothing is copied, and only what is
+            touched is read. The file must not change while they are in use. Replacing it, as ``save`` does, is safe; a
+            program that overwrites it changes the tensors, and one that truncates it kills this one by SIGBUS when they
+            are touched. Without ``mmap`` the tensors are copies.
+        format: as for ``save``.
+        handle: as for ``save``.
 
     Returns:
-        The tensors by name; of a ``.pt`` file whatever object was saved.
+        The tensors by name; for a ``.pt`` file the object that was saved.
 
     Raises:
-        FormatError: (a ValueError) the file is damaged or no such file; the message names the file and the field.
+        FormatError: (a ValueError) the file is damaged, or of another format; the message names the file and the field.
         ChecksumError: (an OSError) ``verify`` found a difference; it names the tensors.
-        KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round; a RuntimeError too, as of
+        KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round; a RuntimeError too, as in
             ``Module.load_state_dict``.
-        ValueError: shapes or dtypes of ``into`` differ, or there is nothing to verify.
+        ValueError: shapes or dtypes of ``into`` differ, or the file has no checksums to verify.
         OSError: the file cannot be read.
         MemoryError: there is not enough memory for the tensors.
     """

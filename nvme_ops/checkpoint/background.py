@@ -1,4 +1,4 @@
-"""``nvme_ops.save_async``: saves while the tensors go on changing."""
+"""``nvme_ops.save_async``: saves in the background while the tensors change."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from nvme_ops.tensors import empty
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
-_ALIGNMENT = 64  # bytes: torch's own allocations have no more
+_ALIGNMENT = 64  # bytes: as aligned as torch's own allocations
 _SHARE = 0.5  # of the memory that this process can still have: the default budget
 
 
 class SaveFuture(Future[None]):
-    """A save under way. ``result()`` returns when it is complete, and durable where that was asked for.
+    """A save in progress. ``result()`` returns when it is complete, and durable if that was asked for.
 
     It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
     """
@@ -46,33 +46,33 @@ class SaveFuture(Future[None]):
         self.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def wait_until_safe(self, timeout: float | None = None) -> None:
-        """Returns when the tensors may be changed: all of them were copied, or written to the file, or never will be.
+        """Waits until the tensors may be changed: they were copied, or written, or will not be written.
 
         Raises:
-            TimeoutError: they were not, within ``timeout`` seconds.
+            TimeoutError: not within ``timeout`` seconds.
         """
         if self._process != os.getpid():
-            return  # the child's tensors are its own
+            return  # the child has its own copies of the tensors
         if not self._borrowed.wait(timeout):
             raise TimeoutError(f"{self.path}: tensors are still being read after {timeout} s")
 
     def result(self, timeout: float | None = None) -> None:
-        """Returns when the save is complete. Raises what ``nvme_ops.save`` raises."""
+        """Waits until the save is complete. Raises what ``nvme_ops.save`` raises."""
         self.exception(timeout)
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What went wrong, or None. Raises RuntimeError in a forked child: the thread is the parent's."""
+        """Returns the exception of the save, or None. Raises RuntimeError in a forked child."""
         if self._process != os.getpid() and not self.done():
             raise RuntimeError(
                 f"{self.path}: this save runs in the parent of this process, which alone can wait for it"
             )
         failure = super().exception(timeout)
-        self._asked = True  # not when the wait was interrupted or too short
+        self._asked = True  # only now: the wait may have been interrupted or timed out
         return failure
 
     def __await__(self) -> Generator[Any, None, None]:
-        """In asyncio: ``await nvme_ops.save_async(state, path)`` returns when the save is complete."""
+        """Waits in asyncio: ``await nvme_ops.save_async(state, path)`` returns when the save is complete."""
         return asyncio.wrap_future(self).__await__()
 
 
@@ -90,39 +90,39 @@ def save_async(
     recycle: bool = False,
     handle: aio_handle | None = None,
 ) -> SaveFuture:
-    """Like ``nvme_ops.save``, but returns while the file is still being written, by a thread.
+    """Starts a save like ``nvme_ops.save`` on a thread; returns a future.
 
-    One save of a path runs at a time, in the order of the calls, those of ``save`` included: this call waits until the
-    one before is complete. Called by a signal handler that interrupts a save of the same path, it waits for nothing and
-    copies all tensors: the thread saves them when that one is complete. The program does not end before all saves have,
-    and what went wrong with one whose future was never asked is printed then.
+    Saves of one path, those of ``save`` included, run one at a time in the order of the calls: this call waits for an
+    earlier one. Called by a signal handler that interrupts a save of the same path, it waits for nothing and copies all
+    tensors; the thread saves them after that one. The program does not exit before all saves have ended, and then
+    prints the errors of those whose futures were never asked.
 
     Args:
-        obj: as of ``save``.
+        obj: as for ``save``.
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
         memory: bytes that the copies may take; when None half of what is free, on the machine and within the limits of
             the cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
-            memory is kept for the next call: ``release_memory()``.
-        format: as of ``save``.
-        durable: as of ``save``.
-        checksum: as of ``save``.
-        metadata: as of ``save``.
-        max_shard_size: as of ``save``.
-        recycle: as of ``save``.
-        handle: as of ``save``.
+            memory is kept for the next call: ``release_memory()`` frees it.
+        format: as for ``save``.
+        durable: as for ``save``.
+        checksum: as for ``save``.
+        metadata: as for ``save``.
+        max_shard_size: as for ``save``.
+        recycle: as for ``save``.
+        handle: as for ``save``.
 
     Raises:
         ValueError: an unknown strategy, a negative budget, or what ``save`` refuses before it writes.
-        TypeError: as ``save``.
+        TypeError: as for ``save``.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be {' or '.join(map(repr, STRATEGIES))}, not {strategy!r}")
     if memory is not None and memory < 0:
         raise ValueError(f"memory must not be negative: {memory}")
     name = os.fspath(path)
-    place = os.path.abspath(name)  # the program may change its folder meanwhile
+    place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     handle = handle or shared_handle()
     turn = turns.Turn(os.path.realpath(plan.target(name)))
@@ -141,7 +141,7 @@ def save_async(
         thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}")
         thread.start()
     except BaseException:
-        if thread is None or thread.ident is None:  # else it is the thread's to end, which saves all the same
+        if thread is None or thread.ident is None:  # otherwise the thread saves and ends the turn itself
             _keep(copies)
             turn.end()
         raise
@@ -151,18 +151,18 @@ def save_async(
 
 
 def release_memory() -> None:
-    """Gives back what is kept for the copies of the next ``save_async``."""
+    """Frees the memory kept for the copies of the next ``save_async``."""
     with turns.changed:
         _kept.clear()
 
 
-# Memory that goes from one save to the next.
+# Memory kept from one save to the next.
 _kept: list[torch.Tensor] = []
 _failed: list[SaveFuture] = []
 
 
 def _keep(copies: _Copies | None) -> None:
-    """The memory of the copies, for the next ones."""
+    """Keeps the memory of the copies for the next save."""
     if copies is None or copies.memory is None:
         return
     with turns.changed:
@@ -194,7 +194,7 @@ def _work(
 
 
 class _Copies:
-    """Copies of as many of the tensors as fit into a budget, of all without one, in one memory."""
+    """Copies of as many tensors as fit into a budget (all if there is none), in one allocation."""
 
     @collector.paused()
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
@@ -230,13 +230,13 @@ def _budget() -> int:
 
 
 def _forget_parents() -> None:
-    """Forgets, in a forked child, what the threads of the parent do."""
+    """Forgets, in a forked child, the saves of the parent's threads."""
     _kept.clear()
     _failed.clear()
 
 
 def _tell_what_failed() -> None:
-    """Prints, at exit, what went wrong with saves whose futures nobody asked."""
+    """Prints, at exit, the errors of saves whose futures were never asked."""
     for future in _failed:
         if not future._asked:
             sys.stderr.write(f"nvme_ops.save_async({future.path!r}) failed, and nobody asked its future:\n")

@@ -1,4 +1,4 @@
-"""Which format a path is saved in or was saved in."""
+"""Chooses the format of a path to save or load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ALSO_CALLED = {"pt": "torch"}
 
 
 def format_of(path: str, format: str | None) -> ModuleType:
-    """The module for ``path``, by ``format`` or by what its name ends with.
+    """Returns the module for ``path``, by ``format`` or else by the ending of its name.
 
     A folder is sharded, and so is a name without an ending, which is that of a folder to be made.
 
     Raises:
-        ValueError: an unknown format or suffix, or no local file.
+        ValueError: an unknown format or suffix, or not a local file.
     """
     if URL.match(path):
         raise ValueError(

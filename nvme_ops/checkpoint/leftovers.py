@@ -1,33 +1,34 @@
-"""What killed saves have left in a folder: found, and removed, without harm to a save that lives."""
+"""Finds and removes what killed saves left in a folder, without harm to a running save."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 
-from nvme_ops.checkpoint import FORMATS, between_processes, integrity
-from nvme_ops.checkpoint.safetensors_format import read as read_header
-from nvme_ops.checkpoint.sharded_index import read_index, shards_of
+from nvme_ops.checkpoint import FORMATS
 from nvme_ops.errors import FormatError
-from nvme_ops.storage import atomic
+from nvme_ops.formats import integrity
+from nvme_ops.formats.safetensors_format import read as read_header
+from nvme_ops.formats.sharded_index import read_index, shards_of
+from nvme_ops.storage import atomic, locks
 
 _INDEX = FORMATS["sharded"][1][0]
 
 
 def leftovers(folder: str) -> list[str]:
-    """The paths of temporary files whose writer is gone, of locks that nobody holds, and of shards of no index.
+    """Returns temporary files whose writer is gone, locks that nobody holds, and shards that their index omits.
 
-    With them the files that ``save(recycle=True)`` keeps to write the next checkpoint over.
+    Includes the files that ``save(recycle=True)`` keeps to write the next checkpoint over.
 
-    A shard counts only where its header says that it is of another save than the index. Data of a DCP checkpoint are
+    A shard counts only if its header says that it belongs to another save than the index. Data of a DCP checkpoint are
     left to the next save, which knows what ``.metadata`` names without unpickling it here.
     """
     found = [path for path in [*atomic.litter(folder), *atomic.spares(folder)] if atomic.is_abandoned(path)]
     for name in os.listdir(folder):
         if name.endswith(_INDEX):
-            with suppress(OSError, FormatError), between_processes.locked(os.path.join(folder, name)):
+            with suppress(OSError, FormatError), locks.locked(os.path.join(folder, name)):
                 found += _unnamed(folder, name)
-    found += [path for path in between_processes.locks(folder) if atomic.is_abandoned(path)]
+    found += [path for path in locks.files(folder) if atomic.is_abandoned(path)]
     return sorted(found)
 
 
@@ -41,7 +42,7 @@ def _unnamed(folder: str, name: str) -> list[str]:
 
 
 def _save_of(path: str) -> str | None:
-    """Which save a shard is of; None where it does not say."""
+    """Returns the id of the save that a shard belongs to; None if it does not say."""
     try:
         with atomic.opened(path) as fd:
             return read_header(fd, path).metadata.get(integrity.SAVE)

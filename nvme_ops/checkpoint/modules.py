@@ -1,4 +1,4 @@
-"""What is saved of a module, and which of its tensors are one under several names (tied weights)."""
+"""What is saved of a module, and which of its tensors have several names (tied weights)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The names of tensors that are the same memory, sorted, by each of them; of those only that have company."""
+    """Returns, for each name of a tensor with several names, all of its names, sorted."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and _bytes(tensor):
@@ -19,9 +19,9 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """Its state dict with one of the tied tensors each, the first by name, and those left out with the one that stays.
+    """Returns the state dict with each tied tensor under its first name, and the other names with that one.
 
-    As safetensors' ``save_model`` chooses them, and as it writes them into the metadata.
+    Chosen as in safetensors' ``save_model``, which writes them into the metadata in the same way.
     """
     state: dict[str, Any] = dict(module.state_dict())
     left_out = {name: names[0] for name, names in tied(state).items() if name != names[0]}
@@ -29,7 +29,7 @@ def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def covered(tensors: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """These names, and those of tensors that are filled with them."""
+    """Returns these names and all other names of the same tensors."""
     there = set(names)
     return there | {name for name, group in tied(tensors).items() if not there.isdisjoint(group)}
 
@@ -37,5 +37,5 @@ def covered(tensors: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 def _bytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes() and tensor.numel()
-    except RuntimeError:  # of a subclass that wraps others
+    except RuntimeError:  # a subclass that wraps other tensors
         return 0

@@ -1,9 +1,10 @@
-"""Reads tensors that are not there yet, into one new memory that is laid out as the file is."""
+"""Reads new tensors into one allocation that is laid out as the file is."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from nvme_ops.memory.carve import Kind, lay_out, placed
 from nvme_ops.memory.ring import InFlight
 from nvme_ops.tensors import pool_buffer
 
-_AHEAD = 128 << 20  # bytes read of a file before they are known to be right
+_AHEAD = 128 << 20  # bytes read before the header is known to be valid
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 #: A tensor to be read: from which byte to which of a file, and its kind.
@@ -24,9 +25,9 @@ Wanted: TypeAlias = tuple[int, int, Kind]
 
 
 class SpeculativeRead:
-    """What follows ``start`` in a file, read into one new memory while it is found out what it is.
+    """Reads the file from ``start`` on into one allocation while its header is being parsed.
 
-    Only so much is read before it is known to be right that a damaged file costs little.
+    Only a bounded amount is read before the header is known to be valid, so that a damaged file costs little.
     """
 
     def __init__(self, handle: aio_handle, fd: int, start: int, end: int) -> None:
@@ -42,27 +43,27 @@ class SpeculativeRead:
         self._in_flight.add(self._handle.submit_pread(self._memory[place : place + end - start], self._fd, start))
 
     def result(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-        """The memory, laid out for these ``runs``, when all is read; None where they are not what was foreseen."""
+        """Returns the memory for these ``runs`` once all is read; None if they are not as expected."""
         if list(runs) != [self._run]:
             self.wait()
-            del self._memory  # to be used for what is wanted
+            del self._memory  # frees it for the tensors wanted
             return None
         self._submit(self._reached, self._run[1])
         self._in_flight.drain()
         return self._memory
 
     def wait(self) -> None:
-        """Waits until nothing is on its way. What failed on it does not matter any more."""
+        """Waits until nothing is in flight and ignores failures."""
         self._in_flight.settle()
 
 
 def ahead(handle: aio_handle, fd: int, start: int, end: int) -> SpeculativeRead | None:
-    """Where it is likely to help ``read`` of all that follows ``start`` into host memory."""
+    """Starts a speculative read if it is likely to help ``read`` everything after ``start`` into host memory."""
     if start >= end or _in_page_cache(fd, [(start, end)]):
         return None
     try:
         return SpeculativeRead(handle, fd, start, end)
-    except MemoryError:  # a size beyond all memory: what the file is says more
+    except MemoryError:  # an absurd size: parsing the file gives a better error
         return None
 
 
@@ -74,23 +75,36 @@ def read(
     mapped: bool = False,
     ahead: SpeculativeRead | None = None,
 ) -> list[torch.Tensor]:
-    """New tensors, which share one memory: it is freed when the last of them is.
+    """Reads new tensors, which share one allocation: it is freed with the last of them.
 
-    On the CPU they lie in huge pages where the file's blocks go without a copy. ``mapped``: in the page cache instead,
-    by a private mapping of the file, as safetensors and ``torch.load(mmap=True)`` do it. ``ahead``: what has been read
-    of it.
+    On the CPU it is in huge pages if the file's blocks can be read without a copy. ``mapped``: map the file instead
+    (MAP_PRIVATE), as safetensors and ``torch.load(mmap=True)`` do. ``ahead``: what has been read already.
     """
+    if ahead is not None:
+        runs = _runs(wanted)
+        if (memory := ahead.result(runs)) is not None:
+            return _cut(memory, wanted, runs, lay_out(runs)[0])
+    return begin(handle, fd, wanted, device, mapped)()
+
+
+def begin(
+    handle: aio_handle, fd: int, wanted: Sequence[Wanted], device: torch.device, mapped: bool = False
+) -> Callable[[], list[torch.Tensor]]:
+    """Starts to read them as ``read`` does. What it returns waits for that and returns them."""
     runs = _runs(wanted)
-    places, size = lay_out(runs)
-    if ahead is not None and (memory := ahead.result(runs)) is not None:
-        return _cut(memory, wanted, runs, places)
     if device.type == "cpu" and runs and mapped:
-        return _map(fd, wanted, runs)
+        return partial(_map, fd, wanted, runs)
+    places, size = lay_out(runs)
     base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
     targets = [base[place : place + end - start] for place, (start, end) in zip(places, runs, strict=True)]
-    if targets:
-        handle.submit_preadv(targets, fd, [start for start, _ in runs]).result()
-    return _cut(base, wanted, runs, places)
+    transfer = handle.submit_preadv(targets, fd, [start for start, _ in runs]) if targets else None
+
+    def finish() -> list[torch.Tensor]:
+        if transfer is not None:
+            transfer.result()
+        return _cut(base, wanted, runs, places)
+
+    return finish
 
 
 def _host_memory(size: int) -> torch.Tensor:
@@ -111,7 +125,7 @@ def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> 
 
 
 def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
-    """Stretches of the file without gaps, within which each tensor is aligned when the first is."""
+    """Returns runs of the file without gaps, in which each tensor is aligned if the first one is."""
     runs: list[tuple[int, int]] = []
     begin = reached = -1
     for start, end, (dtype, _) in sorted(wanted, key=itemgetter(0)):
@@ -130,7 +144,7 @@ def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
 def _cut(
     base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Tensors of the parts of ``base``: no views of it, so that a change of one is none of the others to autograd."""
+    """Returns tensors over parts of ``base`` that are not views of it: they share no version counter."""
     tensors: list[torch.Tensor] = [base] * len(wanted)
     aligned: list[int] = []
     found: list[tuple[int, Kind]] = []

@@ -1,4 +1,4 @@
-"""A save that is decided and not yet written."""
+"""A save that is planned and not yet written."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from nvme_ops.text import size_of
 class Plan(Protocol):
     """What a format has made of an object: everything but the bytes of its tensors.
 
-    ``tensors`` are read when it is written; whoever wants to change them sooner puts copies in their places.
+    ``tensors`` are read when the plan is written; to change them before, replace them by copies.
     """
 
     tensors: list[torch.Tensor]
 
     def target(self, path: str) -> str:
-        """The file that is replaced when it is written to ``path``."""
+        """Returns the file that is replaced when the plan is written to ``path``."""
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
-        """Writes it all, atomically. ``borrowed``: tensors to be read first."""
+        """Writes everything, atomically. ``borrowed``: tensors to be read first."""
 
 
 def plan_for(
@@ -40,9 +40,9 @@ def plan_for(
     durable: bool,
     recycle: bool,
 ) -> Plan:
-    """What the format of ``path`` makes of ``obj``, of a module of its state dict.
+    """Returns the plan for saving ``obj`` (of a module its state dict) in the format of ``path``.
 
-    Raises as ``nvme_ops.save`` does before it writes.
+    Raises what ``nvme_ops.save`` raises before it writes.
     """
     module = format_of(path, format)
     if isinstance(obj, torch.nn.Module):
@@ -65,7 +65,7 @@ def plan_for(
 
 
 def require_strings(metadata: Mapping[str, str]) -> None:
-    """Raises TypeError for ``metadata`` that a file cannot keep."""
+    """Raises TypeError unless ``metadata`` are strings by name."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata must be strings by strings, not {value!r} by {key!r}")

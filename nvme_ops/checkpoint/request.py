@@ -1,4 +1,4 @@
-"""What ``load`` is asked for."""
+"""The arguments of ``load``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nvme_ops.checkpoint.integrity import Part
 from nvme_ops.errors import MissingTensorError
+from nvme_ops.formats.integrity import Part
 from nvme_ops.handle import aio_handle
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of ``load`` that every file of a checkpoint is read with."""
+    """The arguments of ``load`` that apply to every file of a checkpoint."""
 
     handle: aio_handle
     map_location: Any = None
     keys: tuple[str, ...] | None = None
     verify: bool = False
     mmap: bool = False
-    strict: bool = True  # whether names that one side lacks are an error
-    part: Part | None = None  # of a checkpoint in several files: what its index says of this one
+    strict: bool = True  # whether names that only one side has are an error
+    part: Part | None = None  # what the index of a sharded checkpoint says about this file
 
     def chosen(self, known: Iterable[str], path: str, targets: Container[str] | None = None) -> list[str]:
-        """Those of the ``known`` names that are asked for, in their order. Raises KeyError for others in ``keys``.
+        """Returns the names in ``known`` that are requested, in order. Raises KeyError for others in ``keys``.
 
-        Where the request is not ``strict``: those of them that are among ``targets``, if any are given.
+        If the request is not ``strict``, only those among ``targets``, if any are given.
         """
         names = list(known)
         if not self.strict and targets is not None:
@@ -40,6 +40,6 @@ class Request:
 
 
 def lacking(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
-    """Makes the error to raise where the file has no tensors of these names."""
+    """Returns the error for names of tensors that the file lacks."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return MissingTensorError(f"{path} has no tensor {shown}{why}")

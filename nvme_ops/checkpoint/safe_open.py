@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_ops.checkpoint import integrity, new_tensors
-from nvme_ops.checkpoint import safetensors_format as layout
+from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import lacking
 from nvme_ops.file import shared_handle
+from nvme_ops.formats import integrity
+from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
 
 if TYPE_CHECKING:
@@ -21,20 +22,20 @@ _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
 class safe_open:  # noqa: N801  (safetensors' name)
-    """Opens a safetensors file; reads tensors, and parts of them, when they are asked for.
+    """Opens a safetensors file; reads tensors, and parts of them, on request.
 
         with nvme_ops.safe_open("model.safetensors", framework="pt", device="cuda") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
             rows = file.get_slice("lm_head.weight")[1000:2000]  # reads these rows only
 
-    Threads may share it. What was read stays what it is after the file is closed or changed.
+    Threads may share it. Tensors that were read do not change when the file is closed or changed.
 
     Args:
         filename: the file.
         framework: ``"pt"``, or ``"np"`` for NumPy's arrays; others are refused.
         device: where the tensors go.
-        backend: accepted, as safetensors takes it, and without effect: the way to the file is the handle's.
+        backend: accepted, as by safetensors, and ignored: the handle reads the file.
         handle: whose settings the transfers use; one for the whole process when None.
 
     Raises:
@@ -68,40 +69,40 @@ class safe_open:  # noqa: N801  (safetensors' name)
             raise
 
     def keys(self) -> list[str]:
-        """The names of the tensors, sorted."""
+        """Returns the names of the tensors, sorted."""
         return sorted(self._header.entries)
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors, as they lie in the file."""
+        """Returns the names of the tensors in the order of the file."""
         return sorted(self._header.entries, key=lambda name: self._header.entries[name].start)
 
     def metadata(self) -> dict[str, str] | None:
-        """The strings in the header but for those that only ``verify`` looks at; None where there are none."""
+        """Returns the strings in the header except those for ``verify``; None if there are none."""
         found = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
         return found or None
 
     def get_tensor(self, name: str) -> Any:
-        """A new tensor, or array. Raises KeyError for a name that the file lacks."""
+        """Reads a tensor, or array. Raises KeyError for a name that the file lacks."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, Any]:
-        """All tensors by name. ``nvme_ops.load`` reads them faster, into one memory."""
+        """Reads all tensors by name. ``nvme_ops.load`` is faster, as it reads them into one allocation."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> Slice:
-        """A tensor of which a part is read when it is indexed. Raises KeyError for a name that the file lacks."""
+        """Returns a tensor that is read, in part, when it is indexed. Raises KeyError for an unknown name."""
         if name not in self._header.entries:
             raise lacking(self._path, [name])
         return Slice(self, name)
 
     def close(self) -> None:
-        """Once or more. Slices of it cannot be read any more."""
+        """Closes the file. Further calls do nothing. Slices of it cannot be read any more."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __enter__(self) -> Self:
-        """Closed at the end of the block."""
+        """Returns the file, which is closed at the end of the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +119,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
 
 
 class Slice:
-    """A tensor in a file, to be indexed as a tensor. Of the first dimension only what is asked for is read."""
+    """A tensor in a file, indexed like a tensor. Along the first dimension only the part needed is read."""
 
     def __init__(self, file: safe_open, name: str) -> None:
         self._file = file
@@ -126,15 +127,15 @@ class Slice:
         self._dtype, self._shape = self._entry.in_torch(file._path, name)
 
     def get_shape(self) -> list[int]:
-        """As the file has it."""
+        """Returns the shape in the file."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """The dtype in the format's words: ``F32``, ``BF16``, ..."""
+        """Returns the format's name of the dtype: ``F32``, ``BF16``, ..."""
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """A new, contiguous tensor, or array. Raises IndexError as torch does; TypeError for what NumPy cannot hold."""
+        """Reads a new, contiguous tensor or array. IndexError as in torch; TypeError for a dtype that NumPy lacks."""
         found = self._read(index)
         return found.numpy() if self._file._numpy else found
 

@@ -1,4 +1,4 @@
-"""The head of a new safetensors file: what it may hold, and where each tensor will lie."""
+"""Builds the header of a new safetensors file: which tensors it may hold, and their offsets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops._native import native
-from nvme_ops.checkpoint.safetensors_format import MOST_HEADER, NAMES, Entry, Header
 from nvme_ops.errors import SharedMemoryError
+from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Entry, Header
 
 _PAGE = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Header:
-    """Where each tensor will lie: the larger dtypes first, so that all are aligned, and the first on a page.
+    """Builds a header, larger dtypes first, so that all tensors are aligned, the first one to a page.
 
     Raises:
         ValueError: a dtype or a layout that the format does not have, a header beyond 100 MB.
@@ -56,7 +56,7 @@ class _Kind(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     size: int  # in bytes
-    text: str  # in the header, up to their places
+    text: str  # in the header, up to the offsets
 
 
 def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
@@ -69,18 +69,18 @@ def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
 
 
 def _halves(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As the format counts: two in each element of torch's."""
+    """Returns the shape as the format counts it: two values in each element of torch's dtype."""
     if not shape:
         raise ValueError(f"tensor {name!r}: the two values of an element need a dimension to lie along")
     return (*shape[:-1], shape[-1] * 2)
 
 
 def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
-    """``obj`` as what the format can hold: a flat dictionary of dense tensors that share no memory.
+    """Returns ``obj`` as a flat dictionary of dense tensors that share no memory.
 
     Raises:
         TypeError: not a dictionary of tensors by name.
-        ValueError: a sparse or distributed tensor, or tensors that share memory, named.
+        ValueError: a sparse or distributed tensor, or tensors that share memory; named.
     """
     if not isinstance(obj, Mapping):
         raise TypeError(f"safetensors holds a dict of tensors by name, not {type(obj).__name__}: save it as .pt")
@@ -109,13 +109,13 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # of a subclass that wraps others
+    except RuntimeError:  # a subclass that wraps other tensors
         return False
     return True
 
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Like safetensors, which refuses what would be stored twice and come back as two."""
+    """Raises for tensors that share memory, as safetensors does: they would be stored and loaded twice."""
     shared = native().overlapping(list(tensors.values()))
     if shared is not None:
         before, name = (list(tensors)[index] for index in shared)

@@ -1,4 +1,4 @@
-"""One safetensors file, saved and loaded."""
+"""Saves and loads one safetensors file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from nvme_ops import collector
-from nvme_ops.checkpoint import integrity, new_tensors
-from nvme_ops.checkpoint import safetensors_format as layout
-from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
@@ -22,6 +20,9 @@ from nvme_ops.checkpoint.safetensors_build import build, require_tensors
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
+from nvme_ops.formats import integrity
+from nvme_ops.formats import safetensors_format as layout
+from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import Kind
@@ -31,7 +32,7 @@ from nvme_ops.storage.atomic import opened, replacing
 
 @dataclass
 class SafetensorsPlan:
-    """One file: its head but for the checksums, and its tensors in the order of their data."""
+    """One file: its header without the checksums, and its tensors in the order of their data."""
 
     header: layout.Header
     tensors: list[torch.Tensor]
@@ -40,11 +41,11 @@ class SafetensorsPlan:
     seal: str | None = None  # the checksum of the header, once it is written
 
     def target(self, path: str) -> str:
-        """See ``Plan``."""
+        """Implements ``Plan``."""
         return path
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
-        """See ``Plan``."""
+        """Implements ``Plan``."""
         places = list(zip((entry.start for entry in self.header.entries.values()), self.tensors, strict=True))
         with replacing(path, durable, self.recycle) as file:
             found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksum else None, borrowed)
@@ -66,11 +67,11 @@ def plan(
     save: str | None = None,
     recycle: bool = False,
 ) -> SafetensorsPlan:
-    """Raises TypeError and ValueError for what the format cannot hold. ``save``: which one the file is a part of."""
+    """Plans a file. Raises TypeError and ValueError for what the format cannot hold. ``save``: the id of its save."""
     tensors = require_tensors(obj)
     words = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
     require_strings(words)
-    for key in integrity.OURS:  # of the file that this metadata came from
+    for key in integrity.OURS:  # those of a file that this metadata was loaded from
         words.pop(key, None)
     if save is not None:
         words[integrity.SAVE] = save
@@ -85,12 +86,12 @@ def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
-    """The tensors by name, in the file's order."""
+    """Loads the tensors by name, in the file's order."""
     return read(path, None if into is None else Targets(into), request)
 
 
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
-    """``load`` of one of perhaps several files."""
+    """Loads one file of a checkpoint that may have several."""
     device = _one_device(request.map_location)
     with opened(path) as fd, contextlib.ExitStack() as stack:
         text, size = layout.read_text(fd, path)
@@ -123,7 +124,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
 
 
 def kinds(path: str, request: Request) -> dict[str, Kind]:
-    """What ``read`` will find, as far as it is known without the data."""
+    """Returns the dtypes and shapes that ``read`` will find, as far as they are known without reading data."""
     with opened(path) as fd:
         header = layout.read(fd, path)
     if request.part is not None:
@@ -134,14 +135,14 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
 
 @collector.paused()
 def _wanted(entries: Mapping[str, layout.Entry], path: str) -> list[Wanted]:
-    """What torch makes of the entries."""
-    names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, among many tensors
+    """Returns the dtypes and shapes of the entries in torch."""
+    names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, even for many tensors
     kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}
     return [(start, end, kinds[dtype, shape]) for dtype, shape, start, end in entries.values()]
 
 
 def _one_device(map_location: Any) -> torch.device:
-    """The format knows no devices that could be mapped. Raises TypeError for what is not one."""
+    """Returns the device. Raises TypeError for a mapping of devices, as the format knows none."""
     if map_location is None:
         return torch.device("cpu")
     if isinstance(map_location, str | torch.device):
@@ -159,7 +160,7 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
 
 
 def contents(path: str, part: integrity.Part | None = None) -> Contents:
-    """What the file holds, with the checksums that ``save`` kept. ``part``: what an index says of it."""
+    """Returns what the file holds, with its checksums. ``part``: what an index says about it."""
     with opened(path) as fd:
         header = layout.read(fd, path)
     expected = integrity.recorded(header, path) or {}

@@ -1,4 +1,4 @@
-"""A dict of tensors in several files with an index, and the folders of ``save_pretrained``.
+"""Saves and loads a dict of tensors in several files with an index, as in the folders of ``save_pretrained``.
 
 The index is a JSON object: ``weight_map`` names the file of each tensor, ``metadata.total_size`` counts all bytes.
 
@@ -9,9 +9,9 @@ with the old shards, or the new one with the new; what else it leaves the next s
 after a save with ``durable=False``.) Saved to a folder, the shards take the place of its ``model.safetensors``, which
 is removed at last.
 
-A reader at work while shards are removed meets a missing file, or one of another save, and begins anew with the new
-index. Processes that save to one index do so one after the other (``locked``); where the file system has no locks, the
-id of the save, which the index and every shard have, tells what is mixed.
+A reader that meets a missing shard, or one of another save, because a save replaced them meanwhile, starts again with
+the new index. Processes that save to one index do so one after the other (``locked``); where the file system has no
+locks, the id of the save, which the index and every shard have, tells what is mixed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from nvme_ops.checkpoint import FORMATS, integrity, safetensors_file, torch_file
-from nvme_ops.checkpoint.between_processes import locked
-from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import require_tensors
-from nvme_ops.checkpoint.sharded_index import (
+from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.checkpoint.torch_open import PICKLE
+from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.formats import integrity
+from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.sharded_index import (
     Index,
     names_for,
     read_index,
@@ -41,13 +44,11 @@ from nvme_ops.checkpoint.sharded_index import (
     text_of,
     write_index,
 )
-from nvme_ops.checkpoint.targets import Targets
-from nvme_ops.checkpoint.torch_open import PICKLE
-from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage import unlink
 from nvme_ops.storage.atomic import sync_folder
+from nvme_ops.storage.locks import locked
 
 SUFFIXES = FORMATS["sharded"][1]
 
@@ -60,14 +61,14 @@ _Read = TypeVar("_Read")
 
 @dataclass
 class ShardedPlan:
-    """Several safetensors files, their tensors one after the other, and the index."""
+    """Several safetensors files, whose tensors follow each other, and the index."""
 
     shards: list[safetensors_file.SafetensorsPlan]
     tensors: list[torch.Tensor]
     metadata: dict[str, Any]
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
-        """See ``Plan``. A folder that is not there is made; a symbolic link to an index stays one."""
+        """Implements ``Plan``. Makes a missing folder; an index that is a symbolic link stays one."""
         index = self.target(path)
         folder = os.path.dirname(index)
         if not os.path.isdir(folder):
@@ -76,14 +77,14 @@ class ShardedPlan:
                 sync_folder(os.path.dirname(folder))
         with locked(index):
             self._write(index, durable, handle, borrowed)
-            if not path.endswith(SUFFIXES):  # the folder's model until now, which readers would prefer
+            if not path.endswith(SUFFIXES):  # the folder's previous model, which readers would prefer
                 with suppress(FileNotFoundError):
                     unlink.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
         if durable:
             sync_folder(folder)
 
     def target(self, path: str) -> str:
-        """See ``Plan``: the index."""
+        """Implements ``Plan``: the index."""
         index = os.path.realpath(path if path.endswith(SUFFIXES) else os.path.join(path, "model" + SUFFIXES[0]))
         if not index.endswith(SUFFIXES[0]):
             raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
@@ -122,7 +123,7 @@ class ShardedPlan:
 def plan(
     obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
 ) -> ShardedPlan:
-    """Fills shards in the order of the names, as transformers does; the strings of ``metadata`` go into the index.
+    """Plans shards in the order of the names, as transformers does; the index has the strings of ``metadata``.
 
     Raises TypeError and ValueError for what safetensors cannot hold.
     """
@@ -140,7 +141,7 @@ def plan(
     save = os.urandom(8).hex()
     shards = [safetensors_file.plan(part, checksum=checksum, metadata=None, save=save) for part in parts]
     words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-    for key in integrity.OURS:  # of the index that this metadata came from
+    for key in integrity.OURS:  # those of an index that this metadata was loaded from
         words.pop(key, None)
     words[integrity.SAVE] = save
     if checksum:
@@ -149,7 +150,7 @@ def plan(
 
 
 def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
-    """After a failure, which may have come when the index had been replaced already."""
+    """Removes the new shards after a failure, unless the index names them already."""
     with suppress(OSError, FormatError):
         named: Iterable[str] = ()
         if os.path.exists(index):
@@ -169,7 +170,7 @@ def _is_safetensors(path: str) -> bool:
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
-    """The tensors by name, in the order of the index. Shards without any that is asked for are not opened."""
+    """Loads the tensors by name, in the order of the index. Shards without a requested tensor are not opened."""
     file = resolved(path)
     if not file.endswith(_INDEX):
         return _module(file).load(file, into, request)
@@ -177,7 +178,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 
 
 def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
-    """What ``read`` makes of the index and its shards, anew as long as somebody replaces them meanwhile."""
+    """Calls ``read`` with the index and its shards; retries while a save replaces them."""
     index = read_index(path)
     while True:
         try:
@@ -214,7 +215,7 @@ def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, reques
 
 
 def contents(path: str) -> Contents:
-    """What all the shards hold, in the order of the index."""
+    """Returns what all the shards hold, in the order of the index."""
     file = resolved(path)
     if not file.endswith(_INDEX):
         alone: Contents = _module(file).contents(file)

@@ -13,16 +13,16 @@ from nvme_ops.errors import MissingTensorError
 
 
 class Targets:
-    """Tensors by name. Nothing is filled before all that is asked for is known to fit."""
+    """Tensors by name to be filled. Nothing is filled before everything requested is known to fit."""
 
     def __init__(self, into: Mapping[str, Any] | torch.nn.Module) -> None:
         found = into.state_dict(keep_vars=False) if isinstance(into, torch.nn.Module) else into
         self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def require(self, path: str, names: Iterable[str], request: Request) -> None:
-        """Raises KeyError unless there is a tensor for each of the names, and without ``keys`` a name for each.
+        """Raises KeyError unless each name has a tensor and, without ``keys``, each tensor a name.
 
-        Tied weights need one name of all. Nothing where the request is not strict.
+        For tied weights one of their names is enough. Does nothing if the request is not strict.
         """
         if not request.strict:
             return
@@ -41,7 +41,7 @@ class Targets:
     def take(
         self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], request: Request
     ) -> dict[str, torch.Tensor]:
-        """The tensors to fill with those ``described``, which the file at ``path`` has.
+        """Returns the tensors to fill with those ``described``, which the file at ``path`` has.
 
         Raises:
             KeyError: as ``require``.
@@ -52,7 +52,7 @@ class Targets:
         return {name: self._tensors[name].detach() for name in described}
 
     def require_fit(self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Raises ValueError unless the tensors of these names can be filled with these dtypes and shapes."""
+        """Raises ValueError unless the tensors of these names have these dtypes and shapes."""
         for name, (dtype, shape) in described.items():
             tensor = self._tensors[name]
             if tensor.is_meta or tensor.layout != torch.strided:

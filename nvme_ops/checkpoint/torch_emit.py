@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _MARK, _TUPLE, _REDUCE = pickle.MARK, pickle.TUPLE, pickle.REDUCE
-_BATCH = 1000  # items between a mark and what sets them, as in Python's pickler
+_BATCH = 1000  # items between MARK and SETITEMS or APPENDS, as in Python's pickler
 _LENGTH = struct.Struct("<I")
 _SHORT_TUPLES = {1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 
@@ -35,18 +35,18 @@ _STORAGES = {
     torch.uint8: "ByteStorage",
 }
 _DEVICES = ("cpu", "cuda")
-_NAMES = hasattr(torch.Tensor, "has_names")  # of dimensions, in older versions of torch
+_NAMES = hasattr(torch.Tensor, "has_names")  # named dimensions, in older versions of torch
 
 
 class NotPlainError(Exception):
-    """Something that is left to Python's pickler."""
+    """The object needs Python's pickler."""
 
 
 def emit(obj: Any) -> tuple[bytes, list[torch.Tensor], list[int]]:
-    """The pickle, and for the storages, in the order of their keys ``0``, ``1``, ..., a tensor in each and their bytes.
+    """Returns the pickle, a tensor in each storage in the order of their keys ``0``, ``1``, ..., and their bytes.
 
     Raises:
-        NotPlainError: there is more in it than this module knows.
+        NotPlainError: the object contains something that this module does not handle.
     """
     emitter = _Emitter()
     emitter.value(obj)
@@ -61,13 +61,13 @@ class _Emitter:
         self.sizes: list[int] = []
         self._keys: dict[int, bytes] = {}  # pickled, by the address of the storage
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
-        self._memo: dict[int, bytes] = {}  # what gets an object again, by its id
-        self._kept: list[Any] = []  # so that no id is used twice
+        self._memo: dict[int, bytes] = {}  # opcodes that fetch an object again, by its id
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
         self._count = 0
-        self._open: set[int] = set()  # ids of tuples that have begun
+        self._open: set[int] = set()  # ids of tuples being pickled
         self._constants: dict[str, bytes] = {}
-        self._plain: set[Any] = set()  # kinds of tensors that were looked at
-        self._ends: dict[Any, tuple[bytes, bytes]] = {}  # of tensors that differ in their storage alone
+        self._plain: set[Any] = set()  # kinds of tensors known to be plain
+        self._ends: dict[Any, tuple[bytes, bytes]] = {}  # by everything about a tensor but its storage
         self._kinds: dict[type, Callable[[Any], None]] = {
             bool: self._bool,
             dict: self._dict,
@@ -93,7 +93,7 @@ class _Emitter:
         kind(obj)
 
     def _put(self) -> tuple[bytes, bytes]:
-        """What numbers the object on top of the stack, and what gets it again."""
+        """Returns the opcodes that memoize the object on top of the stack, and that fetch it again."""
         number = self._count
         self._count += 1
         if number < 256:
@@ -178,7 +178,7 @@ class _Emitter:
         self._remember(value)
 
     def _constant(self, module: str, name: str = "") -> bytes:
-        """Gets a global, or with no ``name`` a string; the first time it makes it."""
+        """Returns the opcodes for a global, or without ``name`` for a string; memoized after the first time."""
         word = f"{module}\n{name}\n"
         known = self._constants.get(word)
         if known is None:
@@ -223,7 +223,7 @@ class _Emitter:
         if ends is None:
             before, after = self._around(kind, tuple(size), stride, offset, bytes_ // value.element_size())
             self.out += (before, key, after)
-            # from now on all its constants have numbers
+            # from now on all its constants are memoized
             ends = self._around(kind, tuple(size), stride, offset, bytes_ // value.element_size())
             self._ends[kind, size, stride, offset, bytes_] = ends
         else:

@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes: a zip file with a pickle and the bytes of storages, saved and loaded."""
+"""Saves and loads files of ``torch.save``: a zip file with a pickle and the bytes of storages."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch.serialization import default_restore_location
 
-from nvme_ops.checkpoint import torch_pickle, torch_read
-from nvme_ops.checkpoint.contents import Contents, Item
+from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
 from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
-from nvme_ops.checkpoint.torch_pickle import Described, Other
 from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
 from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.errors import UnsafeError
 from nvme_ops.file import shared_handle
+from nvme_ops.formats import torch_pickle
+from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.torch_pickle import Described, Other
 from nvme_ops.memory.carve import Kind, is_plain
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.atomic import opened
@@ -30,7 +31,7 @@ __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "rea
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
-    """The object that was saved; with ``keys`` or ``into`` tensors by name.
+    """Loads the object that was saved; with ``keys`` or ``into``, tensors by name.
 
     A tensor's name is its place in the object: keys, indices and attributes joined by dots. ``torch.save``
     overwrites a file in its place, and with it the tensors that ``mmap`` has mapped from it.
@@ -43,7 +44,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 
 
 def flattened(obj: Any) -> dict[str, torch.Tensor]:
-    """The tensors in nested containers, or of a module, by their names."""
+    """Returns the tensors in nested containers, or of a module, by their names."""
     found: dict[str, torch.Tensor] = {}
 
     def walk(name: str, each: Any) -> None:
@@ -60,10 +61,10 @@ def flattened(obj: Any) -> dict[str, torch.Tensor]:
 
 
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
-    """Tensors by name out of one of perhaps several files. What is not asked for is not read.
+    """Reads tensors by name from one of several files. What is not requested is not read.
 
-    Where a name stands for something else than a view of one storage (a sparse or quantized tensor, a subclass), or the
-    file is in an older format, everything is loaded first.
+    If a name stands for anything but a view of one storage (a sparse or quantized tensor, a subclass), or the file is
+    in an older format, everything is loaded first.
     """
     with opened(path) as fd:
         file = File(fd, path, request.handle, request.mmap)
@@ -90,7 +91,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
 
 
 def kinds(path: str, request: Request) -> dict[str, Kind]:
-    """What ``read`` will find, as far as it is known without the data."""
+    """Returns the dtypes and shapes that ``read`` will find, as far as they are known without reading data."""
     with opened(path) as fd:
         file = File(fd, path, request.handle)
         archive = file.archive()
@@ -186,7 +187,7 @@ def _verify_filled(
 
 
 def contents(path: str) -> Contents:
-    """The pickle, and the storages under the names of the tensors that lie in them, with the CRC-32 of each."""
+    """Returns the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
     with opened(path) as fd:
         file = File(fd, path, shared_handle())
         archive = file.archive()

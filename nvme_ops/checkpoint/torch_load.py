@@ -17,15 +17,16 @@ import torch
 import torch._weights_only_unpickler
 
 from nvme_ops import collector
-from nvme_ops.checkpoint import torch_pickle, torch_plain, torch_read
+from nvme_ops.checkpoint import torch_plain, torch_read
 from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_verify import require_undamaged, verify_by_zipfile, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import open as open_file
+from nvme_ops.formats import torch_pickle
 
-# Bytes of storages that are read ahead for a function that decides where they go.
-_AHEAD = 16 << 20
+# Bytes of storages that are read at a time for a function that decides where they go; as many are on their way then.
+_AHEAD = 8 << 20
 
 
 @collector.paused()
@@ -58,7 +59,7 @@ def _plain(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: st
 
     def device_of(location: str) -> torch.device:
         if only_cpu and location != "cpu":
-            raise torch_plain.NotPlainError(location)
+            raise torch_pickle.NotReadError(location)
         if location not in devices:
             devices[location] = _device_of(map_location, location, path)
         return devices[location]
@@ -80,15 +81,23 @@ def _fetcher(
 ) -> Callable[[str], torch.Tensor]:
     """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
 
+    def begin(names: Iterable[str], device: torch.device) -> Callable[[], dict[str, torch.Tensor]]:
+        reading = torch_read.begin(archive, file.handle, torch_read.whole(archive, names), device, file.mapped)
+
+        def finish() -> dict[str, torch.Tensor]:
+            found = reading()
+            if verify and device.type != "meta":
+                require_undamaged(file, archive, torch_read.damaged(archive, found))
+            return found
+
+        return finish
+
     def read_now(names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        found = torch_read.storages(archive, file.handle, torch_read.whole(archive, names), device, file.mapped)
-        if verify and device.type != "meta":
-            require_undamaged(file, archive, torch_read.damaged(archive, found))
-        return found
+        return begin(names, device)()
 
     data = [name for name in archive.records if name.startswith("data/")]
     if callable(map_location):
-        return _ReadAhead(archive, data, lambda names: read_now(names, torch.device("cpu"))).fetch
+        return _ReadAhead(archive, data, lambda names: begin(names, torch.device("cpu"))).fetch
     if map_location is None and not _mentions_device(content):
         return read_now(data, torch.device("cpu")).__getitem__
     if isinstance(map_location, str | torch.device):
@@ -135,22 +144,36 @@ def _device_of(map_location: Any, location: str, path: str) -> torch.device:
 
 
 class _ReadAhead:
-    """Storages in the order of the file, some at a time, each given away once."""
+    """Storages in the order of the file, some at a time, each given away once, while the next ones are read.
+
+    Args:
+        archive: has the records.
+        names: of all that may be asked for.
+        begin: starts to read some; what it returns waits for them.
+    """
 
     def __init__(
         self,
         archive: Archive,
         names: Sequence[str],
-        read: Callable[[Sequence[str]], dict[str, torch.Tensor]],
+        begin: Callable[[Sequence[str]], Callable[[], dict[str, torch.Tensor]]],
     ) -> None:
-        self._archive, self._read = archive, read
+        self._archive, self._begin = archive, begin
         self._waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
         self._ready: dict[str, torch.Tensor] = {}
+        self._coming: tuple[set[str], Callable[[], dict[str, torch.Tensor]]] | None = None
 
     def fetch(self, name: str) -> torch.Tensor:
-        """The storage of a record."""
+        """Return the storage of a record."""
         if name not in self._ready:
-            self._ready.update(self._read(self._next(name)))
+            if self._coming is None or name not in self._coming[0]:
+                self._ready.update(self._begin(self._next(name))())
+            else:
+                self._ready.update(self._coming[1]())
+                self._coming = None
+        if self._coming is None and self._waiting:
+            names = self._next(next(iter(self._waiting)))
+            self._coming = set(names), self._begin(names)
         return self._ready.pop(name)
 
     def _next(self, name: str) -> list[str]:

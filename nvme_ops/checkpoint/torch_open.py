@@ -1,4 +1,4 @@
-"""Opens a file of ``torch.save``, of whatever version, and says who has to read it."""
+"""Opens a file of ``torch.save``, of any version, and decides which reader it needs."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops.checkpoint import torch_read
-from nvme_ops.checkpoint.torch_pickle import Storage
 from nvme_ops.checkpoint.torch_zip import Archive, is_zip, open_archive, refuse, require_file
+from nvme_ops.formats.torch_pickle import Storage
 from nvme_ops.handle import aio_handle
 
 #: The record of the object but for its storages.
 PICKLE = "data.pkl"
 
-# How a file from before torch 1.6 begins, after the two bytes of the pickle's protocol: with a magic number.
+# The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# How much larger than the file its compressed records may be. torch compresses nothing.
+# How many times larger than the file its decompressed records may be. torch itself compresses nothing.
 _MOST_EXPANSION = 16
 
 
 @dataclass
 class File:
-    """An open file, of any of torch's formats."""
+    """An open file in any of torch's formats."""
 
     fd: int
     path: str
     handle: aio_handle
-    mapped: bool = False  # its storages may lie in the page cache
+    mapped: bool = False  # storages may be mapped from the file
 
     def archive(self) -> Archive | None:
-        """Opens an archive of the present format; None where only torch's own reader will do.
+        """Opens an archive of the current format; returns None if only torch's own reader can read it.
 
         Raises:
-            FormatError: no file of torch's at all, or a damaged one.
+            FormatError: not a file of torch's, or a damaged one.
         """
         size = require_file(self.fd, self.path)
         if not is_zip(self.fd):
@@ -62,12 +62,12 @@ class File:
         return sys.byteorder == "little" and not big
 
     def pickle(self, archive: Archive) -> bytes:
-        """The object but for its storages."""
+        """Returns the pickle: the object without its storages."""
         return torch_read.content(archive, self.handle, PICKLE)
 
 
 def require_record(archive: Archive, storage: Storage) -> None:
-    """Raises FormatError when the record of a storage is not there, or has not its size."""
+    """Raises FormatError if the record of a storage is missing or has another size."""
     record = archive.records.get(storage.record)
     if record is None or record.size != storage.size:
         actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"

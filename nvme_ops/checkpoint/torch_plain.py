@@ -1,13 +1,12 @@
-"""Makes the object of a plain pickle: containers, numbers, strings, dense tensors and parameters, and nothing else.
+"""Builds the object of a plain pickle: containers, numbers, strings, dense tensors and parameters, and nothing else.
 
-Torch's own reader makes everything, and takes ten times as long where there are thousands of tensors. Here Python's
+Torch's own reader handles every pickle, but takes ten times as long for thousands of tensors. Here Python's
 reader in C makes the object, from a pickle that was scanned before. Its tensors are empty at first; one native call
-gives all of them their storages.
+gives all of them their storages at the end.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,17 +16,13 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint.torch_pickle import CODES
+from nvme_ops.formats.torch_pickle import CODES, NotReadError, Unpickler, dtype_of_storage
 
-_CODES = b"".join(code for code in CODES if code != pickle.NEWOBJ)
-
-
-class NotPlainError(Exception):
-    """Something that is left to torch's own reader."""
+_CODES = [code for code in CODES if code != pickle.NEWOBJ]
 
 
 class _Typed(NamedTuple):
-    """A storage, by its key, and what its elements are."""
+    """A storage, by its key, and the dtype of its elements."""
 
     key: str
     dtype: torch.dtype
@@ -40,29 +35,27 @@ Fetch = Callable[[str, int, str], torch.Tensor]
 
 @collector.paused()
 def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch) -> Any:
-    """What ``torch.load(weights_only=True)`` makes of the pickle.
+    """Builds the object that ``torch.load(weights_only=True)`` would build.
 
     Args:
         content: the pickle.
-        device_of: where the storage of a location goes.
-        fetch: called once for each storage, after all of the pickle was read.
+        device_of: maps a location to the device of its storage.
+        fetch: called once for each storage, after the whole pickle was read.
 
     Raises:
         Exception: whatever damaged bytes make of an interpreter.
-        NotPlainError: there is more in it. Nothing that it names was called.
+        NotReadError: there is more in it. Nothing that it names was called.
     """
-    if problem := native().scan_pickle(content, _CODES):
-        raise NotPlainError(problem)
     maker = _Maker(content, device_of)
     made = maker.load()
     if maker.unused:
-        raise NotPlainError("a storage by itself")
+        raise NotReadError("a storage by itself")
     maker.fill(fetch)
     return made
 
 
 class _Function:
-    """What stands for a function of torch's: a pickle can call it and put nothing into it."""
+    """A stand-in for a function of torch's: a pickle can call it, but cannot set attributes of it."""
 
     __slots__ = ("_function",)
 
@@ -73,22 +66,22 @@ class _Function:
         return self._function(*arguments)
 
     def __setstate__(self, _: Any) -> None:
-        raise NotPlainError("the state of a function")
+        raise NotReadError("the state of a function")
 
 
-class _Maker(pickle.Unpickler):
+class _Maker(Unpickler):
     """Calls the functions below, which stand for torch's, and no others."""
 
     def __init__(self, content: bytes, device_of: Callable[[str], torch.device]) -> None:
-        super().__init__(io.BytesIO(content), encoding="utf-8")
+        super().__init__(content, _CODES)
         self._device_of = device_of
         self._storages: dict[str, tuple[int, str]] = {}  # by key: bytes and location
         self._kinds: dict[Any, _Typed] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
         self._views: list[tuple[str, int, Any, Any]] = []  # of each: key, offset, size, stride
-        self._numbers: dict[int, int] = {}  # of tensors, which _tensors keeps, by their ids
-        self.unused = 0  # storages that are in no tensor
+        self._numbers: dict[int, int] = {}  # indices of tensors by their ids, which _tensors keeps alive
+        self.unused = 0  # storages that no tensor uses
         self._functions = {
             ("collections", "OrderedDict"): OrderedDict,
             ("torch", "Size"): torch.Size,
@@ -98,25 +91,25 @@ class _Maker(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """For ``GLOBAL``."""
+        """Handles ``GLOBAL``."""
         if (module, name) in self._functions:
             return self._functions[module, name]
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
+            return dtype_of_storage(name)
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise NotPlainError(f"{module}.{name}")
+        raise NotReadError(f"{module}.{name}")
 
     def persistent_load(self, identity: Any, /) -> _Typed:
-        """For a storage."""
+        """Returns a storage."""
         self.unused += 1
         found = self._kinds.get(identity)
         if found is None:
             _, dtype, key, location, count = identity
             size = count * dtype.itemsize
             if self._storages.setdefault(key, (size, location)) != (size, location):
-                raise NotPlainError("a storage that is described in two ways")
+                raise NotReadError("a storage that is described in two ways")
             found = self._kinds[identity] = _Typed(key, dtype, self._device_of(location))
         return found
 
@@ -152,7 +145,7 @@ class _Maker(pickle.Unpickler):
     def _parameter(self, data: torch.Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
         number = self._numbers.get(id(data))
         if number is None:
-            raise NotPlainError("a parameter of something else")
+            raise NotReadError("a parameter of something else")
         parameter = torch.nn.Parameter(data, requires_grad)
         self._tensors.append(parameter)
         self._views.append(self._views[number])
@@ -162,7 +155,7 @@ class _Maker(pickle.Unpickler):
     def fill(self, fetch: Fetch) -> None:
         """Gives the tensors their storages."""
         if any(empty.untyped_storage().nbytes() for empty in self._empty.values()):
-            raise NotPlainError("a tensor that the pickle has changed")
+            raise NotReadError("a tensor that the pickle has changed")
         owners = {key: fetch(f"data/{key}", size, location) for key, (size, location) in self._storages.items()}
         native().set_storages(
             self._tensors, [owners[view[0]] for view in self._views], *(

@@ -1,4 +1,4 @@
-"""Brings records of ``torch.save``'s container to where they stay: storages that need no second copy."""
+"""Reads records of ``torch.save``'s container into their final place: storages that need no second copy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import new_tensors
-from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_save import CHECKSUM
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
 from nvme_ops.checksums import checksum_of
+from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import give_storages
@@ -20,11 +20,11 @@ from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
 from nvme_ops.tensors import pool_buffer
 
-_GAP = 8 << 10  # bytes between two records that are read along: headers, and what aligns a page
+_GAP = 8 << 10  # gap between two records up to which it is read as well: headers and page alignment
 
 
 def content(archive: Archive, handle: aio_handle, name: str) -> bytes:
-    """All of a record."""
+    """Reads a whole record."""
     archive.locate(handle, [name])
     record = archive.records[name]
     if record.size == 0:
@@ -43,39 +43,53 @@ def storages(
     device: torch.device,
     mapped: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The bytes from the first to the second number of each record, as tensors with a storage of its own each.
+    """Reads a byte range of each record into a tensor with its own storage.
 
-    The storages are parts of one memory, which is freed with the last of them, and none of them can grow. ``mapped``:
-    of the file's own memory, where its records are aligned.
+    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
+    are parts of a mapping of the file, if its records are aligned.
     """
+    return begin(archive, handle, extents, device, mapped)()
+
+
+def begin(
+    archive: Archive,
+    handle: aio_handle,
+    extents: Mapping[str, tuple[int, int]],
+    device: torch.device,
+    mapped: bool = False,
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """Starts to read them as ``storages`` does. What it returns waits for that and returns them."""
     if device.type == "meta":
-        return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
-    if (
-        device.type == "cpu"
-        and not mapped
-        and all(end == archive.records[name].size for name, (_, end) in extents.items())
-    ):
-        memories, spans = _read_with_headers(archive, handle, extents)
+        return lambda: {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
+    whole_records = all(end == archive.records[name].size for name, (_, end) in extents.items())
+    with_headers = device.type == "cpu" and not mapped and whole_records
+    if with_headers:
+        spans = _spans_with_headers(archive, extents)
     else:
         archive.locate(handle, extents)
         places = sorted((archive.starts[name] + start, end - start) for name, (start, end) in extents.items())
         places = [place for place in places if place[1]]
         spans = _spans(places)
-        wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
-        memories = new_tensors.read(handle, archive.fd, wanted, device, mapped) if wanted else []
-    return _parts(archive, extents, memories, spans, device)
+    wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
+    reading = new_tensors.begin(handle, archive.fd, wanted, device, mapped) if wanted else list[torch.Tensor]
+
+    def finish() -> dict[str, torch.Tensor]:
+        memories = reading()
+        if with_headers:
+            archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
+        return _parts(archive, extents, memories, spans, device)
+
+    return finish
 
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _read_with_headers(
-    archive: Archive, handle: aio_handle, extents: Mapping[str, tuple[int, int]]
-) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Reads the records before it is known where in them their bytes start: what is in front of these says it."""
-    records = sorted((archive.records[name].header, archive.records[name].limit) for name in extents)
+def _spans_with_headers(archive: Archive, names: Iterable[str]) -> list[tuple[int, int]]:
+    """Stretches of the file that have the records with their headers, which say where in them the bytes start."""
+    records = sorted((archive.records[name].header, archive.records[name].limit) for name in names)
     spans: list[tuple[int, int]] = []
     for start, end in records:
         start -= start % ALIGNMENT
@@ -83,10 +97,7 @@ def _read_with_headers(
             spans[-1] = (spans[-1][0], end)
         else:
             spans.append((start, end))
-    wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-    memories = new_tensors.read(handle, archive.fd, wanted, torch.device("cpu")) if wanted else []
-    archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
-    return memories, spans
+    return spans
 
 
 @collector.paused()
@@ -97,7 +108,7 @@ def _parts(
     spans: Sequence[tuple[int, int]],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Cuts the records out of what was read of the file in these spans."""
+    """Cuts the records out of the spans of the file that were read."""
     empty = _bytes(0, device)
     found = dict(zip(extents, [empty.data for _ in extents], strict=True))
     by_span: list[list[tuple[str, int, int]]] = [[] for _ in spans]
@@ -119,7 +130,7 @@ def _parts(
 
 
 def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches of the file, from start to end, with little that nobody wants in between."""
+    """Returns spans of the file (start, end) that cover the records, with few unwanted bytes in between."""
     spans: list[tuple[int, int]] = []
     for start, length in places:
         near = bool(spans) and start - spans[-1][1] <= _GAP
@@ -131,27 +142,27 @@ def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def whole(archive: Archive, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The extents of entire records."""
+    """Returns the extents of entire records."""
     return {name: (0, archive.records[name].size) for name in names}
 
 
 class Zip:
-    """What ``torch.serialization`` asks of its reader of containers. ``fetch`` gives the storage of a record."""
+    """The reader interface that ``torch.serialization`` expects. ``fetch`` returns the storage of a record."""
 
     def __init__(self, archive: Archive, handle: aio_handle, fetch: Callable[[str], torch.Tensor]) -> None:
         self._archive, self._handle, self._fetch = archive, handle, fetch
-        self.failure: Exception | None = None  # of ours or the caller's, not of what the file says
+        self.failure: Exception | None = None  # an error that is not the file's fault
 
     def has_record(self, name: str) -> bool:
-        """Whether there is one. Not of those from which places are computed: we know them."""
+        """Returns whether there is such a record; never for those from which torch computes offsets: we know them."""
         return name in self._archive.records and name not in (".format_version", ".storage_alignment")
 
     def get_record(self, name: str) -> bytes:
-        """Its bytes."""
+        """Returns the bytes of a record."""
         return content(self._archive, self._handle, name)
 
     def storage(self, name: str, size: int) -> torch.Tensor:
-        """A tensor over the storage of a record that must have this size."""
+        """Returns a tensor over the storage of a record, which must have this size."""
         record = self._archive.records.get(name)
         if record is None or record.size != size:
             actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
@@ -163,21 +174,21 @@ class Zip:
             raise
 
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
-        """As ``storage``."""
+        """Returns the same as ``storage``."""
         return self.storage(name, size)
 
     def get_record_offset(self, name: str) -> int:
-        """Where its bytes start in the file."""
+        """Returns the offset of a record's data in the file."""
         self._archive.locate(self._handle, [name])
         return self._archive.starts[name]
 
     def serialization_id(self) -> str:
-        """For torch's own logs."""
+        """Returns an id for torch's own logs."""
         return ""
 
 
 def rebuilt(described: Described, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
-    """The tensor as ``torch.load`` makes it. The storage begins at byte ``first`` of the saved one."""
+    """Returns the tensor as ``torch.load`` builds it. The storage begins at byte ``first`` of the saved one."""
     tensor = torch.empty(0, dtype=described.dtype, device=storage.device)
     offset = described.offset - first // described.dtype.itemsize if math.prod(described.shape) else 0
     tensor.set_(storage, offset, described.shape, described.stride)
@@ -188,13 +199,13 @@ def rebuilt(described: Described, storage: torch.UntypedStorage, first: int) -> 
 
 
 def _mark(tensor: torch.Tensor, described: Described) -> None:
-    """As conjugated or negated, which is yet to be done with the bytes."""
+    """Sets the conjugate and negative bits of a tensor."""
     if described.metadata:
         torch._utils.set_tensor_metadata(tensor, described.metadata)
 
 
 def union(described: Sequence[Described]) -> tuple[int, int]:
-    """The bytes of the storage that hold all of these."""
+    """Returns the byte range of the storage that covers all of these tensors."""
     extents = [each.extent for each in described if each.extent[1]]
     first = min((start for start, _ in extents), default=0)
     return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
@@ -203,7 +214,7 @@ def union(described: Sequence[Described]) -> tuple[int, int]:
 def fill(
     archive: Archive, handle: aio_handle, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fills existing tensors from the records that hold them, with bounded memory in between."""
+    """Fills existing tensors from the records that hold them, through bounded memory."""
     archive.locate(handle, [described[name].storage.record for name in targets])
     plain, strided = [], []
     for name, target in targets.items():
@@ -218,7 +229,7 @@ def fill(
 
 
 def _fill_strided(archive: Archive, handle: aio_handle, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
-    """Fills tensors from elements that do not follow each other in the file."""
+    """Fills tensors from elements that are not contiguous in the file."""
     ring = Ring()
     blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
     held = ring.read(handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
@@ -231,7 +242,7 @@ def _fill_strided(archive: Archive, handle: aio_handle, wanted: Sequence[tuple[i
 def _blocks(
     start: int, each: Described, target: torch.Tensor, most: int
 ) -> Iterator[tuple[int, int, Described, torch.Tensor]]:
-    """Halves of halves of a tensor until the stretch of the file that holds one has at most ``most`` bytes."""
+    """Halves a tensor recursively until each block spans at most ``most`` bytes of the file."""
     size = each.dtype.itemsize
     waiting = [(start, target)]
     while waiting:
@@ -251,14 +262,14 @@ def _blocks(
 
 
 def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
-    """The records whose bytes do not have the CRC-32 of the directory."""
+    """Returns the records whose bytes do not match the CRC-32 in the directory."""
     names = list(found)
     values = pieces.checksums_anywhere([found[name] for name in names], CHECKSUM)
     return [name for name, value in zip(names, values, strict=True) if value != archive.records[name].crc]
 
 
 def damaged_in_file(archive: Archive, handle: aio_handle, names: Iterable[str]) -> list[str]:
-    """The records whose bytes in the file do not have the CRC-32 of the directory."""
+    """Returns the records whose bytes in the file do not match the CRC-32 in the directory."""
     names = list(names)
     archive.locate(handle, names)
     ring = Ring()

@@ -1,4 +1,4 @@
-"""Saves what ``torch.save`` takes, in the container that it writes, the tensors' bytes straight from their memory."""
+"""Saves in the container format of ``torch.save``, writing the tensors' bytes straight from their memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import torch_emit, zip_parts
+from nvme_ops.checkpoint import torch_emit
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checksums import checksums_of
 from nvme_ops.engine import Priority
+from nvme_ops.formats import zip_parts
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
@@ -35,19 +36,19 @@ METADATA = ".nvme_ops/metadata.json"
 CHECKSUM = "crc32"  # zip's
 
 _VERSION = b"3\n"  # of torch's format
-_PROTOCOL = 2  # of pickle: the only one that weights_only reads
+_PROTOCOL = 2  # pickle protocol: the only one that weights_only reads
 _PAGE, _ALIGNMENT, _LARGE = 4096, 64, 64 << 10
 
 _STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
 
-# Bytes that are gathered with their headers; a larger record is written while its checksum is still computed.
+# Records up to this size are gathered with their headers; a larger one is written while its checksum is computed.
 _GROUP = PIECE
-_MOST_GROUPS = 16  # under way, at the tensors' own memory
+_MOST_GROUPS = 16  # in flight, straight from the tensors' memory
 
 
 @dataclass(slots=True)
 class Record:
-    """One record: its ``data``, contiguous bytes anywhere, at ``start``, behind a header at ``header``."""
+    """One record: its ``data``, contiguous bytes on any device, at ``start``, after a header at ``header``."""
 
     name: bytes
     data: torch.Tensor
@@ -58,7 +59,7 @@ class Record:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the storages out, as ``torch.save`` does: in their places are their numbers."""
+    """Pickles without the storages, as ``torch.save`` does: their numbers stand for them."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
@@ -66,7 +67,7 @@ class _Pickler(pickle.Pickler):
         self.dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
 
     def persistent_id(self, each: Any) -> tuple[Any, ...] | None:
-        """The persistent id of a storage; None for anything else."""
+        """Returns the persistent id of a storage; None for anything else."""
         if not isinstance(each, _STORAGES):
             return None
         if isinstance(each, torch.storage.TypedStorage):
@@ -86,7 +87,7 @@ class _Pickler(pickle.Pickler):
 
 @collector.paused()
 def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The pickle of ``torch.save``, and the bytes of the storages, which are the records ``data/0``, ``data/1``, ...
+    """Returns the pickle of ``torch.save``, and the bytes of the storages: records ``data/0``, ``data/1``, ...
 
     Raises:
         RuntimeError: views of one storage with different dtypes, as torch does.
@@ -103,7 +104,7 @@ def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The storages, of these sizes, that these lie in, as tensors of bytes."""
+    """Returns byte tensors over the storages, of these sizes, of these tensors."""
     empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each in owners}}
     made = [empty[each.device].data for each in owners]
     native().set_storages(made, owners, [0] * len(made), [(size,) for size in sizes], [(1,)] * len(made))
@@ -111,7 +112,7 @@ def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tor
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage as a tensor of bytes."""
+    """Returns a byte tensor over the storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -126,7 +127,7 @@ class TorchPlan:
     recycle: bool = False
 
     def target(self, path: str) -> str:
-        """See ``Plan``."""
+        """Implements ``Plan``."""
         return path
 
     def write(
@@ -137,7 +138,7 @@ class TorchPlan:
         handle: aio_handle,
         borrowed: Borrowed | None = None,
     ) -> None:
-        """See ``Plan``."""
+        """Implements ``Plan``."""
         with collector.paused(), replacing(path, durable, self.recycle) as file:
             records, end = self._records()
             lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
@@ -153,11 +154,11 @@ class TorchPlan:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
     def _records(self) -> tuple[list[Record], int]:
-        """All of them with their places, and where the directory goes.
+        """Lays out all records; returns them and the offset of the directory.
 
         Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
-        which torch would compute such places, ``.format_version`` and ``.storage_alignment``, are left out: it then
-        looks for them in the directory.
+        which torch would compute offsets, ``.format_version`` and ``.storage_alignment``, are left out: torch then
+        looks offsets up in the directory.
         """
         records = [_record("data.pkl", self.content), _record("byteorder", sys.byteorder.encode())]
         if self.metadata:
@@ -169,14 +170,14 @@ class TorchPlan:
 
 
 def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
-    """Raises what ``pickled`` raises. Without ``checksum`` the places for CRC-32 hold zeros, as torch leaves them."""
+    """Plans a file. Raises what ``pickled`` raises. Without ``checksum`` the CRC-32s are zero, as torch leaves them."""
     require_strings(metadata or {})
     content, tensors = pickled(obj)
     return TorchPlan(content, tensors, metadata or {}, checksum, recycle)
 
 
 def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
-    """These records, and returns when they are written. Fills in their checksums."""
+    """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
     ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
     with InFlight(_MOST_GROUPS) as in_flight:
@@ -196,7 +197,7 @@ def _record(name: str, content: bytes) -> Record:
 
 
 def _lay_out(records: Sequence[Record]) -> int:
-    """Gives each its place; returns where the directory goes."""
+    """Assigns offsets to the records; returns the offset of the directory."""
     position = 0
     for record in records:
         record.header = position
@@ -211,13 +212,13 @@ def _least_header(record: Record) -> int:
 
 
 def _local(record: Record) -> bytes:
-    """The header, up to the data."""
+    """Returns a record's header, up to the data."""
     padding = record.start - record.header - _least_header(record)
     return zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding)
 
 
 def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Those up to ``_GROUP``, in runs without gaps of at most as many bytes of data, each on one device."""
+    """Yields records up to ``_GROUP`` bytes, in runs without gaps of at most as many bytes, each on one device."""
     group: list[Record] = []
     size = 0
     for record in records:
@@ -250,7 +251,7 @@ def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Rin
 
 
 def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Their bytes in host memory."""
+    """Returns the records' bytes in host memory."""
     sizes = [record.size for record in group]
     copies = list(buffer[: sum(sizes)].split(sizes))
     for copy, record in zip(copies, group, strict=True):
@@ -259,7 +260,7 @@ def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]
 
 
 def _tail(records: Sequence[Record], position: int) -> bytearray:
-    """What follows the last record: the directory and its end."""
+    """Returns what follows the last record: the directory and its end."""
     entries = (
         zip_parts.central(record.name, record.size, record.crc, record.header, zip_parts.UTF8) for record in records
     )

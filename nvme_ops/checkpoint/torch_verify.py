@@ -1,4 +1,4 @@
-"""Compares the CRC-32 that a container of ``torch.save`` keeps of each record."""
+"""Compares the CRC-32s in a container of ``torch.save`` with its records."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from nvme_ops.checkpoint import torch_pickle, torch_read
+from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.torch_open import File
-from nvme_ops.checkpoint.torch_pickle import Described
 from nvme_ops.checkpoint.torch_zip import Archive, is_zip, refuse
 from nvme_ops.errors import ChecksumError
+from nvme_ops.formats import torch_pickle
+from nvme_ops.formats.torch_pickle import Described
 
 
 def verify_others(file: File, archive: Archive) -> None:
-    """All records that are not storages. Raises ValueError when there is nothing to compare with."""
+    """Verifies all records that are not storages. Raises ValueError if the file has no checksums."""
     if not any(record.crc for record in archive.records.values()):
         raise ValueError(
             f"{file.path} has no checksums to verify: it was saved with checksum=False, or by torch after "
@@ -31,7 +32,7 @@ def verify_others(file: File, archive: Archive) -> None:
 
 
 def verify_by_zipfile(file: File) -> None:
-    """All records of a container that is not read here, by Python's reader."""
+    """Verifies a container that only Python's zipfile can read."""
     if not is_zip(file.fd):
         raise ValueError(
             f"{file.path} has no checksums to verify: torch wrote it before version 1.6, or in that format"
@@ -41,7 +42,7 @@ def verify_by_zipfile(file: File) -> None:
             wrong = archive.testzip()
     except MemoryError:
         raise
-    except Exception as error:  # zipfile has many
+    except Exception as error:  # zipfile raises many kinds
         if isinstance(error, OSError) and error.errno:
             raise
         refuse(file.path, f"{type(error).__name__}: {error}")
@@ -50,7 +51,7 @@ def verify_by_zipfile(file: File) -> None:
 
 
 def require_undamaged(file: File, archive: Archive, wrong: Sequence[str]) -> None:
-    """Raises ChecksumError with the tensors that lie in these records."""
+    """Raises ChecksumError with the tensors in these records."""
     if wrong:
         root, _ = torch_pickle.read(file.pickle(archive), file.path)
         names = names_by_record(root, file.path)
@@ -58,7 +59,7 @@ def require_undamaged(file: File, archive: Archive, wrong: Sequence[str]) -> Non
 
 
 def names_by_record(root: Any, path: str) -> dict[str, list[str]]:
-    """The tensors that lie in each record."""
+    """Returns the names of the tensors in each record."""
     found: dict[str, list[str]] = {}
     for name, each in torch_pickle.tensors(root, path):
         for storage in [each.storage] if isinstance(each, Described) else each.storages:

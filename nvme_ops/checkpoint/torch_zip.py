@@ -1,4 +1,4 @@
-"""The zip container in which ``torch.save`` keeps things: where its records lie. No tensor is touched here.
+"""Parses the zip container of ``torch.save``: the offsets of its records. Reads no tensor.
 
 Records are stored, not compressed, all below one folder, which torch calls the archive's name; names here are without
 it.
@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
 import struct
@@ -16,18 +15,18 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops.checkpoint import zip_parts
 from nvme_ops.errors import FormatError
+from nvme_ops.formats import zip_parts
 from nvme_ops.handle import aio_handle
-from nvme_ops.tensors import pool_buffer
+from nvme_ops.tensors import bytes_of, pool_buffer
 
 _ENCRYPTED = 0x1
-# Bytes of headers that are read at once, and between two of them that are read along.
+# Bytes of headers that are read at once, and the gap between two of them up to which it is read as well.
 _BATCH, _NEAR = 8 << 20, 64 << 10
 
 
 class Record(NamedTuple):
-    """What the directory says of one record: its header lies at ``header``, and all of it ends before ``limit``."""
+    """What the directory says about one record: its header is at ``header``, and all of it ends before ``limit``."""
 
     name: bytes
     method: int
@@ -40,7 +39,7 @@ class Record(NamedTuple):
 
 @dataclass
 class Archive:
-    """An open container of ``size`` bytes, its records by name in the directory's order."""
+    """An open container of ``size`` bytes, with its records by name in the directory's order."""
 
     fd: int
     path: str
@@ -49,10 +48,10 @@ class Archive:
     starts: dict[str, int] = field(default_factory=dict)
 
     def locate(self, handle: aio_handle, names: Iterable[str]) -> None:
-        """Learns the ``starts`` of the records' bytes from the headers in front of them.
+        """Reads the headers of these records to learn the ``starts`` of their data.
 
         Raises:
-            FormatError: no such record, a header that is none, or bytes that reach into what follows.
+            FormatError: no such record, an invalid header, or data that overlap what follows.
         """
         unknown = set()
         for name in names:
@@ -74,11 +73,11 @@ class Archive:
                     place += end - begin
 
     def learn(self, names: Iterable[str], memories: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """As ``locate``, from what was read of the file: tensors of bytes, and where in the file these begin."""
+        """Does the same with parts of the file that were read already: byte tensors with their offsets."""
         unknown = sorted((self.records[name].header, name) for name in names if name not in self.starts)
         number = 0
         for begin, memory in memories:
-            content = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+            content = bytes_of(memory)
             while number < len(unknown) and unknown[number][0] < begin + memory.nbytes:
                 self._learn(unknown[number][1], content, -begin)
                 number += 1
@@ -97,7 +96,7 @@ class Archive:
 
 
 def _runs(headers: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[str]]]:
-    """Stretches of the file that hold the headers at these places, with names of these lengths."""
+    """Returns spans of the file that hold the headers at these offsets, with names of these lengths."""
     begin = end = 0
     names: list[str] = []
     for place, length, name in headers:
@@ -127,12 +126,12 @@ def _batches(runs: Iterable[tuple[int, int, list[str]]]) -> Iterator[list[tuple[
 
 
 def is_zip(fd: int) -> bool:
-    """Whether its first bytes are a zip file's, as torch decides."""
+    """Returns whether these first bytes are a zip file's, as torch decides."""
     return os.pread(fd, 4, 0) == zip_parts.LOCAL_MARK
 
 
 def open_archive(fd: int, path: str) -> Archive:
-    """The directory of an open file. Nothing is allocated on the strength of a number that the file contradicts.
+    """Reads the directory of an open file. Allocates nothing by a number that the file's size contradicts.
 
     Raises:
         FormatError: with the file and the field that is wrong.
@@ -148,7 +147,7 @@ def open_archive(fd: int, path: str) -> Archive:
 
 
 def _end(fd: int, size: int, path: str) -> tuple[int, int, int]:
-    """How many entries the directory has, where it starts and how long it is."""
+    """Returns how many entries the directory has, where it starts and its length."""
     begin = max(0, size - zip_parts.END.size - zip_parts.MOST_16)  # a comment may follow
     tail = _read(fd, begin, size - begin, path)
     place = tail.rfind(zip_parts.END_MARK)
@@ -172,7 +171,7 @@ def _end(fd: int, size: int, path: str) -> tuple[int, int, int]:
 
 
 def _read(fd: int, offset: int, length: int, path: str) -> bytes:
-    """``length`` bytes that the file is known to have."""
+    """Reads ``length`` bytes, which the file is known to have."""
     parts, remaining = [], length
     while remaining:
         part = os.pread(fd, remaining, offset)
@@ -208,7 +207,7 @@ def _entries(directory: bytes, count: int, path: str) -> list[Record]:
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:
-    """The numbers, those too large for 32 bits from the field of zip64 if there is one."""
+    """Returns the numbers, taking those too large for 32 bits from the zip64 field."""
     place = 0
     while place + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, place)
@@ -220,7 +219,7 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
 
 
 def _checked(entries: Sequence[Record], end: int, path: str) -> dict[str, Record]:
-    """The records by name without the folder. Each record has to end where the next one, or the directory, begins."""
+    """Returns the records by name without the folder, after checking that none overlaps the next or the directory."""
     if not entries:
         refuse(path, "the zip directory has no entries")
     folder = entries[0].name.partition(b"/")[0] + b"/"
@@ -250,7 +249,7 @@ def _text(name: bytes) -> str:
 
 
 def require_file(fd: int, path: str) -> int:
-    """Its size. Raises FormatError for a folder, a pipe, an empty file."""
+    """Returns the size of a file. Raises FormatError for a folder, a pipe or an empty file."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         refuse(path, "is a folder" if stat.S_ISDIR(found.st_mode) else "is no regular file")

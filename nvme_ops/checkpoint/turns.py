@@ -1,4 +1,4 @@
-"""The saves of one path in this process, one at a time, in the order in which they were asked for."""
+"""Queues the saves of one path in this process, so that they run one at a time, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import threading
 from collections import deque
 
 changed = threading.Condition()
-_turns: dict[str, deque[Turn]] = {}  # by path, those who save and wait
+_turns: dict[str, deque[Turn]] = {}  # by path: saves in progress and waiting
 
 
 class Turn:
-    """A place in the queue for ``path``, from here on until ``end``."""
+    """A place in the queue for ``path``, from construction until ``end``."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.thread = threading.get_ident()  # that would have to save before this one can
+        self.thread = threading.get_ident()  # the thread that makes this save
         with changed:
             self._queue = _turns.setdefault(path, deque())
             self._queue.append(self)
-            _turns[path] = self._queue  # a signal handler's save may have come and gone since the line before the last
+            _turns[path] = self._queue  # the save of a signal handler may have removed it since the line before last
 
     def interrupts_another(self) -> bool:
-        """Whether this thread is in a save of the path that comes before: then it is in a signal handler.
+        """Returns whether this thread is already saving to the path: then this is a signal handler.
 
-        To wait here would be to wait for ever.
+        Waiting would be a deadlock.
         """
         with changed:
             before = list(self._queue)[: self._queue.index(self)]
         return any(turn.thread == threading.get_ident() for turn in before)
 
     def wait(self) -> None:
-        """Waits until all that were asked for before have ended. An exception, as of Ctrl-C, gives the place away."""
+        """Waits until all earlier saves have ended. An exception, as from Ctrl-C, gives up the place."""
         with changed:
             try:
                 while self._queue[0] is not self:
@@ -41,7 +41,7 @@ class Turn:
                 raise
 
     def end(self) -> None:
-        """The next one may begin."""
+        """Lets the next save begin. Further calls do nothing."""
         with changed:
             if self in self._queue:
                 self._queue.remove(self)
@@ -51,7 +51,7 @@ class Turn:
 
 
 def _forget_parents() -> None:
-    """Forgets, in a forked child, what the threads of the parent do."""
+    """Forgets, in a forked child, the saves of the parent's threads."""
     global changed
     changed = threading.Condition()
     _turns.clear()

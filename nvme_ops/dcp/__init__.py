@@ -11,10 +11,10 @@
 
 The files are those of DCP's own ``FileSystemWriter``: either reader opens what either writer wrote.
 
-``writer`` and ``reader`` are the two, ``api`` calls DCP with them, ``default`` puts them in the place of DCP's.
-``items`` writes a rank's file, with what torch's format puts around a tensor's bytes (``frame``). ``loading`` reads,
-straight to the targets or ``through`` buffers, the ``spans`` of what is ``stored``. ``folder`` keeps the old checkpoint
-until the new one is complete, that is when ``metadata_file`` has replaced ``.metadata``.
+``writer`` and ``reader`` are the two, ``api`` calls DCP with them, ``default`` makes them replace DCP's own.
+``items`` writes a rank's file, with what torch's format puts around a tensor's bytes (``frame``). ``loading`` reads the
+``spans`` of what is ``stored``, into the targets or through a ring. ``folder`` keeps the old checkpoint until the new
+one is complete, that is until ``metadata_file`` has replaced ``.metadata``.
 """
 
 from nvme_ops.dcp.api import load as load

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: DCP's own functions with our writer and reader, for those who need no other settings."""
+"""``save`` and ``load``: DCP's own functions with our writer and reader, when no other settings are needed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nvme_ops.handle import aio_handle
 
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
-    """What costs more than the work, with thousands of tensors, and nobody has anything of.
+    """Turns off what costs more than the I/O for thousands of tensors.
 
-    Python's collector looks for garbage among the objects of DCP's plans, none of which is any; and DCP makes two log
-    records of every tensor, for which there is a handler where somebody has added one.
+    Python's collector scans the objects of DCP's plans, none of which is garbage; and DCP makes two log records for
+    every tensor, even if no handler uses them.
     """
     logger = dcp_logger._dcp_logger
     off = not logger.disabled and not _is_heard(logger)
@@ -39,7 +39,7 @@ def _lean() -> Iterator[None]:
 
 
 def _is_heard(logger: logging.Logger) -> bool:
-    """Whether a record reaches a handler that does something."""
+    """Returns whether a record reaches a handler that uses it."""
     each: logging.Logger | None = logger
     while each is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in each.handlers):
@@ -60,9 +60,9 @@ def save(
     overwrite: bool = True,
     handle: aio_handle | None = None,
 ) -> Metadata:
-    """``torch.distributed.checkpoint.save`` through a ``NvmeStorageWriter``; every rank calls it.
+    """Calls ``torch.distributed.checkpoint.save`` with a ``NvmeStorageWriter``. Every rank must call it.
 
-    Python's collector of cyclic garbage waits meanwhile, and DCP's debug log is not written where nobody reads it: with
+    Python's collector of cyclic garbage is paused meanwhile, and DCP's debug log is off unless a handler reads it: with
     thousands of tensors each takes as long as the planning.
 
     Args:
@@ -93,7 +93,7 @@ def load(
     verify: bool = False,
     handle: aio_handle | None = None,
 ) -> None:
-    """``torch.distributed.checkpoint.load`` through a ``NvmeStorageReader``, which fills ``state_dict``'s tensors.
+    """Calls ``torch.distributed.checkpoint.load`` with a ``NvmeStorageReader``, which fills ``state_dict``'s tensors.
 
     Args:
         state_dict: as for DCP.

@@ -1,4 +1,4 @@
-"""What a DCP checkpoint holds, item by item, without loading it; nothing of its ``.metadata`` is run."""
+"""What a DCP checkpoint contains, item by item, without loading it; nothing in its ``.metadata`` is executed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvme_ops.checkpoint.contents import Contents, Item
 from nvme_ops.dcp import metadata_file
 from nvme_ops.dcp.folder import METADATA
 from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
 from nvme_ops.errors import FormatError
+from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.storage.atomic import opened
 
 _NAMES = {
@@ -38,7 +38,7 @@ _NAMES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles what DCP's writers put into ``.metadata``, and nothing else."""
+    """Unpickles what DCP's writers put into ``.metadata``, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 and others pickle a member of an Enum
@@ -57,7 +57,7 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def contents(path: str) -> Contents:
-    """Lists what a folder holds. Raises FormatError or ChecksumError for damaged metadata, OSError for none."""
+    """Lists what a folder contains. Raises FormatError or ChecksumError for damaged metadata, OSError for none."""
     place = os.path.join(path, METADATA)
     with opened(place) as fd:
         found = metadata_file.read(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())

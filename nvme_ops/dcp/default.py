@@ -1,4 +1,4 @@
-"""DCP's own names for its writer and reader, made to mean ours: for programs that leave no choice."""
+"""Makes DCP's names for its writer and reader mean ours, for programs that offer no choice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from nvme_ops.dcp.writer import NvmeStorageWriter
 
 
 class _Writer(NvmeStorageWriter):
-    """Takes the parameters of FileSystemWriter. Those that choose how it does its work have nothing to choose here.
+    """Takes the parameters of FileSystemWriter. Those that tune DCP's way of writing are ignored.
 
-    What asks for another format or for transforms (``serialization_format``, ``_extensions``, and whatever newer
-    versions of torch add) gets DCP's own writer.
+    Parameters for another format or transforms (``serialization_format``, ``_extensions``, and what newer versions of
+    torch add) select DCP's own writer.
     """
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
-        """Perhaps DCP's own."""
+        """Returns our writer, or DCP's own."""
         return _chosen(cls, filesystem.FileSystemWriter, path, *arguments, **settings)
 
     def __init__(
@@ -33,16 +33,16 @@ class _Writer(NvmeStorageWriter):
         per_thread_copy_ahead: int = 10_000_000,  # noqa: ARG002
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
-        **_: object,  # as they are by default
+        **_: object,  # others, at their defaults
     ) -> None:
         super().__init__(path, durable=sync_files, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
 
 
 class _Reader(NvmeStorageReader):
-    """Takes the parameters of FileSystemReader; whoever asks for transforms gets DCP's own."""
+    """Takes the parameters of FileSystemReader; those for transforms select DCP's own reader."""
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
-        """Perhaps DCP's own."""
+        """Returns our reader, or DCP's own."""
         return _chosen(cls, filesystem.FileSystemReader, path, *arguments, **settings)
 
     def __init__(self, path: str | os.PathLike[str], **_: object) -> None:
@@ -50,7 +50,7 @@ class _Reader(NvmeStorageReader):
 
 
 def _chosen(ours: type, theirs: type, path: Any, *arguments: Any, **settings: Any) -> Any:
-    """An object of our class where it knows all that is asked for."""
+    """Makes an object of our class if it supports everything requested, else of DCP's."""
     known = inspect.signature(ours.__init__).parameters  # type: ignore[misc]
     asked = inspect.signature(theirs.__init__).bind(None, path, *arguments, **settings).arguments  # type: ignore[misc]
     defaults = inspect.signature(theirs.__init__).parameters  # type: ignore[misc]
@@ -60,13 +60,13 @@ def _chosen(ours: type, theirs: type, path: Any, *arguments: Any, **settings: An
 
 
 def use_by_default(enabled: bool = True) -> None:
-    """Makes DCP, and whoever takes a ``FileSystemWriter`` or ``FileSystemReader`` from it by name, takes ours.
+    """Makes DCP, and code that imports ``FileSystemWriter`` or ``FileSystemReader`` from it, use ours.
 
     For ``dcp.save(state_dict, checkpoint_id="folder")``, and for accelerate and transformers' Trainer, which make DCP's
-    writer themselves. What took the name from DCP before keeps DCP's.
+    writer themselves. Code that imported the names earlier keeps DCP's.
 
     Args:
-        enabled: False gives DCP its own back.
+        enabled: False restores DCP's own.
     """
     writer, reader = (_Writer, _Reader) if enabled else (filesystem.FileSystemWriter, filesystem.FileSystemReader)
     for module in (dcp, _storage_utils):

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: new ones beside those of the old checkpoint, until the new one is whole."""
+"""The files in a checkpoint's folder: new ones beside those of the old checkpoint, until the new one is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_A_RANK = re.compile(r"__\d+\.metadata")
 
 
 def make(path: str, durable: bool) -> None:
-    """Makes the folder with those above it, where they are not."""
+    """Makes the folder and its parents, where they are missing."""
     missing = []
     above = os.path.abspath(path)
     while not os.path.lexists(above):
@@ -29,17 +29,17 @@ def make(path: str, durable: bool) -> None:
 
 
 def new_name(path: str, prefix: str) -> str:
-    """For a file with data: ``prefix`` and a number that no file there has, ``__0_0.distcp`` in an empty folder."""
+    """Returns a name for a data file: ``prefix`` and a number not yet used, ``__0_0.distcp`` in an empty folder."""
     found = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]
     return f"{prefix}{max((int(match[2]) for match in found), default=-1) + 1}.distcp"
 
 
 def remove_others(path: str, kept: Collection[str], prefix: str = "") -> None:
-    """The data of older checkpoints, and what saves that were killed left. With ``prefix`` only its own files.
+    """Removes the data of older checkpoints and of killed saves; with ``prefix`` only files of this rank.
 
-    Not where ranks saved without each other, for themselves: this rank cannot know what the others refer to.
+    Not for ranks that save independently: this rank cannot know which files the others refer to.
     """
-    atomic.remove_litter(path)  # not that of a save which lives
+    atomic.remove_litter(path)  # never that of a running save
     names = os.listdir(path)
     alone = not prefix and any(_OF_A_RANK.fullmatch(name) for name in names)
     together = prefix and METADATA in names

@@ -1,4 +1,4 @@
-"""What ``torch.save`` puts around the bytes of one tensor: a zip archive with its description and the bytes."""
+"""What ``torch.save`` puts around the bytes of one tensor: a zip archive with a description and the bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import zip_parts
+from nvme_ops.formats import zip_parts
 
 # torch's own alignment; and one that lets storage and memory exchange a large tensor's pages without a copy
 _ALIGNMENT, _PAGE, _LARGE = 64, 4096, 64 << 10
@@ -23,7 +23,7 @@ _RECORDS = 4  # this and those of ``_records``
 
 
 def head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
-    """What stands before the data of a contiguous tensor, when the archive begins ``offset`` bytes into the file."""
+    """Returns what precedes the data of a contiguous tensor when the archive begins ``offset`` bytes into the file."""
     large = math.prod(shape) * dtype.itemsize >= _LARGE
     return _head(dtype, shape, offset % (_PAGE if large else _ALIGNMENT))
 
@@ -37,19 +37,19 @@ def _head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
 
 
 def tail(dtype: torch.dtype, shape: tuple[int, ...], start: int, checksum: int) -> bytes:
-    """What stands behind the data, which begin ``start`` bytes into the archive and have this CRC-32."""
+    """Returns what follows the data, which begin ``start`` bytes into the archive and have this CRC-32."""
     return checksum.to_bytes(4, "little").join(_tail(dtype, shape, start))
 
 
 @functools.lru_cache(maxsize=4096)
 def tail_length(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> int:
-    """Bytes of ``tail``."""
+    """Returns the bytes of ``tail``."""
     return len(tail(dtype, shape, start, 0))
 
 
 @functools.lru_cache(maxsize=4096)
 def _tail(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> tuple[bytes, ...]:
-    """The tail, cut where the checksum stands."""
+    """Returns the tail, split at the checksum."""
     records, directory, nbytes = _records(dtype, shape)
     descriptor = zip_parts.descriptor(nbytes, 0)
     own = zip_parts.central(_DATA, nbytes, 0, len(records), zip_parts.FOLLOWS)
@@ -60,7 +60,7 @@ def _tail(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> tuple[bytes
 
 @functools.lru_cache(maxsize=4096)  # a model has many tensors of few shapes
 def _records(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
-    """The archive up to the data, its directory up to the same, and the bytes of data."""
+    """Returns the archive up to the data, its directory so far, and the bytes of data."""
     records, directory = b"", b""
     for name, content in (
         (b"archive/data.pkl", _description(dtype, shape)),
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a contiguous tensor without its data, by torch's own way of describing one of this dtype."""
+    """Returns the pickle of a contiguous tensor without its data, as torch pickles this dtype."""
     function, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
     elements = math.prod(shape)
     strides = [math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape))]

@@ -1,4 +1,4 @@
-"""The items of a plan in a file: one after the other, in torch's format, written from where they are."""
+"""Writes the items of a plan into a file: one after the other, in torch's format, straight from their memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ATTRIBUTE = "nvme_ops"
 CHECKSUM = "crc32"
 
 _SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighbours
-# Bytes of items that the planner is asked for at once. Of small ones two groups are under way.
+# Bytes of items requested from the planner at once. Of small ones, two groups are in flight.
 _SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS = 8 << 20, 256 << 20, 4096
 
 
 @dataclass(slots=True)
 class _Item:
-    """What is written for one item of the plan: ``head``, the payload's bytes and a tail, without gaps."""
+    """What is written for one item of the plan: ``head``, payload and tail, without gaps."""
 
     item: WriteItem
     offset: int
@@ -52,7 +52,7 @@ class _Item:
 
 
 class DataFile:
-    """One rank's file, written once from its begin to its end."""
+    """One rank's file, written sequentially, once."""
 
     def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksum: bool) -> None:
         self._handle, self._fd, self._name, self._planner, self._checksum = handle, fd, name, planner, checksum
@@ -60,7 +60,7 @@ class DataFile:
         self._results: list[WriteResult] = []
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Returns when all is written, to the device or the page cache."""
+        """Waits until all items are written, to the device or the page cache."""
         small: list[WriteItem] = []
         large: list[WriteItem] = []
         for item in items:
@@ -73,7 +73,7 @@ class DataFile:
         return self._results
 
     def _groups(self, items: Sequence[WriteItem], most: int) -> Iterator[list[_Item]]:
-        """Places the items; a group ends with the one that reaches ``most`` bytes."""
+        """Places the items; yields groups, each ended by the item that reaches ``most`` bytes."""
         group: list[_Item] = []
         size = 0
         for item in items:
@@ -86,7 +86,7 @@ class DataFile:
             yield group
 
     def _write_gathered(self, group: Sequence[_Item]) -> IoFuture:
-        """Starts to write them as one run, which needs their checksums first."""
+        """Starts to write items as one run, which needs their checksums first."""
         for one in group:
             one.payload = _on_host(one.payload)
         checksums = checksums_of([one.payload for one in group], CHECKSUM)
@@ -96,7 +96,7 @@ class DataFile:
         return self._submit(parts)
 
     def _write_in_place(self, group: Sequence[_Item]) -> None:
-        """The checksums are computed while the data are on their way; what stands around them comes last."""
+        """Computes checksums while the payloads are being written; writes heads and tails last."""
         payloads = [(one.start, one.payload) for one in group]
         checksums = pieces.write(self._handle, self._fd, payloads, CHECKSUM)
         self._submit(list(self._around(group, checksums))).result()
@@ -106,7 +106,7 @@ class DataFile:
         return self._handle.submit_pwritev(sources, self._fd, starts, priority=Priority.WRITEBACK)
 
     def _place(self, item: WriteItem) -> _Item:
-        """Places an item at the end of what is there."""
+        """Places an item at the end of the file."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensor = data.detach()
@@ -131,7 +131,7 @@ class DataFile:
         return placed
 
     def _around(self, placed: Sequence[_Item], checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Heads and tails with their offsets, those that touch in one; notes what becomes of each item."""
+        """Returns heads and tails with their offsets, adjacent ones joined; records the result of each item."""
         offset, glued = 0, b""
         for one, checksum in zip(placed, checksums, strict=True):
             offset, glued = (offset, glued + one.head) if glued else (one.offset, one.head)
@@ -158,21 +158,21 @@ class DataFile:
 
 
 def _nominal_size(item: WriteItem) -> int:
-    """Bytes of a tensor; other things count as small."""
+    """Returns the bytes of a tensor; other items count as small."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in row-major order in host memory."""
+    """Returns the tensor's values in row-major order in host memory."""
     if is_plain_on_host(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Whether the checkpoint's metadata tell the tensor's shape and dtype."""
+    """Returns whether the checkpoint's metadata have the tensor's shape and dtype."""
     planned = item.tensor_data
     return (
         planned is not None

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to those of a planner, with their checksums."""
+"""Moves tensors of a checkpoint to those of a planner, and verifies their checksums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import is_plain
 from nvme_ops.memory.ring import InFlight, Place, Ring
 
-_GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items asked of the planner at once; two groups are under way
+_GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items requested from the planner at once; two groups are in flight
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An item of a plan, and where it is: ``length`` bytes of a file, in which ``stored`` is its tensor."""
+    """An item of a plan and its place: ``length`` bytes of a file, in which ``stored`` is its tensor."""
 
     item: ReadItem
     path: str
@@ -41,7 +41,7 @@ class Wanted:
 
 @dataclass
 class _Group:
-    """Reads under way, and what has to be done when they end."""
+    """Reads in flight, and what has to be done when they end."""
 
     future: IoFuture
     targets: list[tuple[Wanted, torch.Tensor]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Loading:
         self._wrong: dict[str, None] = {}  # names, each once, in order
 
     def verify_in_files(self, wanted: Iterable[Wanted]) -> None:
-        """Reads them for their checksums, each once; ``read`` raises what was found."""
+        """Reads the items for their checksums, each once; ``read`` raises the differences."""
         for one in wanted:
             if not self._verify or (one.path, one.offset) in self._verified:
                 continue
@@ -70,7 +70,7 @@ class Loading:
                 self._wrong[one.name] = None
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fills the planner's tensors. Raises ChecksumError with the names of all that are not what was saved."""
+        """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
         with InFlight() as in_flight:
             for wanted_group in _groups(wanted):
                 group = self._start(wanted_group)
@@ -79,7 +79,7 @@ class Loading:
             raise ChecksumError(self._folder, list(self._wrong))
 
     def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> _Group:
-        """Starts what goes straight to the targets, and moves the rest."""
+        """Starts reads straight into the targets, and copies the rest."""
         targets: list[tuple[Wanted, torch.Tensor]] = []
         framed: list[tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         reads: list[tuple[torch.Tensor, str, int]] = []
@@ -104,7 +104,7 @@ class Loading:
                 framed.append((one, head, target, tail))
             elif self._verify:
                 self.verify_in_files([one])
-        with InFlight() as in_flight:  # ends what is under way when something fails here
+        with InFlight() as in_flight:  # waits for what is in flight if this fails
             in_flight.add(future := self._handle.submit_preadv(*_columns(reads)))
             self.verify_in_files(one for one, *_ in others)
             self._copy(others)
@@ -112,7 +112,7 @@ class Loading:
         return _Group(future, targets, framed)
 
     def _copy(self, wanted: Iterable[tuple[Wanted, Stored, torch.Tensor]]) -> None:
-        """Reads what cannot go straight to where it belongs, and copies what is wanted of it."""
+        """Reads what cannot be read into its target, and copies the parts wanted."""
         parts = [
             (one.path, span)
             for one, stored, target in wanted
@@ -134,7 +134,7 @@ class Loading:
 
 
 def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
-    """Groups them in the order of the files, so that neighbours are read as one run."""
+    """Groups items in the order of the files, so that neighbours are read as one run."""
     group: list[tuple[Wanted, Stored]] = []
     size = 0
     for _, _, one, stored in sorted(

@@ -1,4 +1,4 @@
-"""The file ``.metadata``: DCP's pickle, with a checksum behind it, where pickle does not look."""
+"""The file ``.metadata``: DCP's pickle, followed by a checksum, where pickle ignores it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")
 
 
 def write(path: str, metadata: Any, durable: bool) -> None:
-    """Replaces the file at once."""
+    """Replaces the file atomically."""
     content = pickle.dumps(metadata)
     content += f"\nnvme_ops.crc32c={checksums_of([content], CHECKSUM)[0]:08x}\n".encode()
     with replacing(path, durable) as file, open(file.fd, "wb", closefd=False) as stream:
@@ -26,13 +26,13 @@ def write(path: str, metadata: Any, durable: bool) -> None:
 
 
 def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
-    """What ``write`` or DCP's own writer wrote to ``path``, which is open.
+    """Reads what ``write`` or DCP's own writer wrote to ``path``, which is open.
 
-    As with DCP's own reader, whoever wrote the file may make this process do anything.
+    As with DCP's own reader, whoever wrote the file can make this process execute anything.
 
     Raises:
-        ChecksumError: it has a checksum, and another content.
-        FormatError: it cannot be read.
+        ChecksumError: its checksum does not match.
+        FormatError: it cannot be unpickled.
         OSError: it cannot be read.
     """
     with open(fd, "rb", closefd=False) as stream:
@@ -43,5 +43,5 @@ def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> An
             raise ChecksumError(path, [os.path.basename(path)])
     try:
         return loads(content)
-    except Exception as error:  # whatever damage makes of a pickle
+    except Exception as error:  # a damaged pickle can raise anything
         raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error

@@ -1,4 +1,4 @@
-"""``NvmeStorageReader``: a checkpoint read straight into the tensors that it is loaded to."""
+"""``NvmeStorageReader``: reads a checkpoint straight into the tensors to be loaded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from nvme_ops.handle import aio_handle
 
 _log = logging.getLogger(__name__)
 
-_SMALL = 256 << 10  # bytes of an item of another writer below which DCP's own way of reading it is as good
+_SMALL = 256 << 10  # bytes of another writer's item below which DCP's own reader is as fast
 
 
 class NvmeStorageReader(filesystem.FileSystemReader):
     """For ``torch.distributed.checkpoint.load``: reads what ``NvmeStorageWriter`` or ``FileSystemWriter`` wrote.
 
-    Data go straight into the tensors where the wanted part lies in the file without gaps, as when it is re-sharded
-    along the first dimension; elsewhere through 16 MiB of buffers. At most 64 MiB of memory are used beside the
-    tensors. A save with ``NvmeStorageWriter`` leaves the files that are being read. As with DCP's own reader, load only
+    Data go straight into the tensors where the wanted part is contiguous in the file, as when it is re-sharded along
+    the first dimension; otherwise through 16 MiB of buffers. At most 64 MiB of memory are used beside the
+    tensors. A save with ``NvmeStorageWriter`` keeps files that are being read. As with DCP's own reader, load only
     what somebody you trust has saved: a checkpoint holds pickles.
     """
 
@@ -65,7 +65,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
     @collector.paused()
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds. Raises FormatError and ChecksumError for a damaged file."""
+        """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
         rank = kwargs.get("rank")
         path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
@@ -85,7 +85,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
     @collector.paused()
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keeps what is needed of the metadata."""
+        """Keeps the metadata needed for reading."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._tensors = {
             name: (entry.properties.dtype, {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks})
@@ -94,19 +94,19 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         }
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Notes which checkpoint this rank has found."""
+        """Records which checkpoint this rank has found."""
         found = None if self._reading is None else self._reading.identity
         return dataclasses.replace(super().prepare_local_plan(plan), storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises FormatError where a save has replaced the checkpoint between two ranks."""
+        """Raises FormatError if ranks found different checkpoints, as a save replaced one."""
         if len({plan.storage_data for plan in plans}) > 1:
             raise FormatError(f"{self.path}: a save has replaced the checkpoint while ranks opened it: load it again")
         return super().prepare_global_plan(plans)
 
     @collector.paused()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads this rank's part, what is simple first; the rest as DCP's own reader does."""
+        """Reads this rank's part: plain tensors first, the rest as DCP's own reader does."""
         try:
             return self._read_data(plan, planner)
         finally:
@@ -124,7 +124,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=[one.item for one in others]), planner)
 
     def _require_whole_files(self, items: Sequence[ReadItem]) -> None:
-        """Raises FileNotFoundError and FormatError before anything is read."""
+        """Raises FileNotFoundError or FormatError for missing or short files, before reading."""
         sizes: dict[str, int] = {}
         for item in items:
             info = self.storage_data[item.storage_index]
@@ -165,7 +165,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
 
 def _require_inside(wanted: Wanted, stored: Stored) -> None:
-    """Raises FormatError where metadata contradict each other."""
+    """Raises FormatError if metadata contradict each other."""
     name = f"{wanted.path}: {wanted.name!r}"
     if not wanted.offset <= stored.start <= stored.start + stored.nbytes <= wanted.offset + wanted.length:
         raise FormatError(f"{name}: {stored.nbytes} bytes of data do not fit an item of {wanted.length} bytes")

@@ -1,7 +1,7 @@
-"""Who reads a checkpoint keeps its files: a save that replaces it leaves them until nobody reads them any more.
+"""Locks that keep a checkpoint's files while it is read: a save that replaces it removes them only afterwards.
 
-A reader holds a shared lock on the ``.metadata`` that it has read. A save gives the one that it replaces another name,
-and takes that away again, with the files that only it names, when nobody holds a lock on it.
+A reader holds a shared lock on the ``.metadata`` that it has read. A save renames the one that it replaces, and removes
+it, with the files that only it names, once nobody holds a lock on it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _REPLACED = ".metadata.replaced-"
 
 
 class Reading:
-    """A checkpoint that is being read, until ``end`` or until the object goes."""
+    """A checkpoint that is being read, until ``end`` or until the object is freed."""
 
     def __init__(self, path: str) -> None:
         self._pid = os.getpid()
         while True:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                with suppress(OSError):  # without locks nothing is kept
+                with suppress(OSError):  # without locks readers are not protected
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 status = os.fstat(self._fd)
                 if os.path.samestat(status, os.stat(path)):
@@ -39,7 +39,7 @@ class Reading:
             self.end()  # it was replaced before it was locked
 
     def end(self) -> None:
-        """Once or more."""
+        """Releases the lock. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
@@ -53,13 +53,13 @@ class Reading:
 
 
 def keep(path: str) -> None:
-    """Gives the metadata at ``path``, if any, another name, before they are replaced."""
-    with suppress(OSError):  # there are none, or the file system has no second names
+    """Gives the metadata at ``path``, if any, a second name before they are replaced."""
+    with suppress(OSError):  # there are none, or the file system has no hard links
         os.link(path, f"{path}.replaced-{os.urandom(8).hex()}")
 
 
 def being_read(folder: str) -> set[str]:
-    """The files that readers of replaced metadata may still need. What nobody reads loses its other name."""
+    """Returns the files that readers of replaced metadata may need. Removes the second names that nobody reads."""
     found: set[str] = set()
     for name in os.listdir(folder):
         if _REPLACED not in name:

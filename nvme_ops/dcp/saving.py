@@ -1,4 +1,4 @@
-"""One save of a folder at a time, of all programs and threads that save there."""
+"""Serializes the saves to one folder, across programs and threads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import threading
 import weakref
 
-from nvme_ops.checkpoint.between_processes import Lock
+from nvme_ops.storage.locks import Lock
 
 _known: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary()
 
 
 class Saving:
-    """Holds the folder until ``end``. DCP tells nobody that a save failed: then its thread or the next one ends it."""
+    """Holds the folder until ``end``. DCP tells nobody of a failed save: then its thread or the next one ends it."""
 
     def __init__(self, metadata: str) -> None:
         path = os.path.realpath(metadata)
@@ -24,9 +24,9 @@ class Saving:
         _known[path] = self
 
     def is_over(self) -> bool:
-        """Whether it can have no other end: its thread has none of its steps to take any more."""
+        """Returns whether the save can only have failed: its thread has no step left to take."""
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def end(self) -> None:
-        """Once or more."""
+        """Releases the folder. Further calls do nothing."""
         self._lock.release()

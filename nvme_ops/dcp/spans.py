@@ -1,4 +1,4 @@
-"""Which parts of a stored tensor go to which parts of another one."""
+"""Maps parts of a stored tensor to parts of another one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nvme_ops.settings import PAGE, PIECE
 
 #: What is copied at once where a tensor cannot be read in place: what a buffer of a ring takes. Bytes.
 SPAN = PIECE - PAGE
-_ROW = 64 << 10  # bytes of a row from which its wanted part is read alone
+_ROW = 64 << 10  # rows from this size on: only the wanted part is read
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of the file that holds a block of which ``part`` is wanted, and the part of the target it fills."""
+    """A stretch of the file that contains ``part``, and the part of the target that it fills."""
 
     start: int
     dtype: torch.dtype
@@ -55,7 +55,7 @@ def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target
 
 
 def in_one_piece(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Where the wanted part begins, when it lies in the file without gaps."""
+    """Returns where the wanted part begins, if it is contiguous in the file."""
     start, block, whole = stored.start, stored.dtype.itemsize, True
     for size, offset, length in zip(reversed(stored.shape), reversed(offsets), reversed(lengths), strict=True):
         if not whole and length != 1:

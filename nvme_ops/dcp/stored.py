@@ -1,39 +1,23 @@
-"""Where a tensor's bytes lie in a checkpoint's file, whoever wrote it."""
+"""Finds a tensor's bytes in a checkpoint's file, whoever wrote it."""
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
 import struct
 import sys
 import zipfile
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nvme_ops.errors import FormatError
+from nvme_ops.formats import torch_pickle
+from nvme_ops.formats.torch_pickle import Described
 
 _LOCAL = struct.Struct("<26x2H")  # of a zip member's head, the lengths of the name and the extra field behind it
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
-
-# By what descriptions call the data. Newer dtypes have no such name, and are named themselves.
-_DTYPES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-}
 
 
 @dataclass(frozen=True)
@@ -46,12 +30,12 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(path: str, offset: int, length: int) -> Stored | None:
-    """The tensor that ``torch.save`` wrote to this part of the file; None when it is nothing so simple.
+    """Finds the tensor that ``torch.save`` wrote to this part of the file; None if it is not a plain one.
 
     Raises:
         FormatError: it is damaged.
@@ -60,14 +44,14 @@ def find(path: str, offset: int, length: int) -> Stored | None:
         part = _Part(file, offset, length)
         try:
             archive = zipfile.ZipFile(part)
-            return _find(part, archive, offset)
-        except (OSError, MemoryError):
+            return _find(part, archive, offset, f"{path}: byte {offset}")
+        except (OSError, MemoryError, FormatError):
             raise
-        except Exception as error:  # whatever damage makes of an archive
+        except Exception as error:  # a damaged archive can raise anything
             raise FormatError(f"{path}: no tensor of torch.save at byte {offset}, or a damaged one: {error}") from error
 
 
-def _find(part: _Part, archive: zipfile.ZipFile, offset: int) -> Stored | None:
+def _find(part: _Part, archive: zipfile.ZipFile, offset: int, label: str) -> Stored | None:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     description = members["data.pkl"]
     if description.file_size > _MOST_DESCRIPTION:
@@ -75,14 +59,14 @@ def _find(part: _Part, archive: zipfile.ZipFile, offset: int) -> Stored | None:
     order = members.get("byteorder")
     if order is not None and (order.file_size > 10 or archive.read(order) != sys.byteorder.encode()):
         return None
-    try:
-        tensor = _Unpickler(io.BytesIO(archive.read(description))).load()
-    except _NotSoSimpleError:
+    root, _ = torch_pickle.read(archive.read(description), label)
+    tensor = torch_pickle.tensor(root, "", label)
+    if not isinstance(tensor, Described) or not tensor.contiguous:
         return None
-    if not isinstance(tensor, _Described) or not tensor.is_contiguous():
+    if tensor.parameter or tensor.requires_grad or tensor.metadata:
         return None
-    data = members[f"data/{tensor.key}"]
-    begin = tensor.first * tensor.dtype.itemsize
+    data = members[tensor.storage.record]
+    begin = tensor.offset * tensor.dtype.itemsize
     stored = Stored(0, tensor.dtype, tensor.shape)
     if data.compress_type != zipfile.ZIP_STORED or begin + stored.nbytes > data.file_size:
         return None
@@ -95,7 +79,7 @@ def _find(part: _Part, archive: zipfile.ZipFile, offset: int) -> Stored | None:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file, as a file object of its own."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         super().__init__()
@@ -118,67 +102,3 @@ class _Part(io.RawIOBase):
         count = self._file.readinto(memoryview(buffer)[:wanted])
         self._position += count
         return count
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """What a description says of the data."""
-
-    key: str
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Described:
-    key: str
-    dtype: torch.dtype
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def is_contiguous(self) -> bool:
-        expected, contiguous = 1, True
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            contiguous = contiguous and (size == 1 or stride == expected)
-            expected *= size
-        return contiguous or 0 in self.shape
-
-
-class _NotSoSimpleError(Exception):
-    """A pickle of something else than one plain tensor."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the description of one tensor and runs nothing that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _described
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module in ("torch", "torch.storage") and name == "UntypedStorage":
-            return torch.uint8
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise _NotSoSimpleError(f"{module}.{name}")
-
-    def persistent_load(self, identity: Any) -> _Storage:
-        match identity:
-            case ("storage", torch.dtype() as dtype, str() as key, _, int()):
-                return _Storage(key, dtype)
-        raise _NotSoSimpleError(str(identity))
-
-
-def _described(
-    storage: Any, first: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any = None, *more: Any
-) -> _Described:
-    """Stands in the place of torch's functions of the same parameters."""
-    plain = isinstance(storage, _Storage) and not grad and not hooks and not more
-    numbers = [first, *shape, *strides]
-    if not plain or len(shape) != len(strides) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise _NotSoSimpleError("a tensor with something more")
-    if dtype is not None and not isinstance(dtype, torch.dtype):  # of version 2 it is a conjugate bit, or the like
-        raise _NotSoSimpleError("a tensor with metadata")
-    return _Described(storage.key, dtype or storage.dtype, first, tuple(shape), tuple(strides))

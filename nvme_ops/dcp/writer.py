@@ -1,4 +1,4 @@
-"""``NvmeStorageWriter``: DCP's files, written from the tensors themselves and never over those of an old checkpoint."""
+"""``NvmeStorageWriter``: writes DCP's files from the tensors themselves, never over those of an old checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from nvme_ops.storage.atomic import replacing
 class NvmeStorageWriter(filesystem.FileSystemWriter):
     """For ``torch.distributed.checkpoint.save`` and ``async_save``: the same files, at the speed of the device.
 
-    Every rank writes one file, from its tensors themselves; at most 64 MiB of memory are used beside them. The files of
-    an older checkpoint in the folder stay as they are until the new one is complete and ``.metadata`` was replaced,
-    and are removed then, those that a ``NvmeStorageReader`` is reading by a later save: a crash at any point leaves the
-    old checkpoint or the new one. Of several programs that save to one folder each waits for the one before, and so do
-    threads; where the file system has no locks only one may save at a time.
+    Every rank writes one file, straight from its tensors; at most 64 MiB of memory are used beside them. The files of
+    an older checkpoint in the folder are kept until the new one is complete and ``.metadata`` was replaced, and are
+    then removed, those that a ``NvmeStorageReader`` is reading by a later save: a crash at any point leaves the old
+    checkpoint or the new one. Programs and threads that save to one folder wait for each other; on a file system
+    without locks only one may save at a time.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             durable: return when all is on the device. Without it a power failure may take the checkpoint.
             checksum: keep a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
             overwrite: whether a checkpoint in the folder may be replaced.
-            cache_staged_state_dict: keep the memory of ``async_save``'s copies for the next one.
+            cache_staged_state_dict: reuse the memory of ``async_save``'s copies for the next one.
             handle: whose settings the transfers use; one for the whole process when None, and in a process that saves
                 on behalf of this one.
         """
@@ -71,7 +71,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{alone}_"))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Waits for other saves of the folder; on the rank that coordinates, before any rank writes."""
+        """Waits for other saves of the folder, on the coordinator, before any rank writes."""
         self._lock = saving.Saving(os.path.join(self.path, self._metadata_name()))
         try:
             self._require_that_it_may_be_replaced()
@@ -105,7 +105,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     @collector.paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes what all ranks wrote the checkpoint, then removes the older one."""
+        """Makes what all ranks wrote the checkpoint, then removes the old one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for ranks in results for result in ranks}
@@ -127,5 +127,5 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         return folder.METADATA if alone is None else f"__{alone}{folder.METADATA}"
 
     def _rank_that_saves_alone(self) -> int | None:
-        """Where ranks save without each other (``use_collectives=False``), which newer torch has; else None."""
+        """Returns the rank if ranks save independently (``use_collectives=False``, newer torch), else None."""
         return None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)

@@ -1,1 +1,1 @@
-"""Thin hooks into other packages: each is put in place by a call, and taken away by another."""
+"""Hooks into other packages, each installed by one call and removed by another."""

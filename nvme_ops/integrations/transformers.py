@@ -1,4 +1,4 @@
-"""``from_pretrained`` and ``save_pretrained`` of transformers through nvme_ops.
+"""``from_pretrained``, ``save_pretrained`` and the ``Trainer`` of transformers through nvme_ops.
 
     from nvme_ops.integrations import transformers as fast_transformers
 
@@ -8,19 +8,23 @@
     fast_transformers.uninstall()
 
 What is loaded and saved is the same, by the same calls; only safetensors files are concerned.
+
+    trainer = Trainer(..., optimizer_cls_and_kwargs=fast_transformers.nvme_optimizer(
+        torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4))
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nvme_ops.checkpoint.api import save
 from nvme_ops.checkpoint.safe_open import safe_open
+from nvme_ops.offload.optimizer import NvmeOptimizer
 
 _MODULE = "transformers.modeling_utils"
 _before: dict[str, Any] = {}
@@ -29,7 +33,7 @@ _before: dict[str, Any] = {}
 def _save_file(
     tensors: Mapping[str, torch.Tensor], filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Stands in the place of ``safetensors.torch.save_file``."""
+    """Replaces ``safetensors.torch.save_file``."""
     save(tensors, filename, format="safetensors", metadata=metadata)
 
 
@@ -37,11 +41,11 @@ _OURS = {"safe_open": safe_open, "safe_save_file": _save_file}
 
 
 def install() -> None:
-    """Makes transformers save and load through nvme_ops from here on. Once or more.
+    """Makes transformers save and load through nvme_ops from now on. Further calls do nothing.
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        RuntimeError: a version of transformers whose way to its files is not known here; nothing is changed.
+        RuntimeError: an unsupported version of transformers; nothing is changed.
     """
     version = importlib.import_module("transformers").__version__
     module = importlib.import_module(_MODULE)
@@ -54,8 +58,25 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """As before ``install``. Once or more; what somebody else has put in the place since stays."""
+    """Restores what ``install`` replaced, unless somebody else has replaced it since. Further calls do nothing."""
     module = importlib.import_module(_MODULE)
     for name, ours in _OURS.items():
         if getattr(module, name) is ours:
             setattr(module, name, _before.pop(name))
+
+
+def nvme_optimizer(
+    optimizer: type[torch.optim.Optimizer],
+    folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    **options: Any,
+) -> tuple[type[NvmeOptimizer], dict[str, Any]]:
+    """Returns what ``Trainer`` takes as ``optimizer_cls_and_kwargs`` to train with an ``NvmeOptimizer``.
+
+    Arguments are those of ``NvmeOptimizer``; the trainer adds the parameters.
+    """
+
+    class Chosen(NvmeOptimizer):
+        def __init__(self, params: Iterable[Any], **given: Any) -> None:
+            super().__init__(optimizer, params, **given)
+
+    return Chosen, {"folder": folder, **options}

@@ -1,4 +1,4 @@
-"""Blocks of memory between a stream and its file, which the program fills or uses one byte after the other."""
+"""Blocks of memory between a stream and its file, which a program fills or reads sequentially."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = 256 << 10  # bytes below which a transfer is left to the page cache, whi
 
 
 class Block:
-    """Memory that holds ``length`` bytes of the file from ``start`` on, or will when its transfer ends."""
+    """Memory that holds ``length`` bytes of the file from ``start`` on, or will once its transfer has ended."""
 
     def __init__(self) -> None:
         buffer = pool_buffer(BLOCK)
@@ -29,29 +29,29 @@ class Block:
         self.place(0)
 
     def place(self, start: int) -> None:
-        """Makes it an empty block of the file from ``start`` on."""
+        """Empties the block and places it at ``start`` in the file."""
         self.start, self._begin, self.length = start, start % PAGE, 0
         self.operations: list[Operation] = []  # the last one is its transfer
-        self.written = False  # without a transfer
-        self.placed = False  # what was appended does not move any more
+        self.written = False  # by an ordinary write, without a transfer
+        self.placed = False  # when appending: its offset is final
 
     @property
     def stop(self) -> int:
-        """Where in the file it ends."""
+        """The offset in the file at which the block ends."""
         return self.start + self.length
 
     @property
     def room(self) -> int:
-        """Bytes that it can take in addition."""
+        """Bytes that can still be added."""
         return BLOCK - self._begin - self.length
 
     @property
     def full(self) -> bool:
-        """Whether it holds as much as it can."""
+        """True when no more bytes can be added."""
         return self.room == 0
 
     def add(self, data: memoryview) -> int:
-        """Takes as much as there is room for; returns how much."""
+        """Copies as much of ``data`` as there is room for; returns how many bytes."""
         count = min(len(data), self.room)
         end = self._begin + self.length
         self._memory[end : end + count] = data[:count]
@@ -59,21 +59,21 @@ class Block:
         return count
 
     def part(self, start: int, count: int) -> memoryview:
-        """At most ``count`` bytes of the file from ``start`` on, which must be in the block."""
+        """Returns at most ``count`` bytes of the file from ``start`` on, which must lie in the block."""
         first = start - self.start
         return self._memory[self._begin + first : self._begin + min(first + count, self.length)]
 
     def submit(self, engine: Engine, op: Op, file: OpenFile) -> None:
-        """Starts its transfer. One call in C: no signal comes between the begin of a transfer and its being known."""
+        """Starts the block's transfer, in one call in C: no signal can come between submitting and recording it."""
         arguments = (op,), (self.tensor(),), (file,), (self.start,), (False,)
         self.operations.extend(map(engine.submit, *arguments))
 
     def done(self) -> bool:
-        """Whether nothing is under way."""
+        """Returns whether no transfer is in flight."""
         return all(operation.done() for operation in self.operations)
 
     def failure(self) -> BaseException | None:
-        """Waits for its transfer and returns what went wrong, or None."""
+        """Waits for the transfer; returns the exception it failed with, or None."""
         failure = None
         for operation in self.operations:
             operation.wait(None)
@@ -81,18 +81,18 @@ class Block:
         return failure
 
     def tensor(self) -> torch.Tensor:
-        """All that it holds."""
+        """Returns the bytes that the block holds."""
         return self._tensor[self._begin : self._begin + self.length]
 
 
 class Blocks:
-    """At most ``BLOCKS`` of them, made as they are needed."""
+    """At most ``BLOCKS`` blocks, allocated when they are first needed."""
 
     def __init__(self) -> None:
         self._all: list[Block] = []
 
     def take(self, used: Container[Block]) -> Block | None:
-        """One that is not among the ``used`` ones and has nothing under way; None where there is none."""
+        """Returns a block that is not in ``used`` and has no transfer in flight, or None."""
         for block in self._all:
             if block not in used and block.done():
                 return block
@@ -102,6 +102,6 @@ class Blocks:
         return None
 
     def settle(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until no transfer is in flight."""
         for block in self._all:
             block.failure()

@@ -1,4 +1,4 @@
-"""Moves tensors of any kind to and from places in an open file, with bounded memory and checksums on the way."""
+"""Writes tensors to, and reads them from, offsets in an open file, with bounded memory and checksums on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ CHECKSUM = "crc32c"
 
 
 def checksums_anywhere(tensors: Sequence[torch.Tensor], kind: str = CHECKSUM) -> list[int]:
-    """Computes them on any device, however tensors lie: what is not plainly in host memory comes there in pieces."""
+    """Returns the checksums of tensors on any device and of any layout.
+
+    What is not contiguous in host memory is copied there piece by piece.
+    """
     plain = [index for index, tensor in enumerate(tensors) if is_plain_on_host(tensor)]
     found = dict(zip(plain, checksums_of([tensors[index] for index in plain], kind), strict=True))
     return [found[index] if index in found else _checksum_by_pieces(each, kind) for index, each in enumerate(tensors)]
@@ -45,17 +48,17 @@ class Borrowed:
         self.release(())
 
     def owes(self, tensor: torch.Tensor) -> bool:
-        """Whether it is one of them."""
+        """Returns whether ``tensor`` is borrowed and not yet released."""
         return self._ids[id(tensor)] > 0
 
     def release(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Some have been read; all when None."""
+        """Releases these tensors, which have been read; all when None."""
         self._ids = Counter() if tensors is None else self._ids - Counter(map(id, tensors))
         if not self._ids:
             self._safe.set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until every borrowed tensor has been released; False when ``timeout`` seconds passed first."""
+        """Waits until every borrowed tensor has been released; returns False after ``timeout`` seconds."""
         return self._safe.wait(timeout)
 
 
@@ -66,15 +69,15 @@ def write(
     kind: str | None = CHECKSUM,
     borrowed: Borrowed | None = None,
 ) -> list[int]:
-    """Writes each tensor from its offset on; returns the checksums of their bytes, in order.
+    """Writes each tensor at its offset; returns the checksums of their bytes, in order.
 
-    What lies contiguously in CPU memory goes from there to the file; anything else goes through at most 16 MiB of
-    buffers. Beside these the handle takes its staging memory, however much is written. Reads that somebody waits for
-    pass it (``Priority.WRITEBACK``).
+    Contiguous CPU tensors are written from where they are; all others pass through at most 16 MiB of buffers. The
+    handle's staging memory comes on top, whatever the amount. The writes have ``Priority.WRITEBACK``: demand reads
+    overtake them.
 
     Args:
-        handle: moves them.
-        fd: of the file, open to be written.
+        handle: moves the bytes.
+        fd: a file open for writing.
         places: offset and tensor. Those that follow each other in the file are moved together.
         kind: of checksum, ``"crc32c"`` or ``"crc32"``; none when None.
         borrowed: tensors that are read first.
@@ -102,7 +105,7 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
         for index, value in _write_copies(handle, fd, places, others, kind).items():
             found[index] = value
-        if kind:  # while they are on their way
+        if kind:  # while the writes are in flight
             for index, value in zip(direct, checksums_of(sources, kind), strict=True):
                 found[index] = value
     return found
@@ -115,7 +118,7 @@ def _write_copies(
     chosen: Sequence[int],
     kind: str | None,
 ) -> dict[int, int]:
-    """Writes those that cannot go from where they are; returns the checksum of each, by its index."""
+    """Writes copies of the ``chosen`` tensors; returns the checksum of each by its index."""
     ring = Ring(pinned=any(places[index][1].is_cuda for index in chosen), priority=Priority.WRITEBACK)
     parts = [(index, start, part) for index in chosen for start, part in _parts(*places[index], ring.piece)]
     values = dict.fromkeys(chosen, 0)
@@ -127,14 +130,14 @@ def _write_copies(
 
 
 def _parts(start: int, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The pieces of a tensor and their places in the file."""
+    """Yields the pieces of a tensor with their offsets in the file."""
     for part in cut(tensor, size):
         yield start, part
         start += part.nbytes
 
 
 def read_into(handle: aio_handle, fd: int, targets: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Fills existing tensors from their offsets on, on whatever device and however they lie in memory."""
+    """Fills existing tensors, on any device and of any layout, from their offsets in the file."""
     direct = [(start, tensor) for start, tensor in targets if tensor.nbytes and is_plain(tensor)]
     with InFlight() as in_flight:
         if direct:

@@ -1,4 +1,4 @@
-"""``Pool``: memory of a bounded size, for which those who ask wait until there is some."""
+"""``Pool``: a bounded amount of memory; a lease waits until enough of it is free."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
 from nvme_ops.text import size_words
 
-_FOR_EVER = 1e9  # seconds
+_FOR_EVER = 1e9  # seconds: as good as no timeout
 _HUGE = 2 << 20  # bytes of a huge page, in which larger leases are counted
 
 
 class Lease:
-    """Memory out of a pool: ``tensor``, bytes whose contents are arbitrary.
+    """Memory leased from a pool: ``tensor``, uninitialized bytes.
 
-    As a context manager it gives the memory back at the end of the block, which must not leave tensors over it behind.
-    Otherwise the memory goes back when the last tensor over it is gone, and the lease too.
+    As a context manager it returns the memory at the end of the block, after which no tensor may use it. Otherwise the
+    memory goes back once the lease and the last tensor over it are gone.
     """
 
     def __init__(self, pool: Pool, tensor: torch.Tensor, charge: int) -> None:
@@ -38,13 +38,13 @@ class Lease:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory, one-dimensional, of dtype ``torch.uint8``. Raises ValueError once it was given back."""
+        """The memory: one-dimensional, dtype ``torch.uint8``. Raises ValueError once it was released."""
         if self._tensor is None:
             raise ValueError("the lease has ended")
         return self._tensor
 
     def release(self) -> None:
-        """Gives the memory back as soon as no other tensor is over it. Once or more."""
+        """Returns the memory to the pool as soon as no other tensor uses it. Further calls do nothing."""
         self._pool._leave(self)
         self._tensor = None
 
@@ -57,18 +57,19 @@ class Lease:
 
 
 class Pool:
-    """Leases at most ``budget`` bytes of memory, in huge pages, aligned for direct I/O.
+    """Leases at most ``budget`` bytes of huge-page memory, aligned for direct I/O.
 
-    Threads are served in the order in which they ask. A forked child begins with a pool of its own, which is empty:
-    what its parent has leased is the parent's.
+    Threads are served in the order in which they ask. A forked child starts with an empty pool: the leases are its
+    parent's.
 
     Args:
-        budget: bytes, at least 1. A lease counts with what it takes of the system: a power of two of pages, from 2 MiB
-            on a multiple of 2 MiB.
-        pinned: lease memory from which an accelerator copies at full speed, locked by torch where there is one.
+        budget: bytes, at least 1. A lease counts as what is allocated for it: a power of two of pages, from 2 MiB on a
+            multiple of 2 MiB.
+        pinned: lease page-locked memory, from which an accelerator copies at full speed; ignored without one.
 
     Raises:
         ValueError: a budget below 1.
+        TypeError: a budget that is not an int.
     """
 
     def __init__(self, budget: int, *, pinned: bool = False) -> None:
@@ -85,27 +86,27 @@ class Pool:
         self._lock = threading.RLock()
         self._in_use = self._peak = 0
         self._process = os.getpid()
-        # Whatever frees a tensor may do so in the middle of anything, so it only adds here: that is one step.
+        # A tensor may be freed at any point, also within a locked section; appending is atomic and needs no lock.
         self._freed: deque[int] = deque()
-        self._live: dict[int, Any] = {}  # weak references, whose callbacks tell of freed memory
+        self._live: dict[int, Any] = {}  # weak references, whose callbacks report freed memory
         self._waiting: deque[_Waiting] = deque()  # first come, first served
-        self._held: dict[int, int] = {}  # by thread: bytes that only the end of one of its blocks gives back
+        self._held: dict[int, int] = {}  # by thread: bytes leased in a with block
 
     @property
     def budget(self) -> int:
-        """Bytes that there may be in all."""
+        """The most bytes that can be leased at once."""
         return self._budget
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest lease that there may be."""
+        """Bytes of the largest possible lease."""
         if self._budget >= _HUGE:
             return self._budget // _HUGE * _HUGE
         return 1 << (self._budget.bit_length() - 1) if self._budget >= PAGE else 0
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that are leased at the moment."""
+        """Bytes leased now."""
         with self._lock:
             self._collect()
             return self._in_use
@@ -116,20 +117,21 @@ class Pool:
         return self._peak
 
     def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
-        """Memory of ``nbytes`` bytes; waits while the budget is spent. Ctrl-C ends the wait.
+        """Leases ``nbytes`` bytes; waits while the budget is spent. Ctrl-C ends the wait.
 
         Args:
             nbytes: at least 1.
-            timeout: seconds to wait at most; for ever when None, not at all when 0.
+            timeout: seconds to wait at most; without limit when None, not at all when 0.
 
         Raises:
-            MemoryError: more than the budget, which no wait can bring, or than the system has.
-            TimeoutError: there was none within ``timeout`` seconds.
-            DeadlockError: those who hold what is missing are waiting for memory of this pool themselves.
+            ValueError: ``nbytes`` is below 1.
+            MemoryError: more than the whole budget, or more than the system has.
+            TimeoutError: not enough was freed within ``timeout`` seconds.
+            DeadlockError: those who hold the missing memory are themselves waiting for memory of this pool.
         """
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
-        charge = _charge_of(nbytes)
+        charge = charge_of(nbytes)
         if charge > self._budget:
             raise MemoryError(
                 f"{size_words(nbytes)}, in whole pages {size_words(charge)}, do not fit the pool's budget of "
@@ -143,7 +145,7 @@ class Pool:
             raise
 
     def _admit(self, charge: int, timeout: float | None) -> None:
-        """Counts it as in use when its turn has come and there is room."""
+        """Waits for its turn and for room, then counts ``charge`` as in use."""
         deadline = None if timeout is None else time.monotonic() + timeout
         mine = _Waiting(threading.get_ident(), charge)
         with self._lock:
@@ -166,7 +168,7 @@ class Pool:
         finally:
             with self._lock, contextlib.suppress(ValueError):  # a forked child has nobody waiting
                 self._waiting.remove(mine)
-            native().note_ending()  # whose turn it is now
+            native().note_ending()  # wakes the next in line
 
     def _take(self, mine: _Waiting) -> bool:
         self._collect()
@@ -177,17 +179,17 @@ class Pool:
         return True
 
     def _collect(self) -> None:
-        """Counts what was freed since."""
+        """Subtracts what was freed since the last call."""
         while self._freed:
             self._in_use -= self._freed.popleft()
 
     def _give_back(self, charge: int) -> None:
-        """Counts memory as free, from wherever a tensor ends: takes no lock."""
+        """Counts memory as free. Takes no lock, because a tensor may be freed anywhere."""
         self._freed.append(charge)
         native().note_ending()
 
     def _require_an_end(self) -> None:
-        """Raises DeadlockError when the first who waits waits for what only others who wait could give back."""
+        """Raises DeadlockError when only threads that wait themselves could free what the first one waits for."""
         first = self._waiting[0]
         stuck = sum(self._held.get(thread, 0) for thread in {waiting.thread for waiting in self._waiting})
         if first.charge + stuck > self._budget:
@@ -197,14 +199,14 @@ class Pool:
             )
 
     def _allocate(self, nbytes: int, charge: int) -> torch.Tensor:
-        owner: Any  # goes with the last tensor over the memory, and tells by a weak reference
+        owner: Any  # dies with the last tensor over the memory, noticed through a weak reference
         if self._pinned:
             locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
             owner = (ctypes.c_ubyte * nbytes).from_address(locked.data_ptr())
             owner.keeps = locked
         else:
             with self._lock:
-                # what the process keeps for reuse must not come on top of the budget
+                # memory cached for reuse must not come on top of the budget
                 if self._in_use + native().pool_statistics()["cached_bytes"] - charge > self._budget:
                     native().trim_pool()
             owner = pool_buffer(nbytes)
@@ -234,7 +236,7 @@ class Pool:
                 del self._held[thread]
 
     def __repr__(self) -> str:
-        """For example ``Pool(268435456): 8388608 bytes in use``."""
+        """Returns for example ``Pool(268435456): 8388608 bytes in use``."""
         return f"Pool({self._budget}{', pinned=True' if self._pinned else ''}): {self.bytes_in_use} bytes in use"
 
 
@@ -247,12 +249,12 @@ class _Waiting:
 
 
 def can_pin() -> bool:
-    """Whether there is an accelerator that copies faster from page-locked memory."""
+    """Returns whether there is an accelerator that copies faster from page-locked memory."""
     return bool(torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
 
 
-def _charge_of(nbytes: int) -> int:
-    """What the system gives for it: see ``size_class`` of csrc/engine/buffer_pool.cpp."""
+def charge_of(nbytes: int) -> int:
+    """Returns the bytes allocated for a lease: see ``size_class`` in csrc/engine/buffer_pool.cpp."""
     if nbytes >= _HUGE:
         return -(-nbytes // _HUGE) * _HUGE
     return max(PAGE, 1 << (nbytes - 1).bit_length())

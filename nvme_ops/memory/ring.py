@@ -1,10 +1,10 @@
-"""``Ring``: the one pipeline of this package. While storage fills or empties one buffer, the program uses another.
+"""``Ring``: the package's pipeline. While storage fills or empties one buffer, the program uses another.
 
     ring = Ring()
-    for piece in ring.read(handle, places): checksum(piece)     # the next ones are being read meanwhile
-    for piece in ring.write(handle, file, pieces): ...          # copies, on their way to the file
+    for piece in ring.read(handle, places): checksum(piece)     # while the next ones are read
+    for piece in ring.write(handle, file, pieces): ...          # copies that are being written
 
-``InFlight`` is the part of it that needs no buffers: a bounded number of transfers under way.
+``InFlight`` does the same without buffers: it bounds the number of transfers in flight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,9 +27,11 @@ from nvme_ops.tensors import empty
 if TYPE_CHECKING:
     from nvme_ops.handle import FileName
 
+_Item = TypeVar("_Item")
+
 
 class Place(NamedTuple):
-    """``nbytes`` from byte ``start`` of a file on."""
+    """``nbytes`` of a file from byte ``start`` on."""
 
     file: FileName
     start: int
@@ -41,10 +43,10 @@ class _Ending(Protocol):
 
 
 class InFlight:
-    """Transfers under way, ended in the order in which they were added, of which ``add`` leaves at most ``limit``.
+    """Transfers in flight, waited for in the order in which they were added, at most ``limit`` after each ``add``.
 
-    As a context manager it waits for all of them, whatever happens: nobody may still move to or from memory that the
-    block leaves behind.
+    As a context manager it waits for all of them, also when the block raises: no transfer may still use memory that the
+    block releases.
     """
 
     def __init__(self, limit: int = 1) -> None:
@@ -52,17 +54,17 @@ class InFlight:
         self._transfers: deque[tuple[_Ending, Callable[[], object]]] = deque()
 
     def add(self, transfer: _Ending, then: Callable[[], object] = lambda: None) -> None:
-        """Adds one, and ends the oldest where there are too many. ``then`` is called when it has ended well."""
+        """Adds a transfer and waits for the oldest beyond ``limit``. ``then`` is called once it has succeeded."""
         self._transfers.append((transfer, then))
         while len(self._transfers) > self._limit:
             self.end_oldest()
 
     def end_oldest(self) -> bool:
-        """Waits for the oldest, and raises what went wrong with it. False when there is none."""
+        """Waits for the oldest transfer and raises what it failed with. Returns False when there is none."""
         if not self._transfers:
             return False
         transfer, then = self._transfers[0]
-        failure = transfer.exception()  # interrupted, it is still one of them
+        failure = transfer.exception()  # if interrupted, it is still in the queue
         self._transfers.popleft()
         if failure is not None:
             raise failure
@@ -70,7 +72,7 @@ class InFlight:
         return True
 
     def drain(self) -> None:
-        """Ends all. When several failed the first failure is raised, after all have ended."""
+        """Waits for all transfers, then raises the first failure."""
         try:
             while self.end_oldest():
                 pass
@@ -78,13 +80,13 @@ class InFlight:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for all, whatever became of them."""
+        """Waits for all transfers and ignores failures."""
         while self._transfers:
             self._transfers[0][0].exception()
             self._transfers.popleft()
 
     def hand_over(self) -> None:
-        """What is under way is somebody else's to wait for."""
+        """Forgets the transfers in flight: somebody else waits for them now."""
         self._transfers.clear()
 
     def __enter__(self) -> InFlight:
@@ -98,21 +100,22 @@ class InFlight:
 
 
 class Ring:
-    """Buffers through which data pass that cannot go straight to where they belong.
+    """A ring of buffers for data that cannot move directly between storage and its destination.
 
-    One thread uses a ring at a time, for one thing at a time. Its memory is taken at first use and given back with it.
+    Only one thread may use a ring, for one ``read`` or ``write`` at a time. The memory is allocated at first use and
+    freed with the ring.
 
     Args:
-        pool: has the memory; where less than ``depth`` buffers are to be had at once, those there are do the work. The
-            memory of no pool when None.
-        buffer: bytes of one buffer, a page of which is to place data as they lie in the file's pages; what the pool can
-            give where that is less. By default 8 MiB, without a pool beside that page.
-        depth: buffers.
+        pool: supplies the memory; the ring makes do with fewer than ``depth`` buffers when no more are free at once.
+            Allocated outside any pool when None.
+        buffer: bytes of one buffer, at most ``pool.largest``. One page of it is reserved so that data keep their offset
+            within a page. By default 8 MiB; without a pool, 8 MiB and that page.
+        depth: the number of buffers.
         pinned: without a pool, whether the memory is page-locked, for copies to and from an accelerator.
-        priority: of its transfers.
+        priority: of the transfers.
 
     Raises:
-        MemoryError: the pool's budget is below two pages.
+        MemoryError: the buffers would be smaller than two pages.
     """
 
     def __init__(
@@ -133,18 +136,17 @@ class Ring:
         self._pinned = pinned and can_pin()
         self._leases: list[Lease] = []
         self._buffers: list[torch.Tensor] = []
-        self._uses: dict[int, IoFuture] = {}  # by buffer: the transfer that it is under
+        self._uses: dict[int, IoFuture] = {}  # by buffer: its transfer
         self._next = 0
 
     @property
     def piece(self) -> int:
-        """Bytes that one buffer takes wherever they begin in a page."""
+        """Bytes that fit into one buffer at any offset within a page."""
         return self._size - PAGE
 
     def take(self) -> torch.Tensor:
-        """A buffer under no transfer. Valid until as many were taken as there are."""
-        if self._pool is not None and not self._buffers:
-            self._lease_all(self._pool)
+        """Returns the next buffer, once its transfer has ended. It is valid until ``depth`` more were taken."""
+        self._prepare()
         number = self._next % self._depth
         if number == len(self._buffers):
             self._buffers.append(self._new_buffer())
@@ -155,22 +157,22 @@ class Ring:
         return self._buffers[number]
 
     def put_under(self, transfer: IoFuture) -> None:
-        """The buffer taken last is not taken again before ``transfer`` has ended."""
+        """Keeps the buffer taken last from being reused until ``transfer`` has ended."""
         self._uses[self._next - 1] = transfer
 
     def drain(self) -> None:
-        """Waits for every transfer; raises what went wrong with the first that failed, after all have ended."""
+        """Waits for every transfer, then raises the first failure."""
         failure: BaseException | None = None
         while self._uses:
             number = next(iter(self._uses))
-            found = self._uses[number].exception()  # interrupted, it is still waited for
+            found = self._uses[number].exception()  # if interrupted, it is still recorded
             failure = failure or found
             del self._uses[number]
         if failure is not None:
             raise failure
 
     def settle(self) -> None:
-        """Waits for every transfer, whatever becomes of it."""
+        """Waits for every transfer and ignores failures."""
         with suppress(Exception):
             self.drain()
 
@@ -179,19 +181,21 @@ class Ring:
             return torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
         return empty(self._size, dtype=torch.uint8)
 
-    def _lease_all(self, pool: Pool) -> None:
-        """Waits for one buffer, and takes more if they are there."""
-        self._leases.append(pool.lease(self._size))
+    def _prepare(self) -> None:
+        """Waits for one buffer of the pool, then takes as many more as are free."""
+        if self._pool is None or self._buffers:
+            return
+        self._leases.append(self._pool.lease(self._size))
         with suppress(TimeoutError, MemoryError):
             while len(self._leases) < self._depth:
-                self._leases.append(pool.lease(self._size, timeout=0))
+                self._leases.append(self._pool.lease(self._size, timeout=0))
         self._buffers = [lease.tensor for lease in self._leases]
         self._depth = len(self._buffers)
 
     def read(self, handle: aio_handle, places: Iterable[Place]) -> Generator[torch.Tensor, None, None]:
-        """The bytes of each place, in order, each valid until the next is asked for, aligned for a view of any dtype.
+        """Yields the bytes of each place, in order, aligned for any dtype; each tensor is valid until the next one.
 
-        Places are read together as far as a buffer has room for them; one that is larger than a buffer comes in parts.
+        Places that fit into one buffer are read together; one that is larger than a buffer comes in parts.
 
         Raises what the handle's ``submit_preadv`` and its futures raise.
         """
@@ -218,7 +222,7 @@ class Ring:
         yield from waiting.popleft()
 
     def _batches(self, places: Iterable[Place]) -> Iterator[list[tuple[int, Place]]]:
-        """As many places as a buffer holds, and where in it: aligned for any dtype, pages of large ones on pages."""
+        """Groups places that fit into one buffer; adds their offsets in it, aligned for any dtype and direct I/O."""
         batch: list[tuple[int, Place]] = []
         used = 0
         for place in self._parts(places):
@@ -242,10 +246,10 @@ class Ring:
     def write(
         self, handle: aio_handle, file: FileName, pieces: Iterable[tuple[int, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """Copies each tensor and writes the copy from its offset on; yields the copy, as bytes, valid until the next.
+        """Copies each tensor, writes the copy at its offset, and yields it as bytes, valid until the next one.
 
-        Tensors on any device, strided as they like, of at most ``piece`` bytes. Those that follow each other in the
-        file are written together. All is written when the iterator is exhausted, which it has to be.
+        Tensors may be on any device and of any layout, and have at most ``piece`` bytes. Those that follow each other
+        in the file are written together. Exhaust the iterator: only then is everything written.
 
         Raises what the handle's ``submit_pwrite`` and its futures raise.
         """
@@ -258,7 +262,7 @@ class Ring:
                     if buffer is not None:
                         self._flush(handle, file, buffer[begin:end], offset)
                     buffer, offset = self.take(), start
-                    # pages of the file on pages of the buffer, which then goes without another copy
+                    # page offsets equal to the file's: direct I/O then needs no staging copy
                     begin = end = 0 if start % tensor.element_size() else start % PAGE
                 held = buffer[end : end + tensor.nbytes]
                 carve.copy_bytes(held, tensor)
@@ -273,3 +277,73 @@ class Ring:
     def _flush(self, handle: aio_handle, file: FileName, full: torch.Tensor, offset: int) -> None:
         if full.numel():
             self.put_under(handle.submit_pwrite(full, file, offset, priority=self._priority))
+
+    def update(
+        self,
+        items: Iterable[_Item],
+        read: Callable[[_Item, torch.Tensor], IoFuture | None],
+        write: Callable[[_Item, torch.Tensor], IoFuture | None],
+        ended: Callable[[_Item, torch.Tensor, BaseException | None], None],
+    ) -> Generator[tuple[_Item, torch.Tensor], None, None]:
+        """Yields each item with a buffer that ``read`` has filled, and writes it when the next one is asked for.
+
+        The reads of the next items and the writes of the last ones are in flight meanwhile. Close the generator, or
+        exhaust it: only then has everything ended.
+
+        Args:
+            items: of any kind, each with its bytes in one place.
+            read: starts to fill a buffer with an item's bytes; None when there is nothing to read.
+            write: starts to write them; None when there is nothing to write.
+            ended: called once for each item that was yielded, in order, when its write has ended or was not started,
+                with what it failed with, or None. The buffer is not reused before.
+
+        Raises what the reads and writes fail with.
+        """
+        reading: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
+        writing: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
+        self._next = 0
+
+        def end_oldest() -> None:
+            item, buffer, transfer = writing[0]
+            failure = transfer.exception() if transfer else None  # if interrupted, it is still in the queue
+            writing.popleft()
+            ended(item, buffer, failure)
+            if failure is not None:
+                raise failure
+
+        def use_oldest() -> Iterator[tuple[_Item, torch.Tensor]]:
+            item, buffer, transfer = reading[0]
+            if transfer:
+                transfer.result()
+            reading.popleft()
+            try:
+                yield item, buffer
+                writing.append((item, buffer, write(item, buffer)))
+            except BaseException as error:
+                ended(item, buffer, error)
+                raise
+
+        self._prepare()
+        ahead = self._depth // 2  # as many reads in flight while an item is used, and about as many writes
+        try:
+            for item in items:
+                if len(reading) > ahead:
+                    yield from use_oldest()
+                while len(reading) + len(writing) >= self._depth:
+                    if writing:
+                        end_oldest()
+                    else:
+                        yield from use_oldest()
+                buffer = self.take()
+                reading.append((item, buffer, read(item, buffer)))
+            while reading:
+                yield from use_oldest()
+            while writing:
+                end_oldest()
+        finally:
+            for _, _, transfer in reading:
+                if transfer:
+                    transfer.exception()
+            while writing:
+                with suppress(Exception):
+                    end_oldest()

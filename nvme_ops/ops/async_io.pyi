@@ -1,4 +1,4 @@
-"""The native module ``async_io``: the engine, and the interface of ``nvme_ops.handle`` on it."""
+"""The native module ``async_io``: the engine, and the names of ``nvme_ops.handle``."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _File = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenF
 
 @final
 class Operation:
-    """A transfer under way."""
+    """A submitted transfer."""
 
     def done(self) -> bool: ...
     def submitted(self) -> bool: ...
@@ -87,7 +87,7 @@ class Engine:
     def sweep(self) -> None: ...
 
 class Pending:
-    """Operations to wait for."""
+    """Operations to wait for together."""
 
     def __len__(self) -> int: ...
     def add(self, operation: Operation, /) -> None: ...
@@ -95,7 +95,7 @@ class Pending:
     def wait(self) -> int: ...
 
 class Buffer:
-    """Huge-page memory with the buffer protocol, back in the pool when the object goes."""
+    """Huge-page memory with the buffer protocol; returns to the pool when the object is freed."""
 
     def __new__(cls, bytes: int, /) -> Buffer: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -1,4 +1,4 @@
-"""Replaces a file at once: whoever looks finds the old file or the new one, whole, whatever happens in between."""
+"""Replaces files atomically: at any moment, readers find the complete old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nvme_ops.storage import unlink
+from nvme_ops.storage import locks, unlink
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
@@ -23,7 +22,7 @@ _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 
 @dataclass(frozen=True)
 class Replacement:
-    """The file that becomes ``target`` when the block ends well."""
+    """The file that replaces ``target`` when the block ends without an exception."""
 
     target: str
     path: str
@@ -32,16 +31,16 @@ class Replacement:
 
 @contextmanager
 def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: bool = False) -> Iterator[Replacement]:
-    """A new file beside ``target`` to write to, renamed over it at the end of the block.
+    """Yields a new file beside ``target``, which is renamed over it at the end of the block.
 
     ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
-    the folder). When the block raises, the new file is removed and ``target`` is as it was. What a process that was
-    killed left behind is removed by the next replacement in that folder. A symbolic link stays one: what it points
-    to is replaced. The mode of an existing target is kept. The space of a large one is free soon after the block. A
-    device or a pipe is not replaced: it gets all the bytes at the end of the block.
+    the folder). When the block raises, the new file is removed and ``target`` is unchanged. Files left by a killed
+    process are removed by the next replacement in that folder. Symbolic links are followed: the file they point to is
+    replaced. An existing target's mode is kept. The blocks of a large one are freed in the background. A device or a
+    pipe is not replaced: all bytes are copied to it at the end of the block.
 
-    ``recycle``: the file that was replaced is kept, under a hidden name, and the next such replacement is written over
-    it, which needs no new blocks. The block has to write every byte and to cut the file to its length.
+    ``recycle``: the replaced file is kept under a hidden name, and the next such replacement is written over it, which
+    allocates no new blocks. The block must then write every byte and truncate the file to its length.
 
     Raises:
         IsADirectoryError: ``target`` is a folder.
@@ -61,7 +60,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
     fd, folder_fd, temporary = -1, -1, ""
     try:
         try:
-            if durable:  # while nothing is replaced yet: this may be refused
+            if durable:  # before anything is replaced: this may fail
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder)
             unlink.require_room(folder)
@@ -78,7 +77,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
                 os.rename(temporary, path)
             temporary = ""
             with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # for who reads it already
+                fcntl.flock(fd, fcntl.LOCK_UN)  # for those that already read it
             if not kept:
                 _remove_spare(spare)
             if durable:
@@ -88,7 +87,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
                 with suppress(OSError):
                     os.unlink(temporary)
             for each in (fd, folder_fd):
-                with suppress(OSError):  # what this could tell, fdatasync has told
+                with suppress(OSError):  # any write error was reported by fdatasync
                     os.close(each)
     except OSError as error:
         if _is_ours(error, path, folder):
@@ -99,7 +98,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
 
 
 def _is_ours(error: OSError, path: str, folder: str) -> bool:
-    """Whether it is about the target, under whatever name, and not about something the caller read meanwhile."""
+    """Returns whether ``error`` is about the target, and not about another file that the caller used in the block."""
     name = error.filename
     if name is None or name in (path, folder):
         return True
@@ -108,30 +107,17 @@ def _is_ours(error: OSError, path: str, folder: str) -> bool:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor to read from, of a file that is not written over meanwhile (``recycle``)."""
+    """Opens a file for reading and keeps ``recycle`` from writing over it until the end of the block."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock_shared(fd)
+        locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save has it for the moment after the file got its name
         yield fd
     finally:
         os.close(fd)
 
 
-def _lock_shared(fd: int) -> None:
-    """Locks it, unless somebody else has: a save does so for the moment after the file got its name."""
-    for _ in range(100):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001)
-            continue
-        except OSError:  # a file system without locks
-            pass
-        return
-
-
 def sync_folder(folder: str) -> None:
-    """Makes the names in it durable."""
+    """Makes the names in a folder durable (``fsync``)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -140,7 +126,7 @@ def sync_folder(folder: str) -> None:
 
 
 def _is_special(path: str) -> bool:
-    """Neither a file nor a folder, nor nothing."""
+    """Returns whether ``path`` exists and is neither a file nor a folder."""
     with suppress(FileNotFoundError):
         mode = os.stat(path).st_mode
         return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
@@ -148,7 +134,7 @@ def _is_special(path: str) -> bool:
 
 
 def _mode(path: str) -> int | None:
-    """None: there is no such file."""
+    """Returns the permission bits of the file, or None if there is no such file."""
     try:
         return stat.S_IMODE(os.stat(path).st_mode)
     except FileNotFoundError:
@@ -156,12 +142,12 @@ def _mode(path: str) -> int | None:
 
 
 def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tuple[int, str]:
-    """Never open to more users than ``mode`` says. The ``spare``, where there is one to be used.
+    """Creates and locks a temporary file, never with more permissions than ``mode``; reuses ``spare`` where possible.
 
-    The lock says that its writer lives; the kernel lets go of it when the process dies.
+    The lock shows that the writer is alive; the kernel releases it when the process dies.
     """
     while True:
-        # a number that does not come again: whoever clears litter may still look at the file that had it before
+        # a new number each time: another process may be about to unlink an abandoned file by its name
         number = int.from_bytes(os.urandom(4), "little")
         path = os.path.join(folder, f".{_short(name)}.{os.getpid()}-{number}{_MARK}")
         if spare is not None and (fd := _take(spare, path, mode)) >= 0:
@@ -181,14 +167,14 @@ def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tupl
 
 
 def _take(spare: str, path: str, mode: int) -> int:
-    """A descriptor of the spare file, which is called ``path`` from then on; -1 where it is not ours alone to use."""
+    """Renames the spare file to ``path`` and returns its descriptor; -1 if others may have it open."""
     try:
         fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return -1
     try:
         status = os.fstat(fd)
-        # who may read it has perhaps opened it already
+        # whoever may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             os.fchmod(fd, mode)
@@ -201,12 +187,12 @@ def _take(spare: str, path: str, mode: int) -> int:
 
 
 def _is_spare(status: os.stat_result) -> bool:
-    """A file of this user's that has no other name."""
+    """Returns whether it is a file of this user with no other name."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
 
 
 def _keep(path: str, spare: str) -> bool:
-    """Gives the file that is about to be replaced a second name."""
+    """Gives the file that is about to be replaced a second name; returns whether it could."""
     with suppress(OSError):  # there is none, or the file system has no links
         if _is_spare(os.lstat(path)):
             _remove_spare(spare)
@@ -221,14 +207,14 @@ def _remove_spare(spare: str) -> None:
 
 
 def spares(folder: str) -> list[str]:
-    """The files in a folder that are kept to be written over."""
+    """Returns the files in a folder that are kept to be written over."""
     with suppress(OSError), os.scandir(folder) as entries:
         return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SPARE)]
     return []
 
 
 def _lock(fd: int) -> bool:
-    """False where somebody took the file for litter before it was locked, and removes it."""
+    """Locks a new file; returns False if another process has already taken it for abandoned."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -239,26 +225,26 @@ def _lock(fd: int) -> bool:
 
 
 def _short(name: str) -> str:
-    """As much of it as leaves room for the rest in NAME_MAX."""
+    """Cuts ``name`` so that a temporary name made of it fits NAME_MAX."""
     return os.fsdecode(os.fsencode(name)[: 255 - len(_MARK) - 24])
 
 
 def remove_litter(folder: str) -> None:
-    """Files of writers that are gone, whatever their target was."""
+    """Removes the temporary files of processes that are gone, whatever their target."""
     for path in litter(folder):
         with suppress(OSError), _abandoned(path):
             os.unlink(path)
 
 
 def litter(folder: str) -> list[str]:
-    """Temporary files in a folder, those of writers that live among them."""
+    """Returns the temporary files in a folder, those in use included."""
     with suppress(OSError), os.scandir(folder) as entries:
         return [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
     return []
 
 
 def is_abandoned(path: str) -> bool:
-    """Whether the writer of a temporary file is gone."""
+    """Returns whether the writer of a temporary file is gone."""
     try:
         with _abandoned(path):
             return True
@@ -268,7 +254,7 @@ def is_abandoned(path: str) -> bool:
 
 @contextmanager
 def _abandoned(path: str) -> Iterator[None]:
-    """Raises BlockingIOError while its writer lives."""
+    """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,24 +15,33 @@ class Claims:
     """
 
     def __init__(self, lock: threading.RLock) -> None:
-        self._changed = threading.Condition(lock)
+        self._lock, self._changed = lock, threading.Condition(lock)
         self._claimed: set[Hashable] = set()
+        self._waiting = 0
         self._closed = False
 
     def take(self, thing: Hashable) -> None:
         """Waits until nobody else is at it. Raises ValueError once closed."""
-        with self._changed:
+        with self._lock:
             while thing in self._claimed and not self._closed:
-                self._changed.wait()
+                self._wait()
             if self._closed:
                 raise ValueError("the store is closed")
             self._claimed.add(thing)
 
     def give_back(self, thing: Hashable) -> None:
-        """Lets the next one."""
-        with self._changed:
+        """Lets the next thread take it."""
+        with self._lock:
             self._claimed.discard(thing)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait()
+        finally:
+            self._waiting -= 1
 
     @contextlib.contextmanager
     def at(self, thing: Hashable) -> Iterator[None]:
@@ -45,14 +54,14 @@ class Claims:
 
     def close(self) -> bool:
         """Nobody takes anything any more, and nobody is at anything when it returns. False from the second time on."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return False
             self._closed = True
             self._changed.notify_all()
             try:
                 while self._claimed:
-                    self._changed.wait()
+                    self._wait()
             except BaseException:  # Ctrl-C
                 self._closed = False
                 raise

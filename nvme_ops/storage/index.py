@@ -1,6 +1,6 @@
-"""What is in a store that is kept: a line for each change, in a file beside the slabs.
+"""The journal of a kept store: a line for each change, in a file beside the slabs.
 
-A line is the CRC-32 of its rest, and a JSON object.
+A line consists of a CRC-32 and the JSON object that it covers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.values import Piece, Value
 
-_LINES = 4096  # that may be there beside twice as many as there are values, before the file is written anew
+_LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
 
 
 class Index:
-    """The journal of a store. A line counts when it is whole: a process may be killed while it writes one."""
+    """The journal of a store. An incomplete last line is ignored: its writer was killed."""
 
     def __init__(self, session: Session, name: str) -> None:
         self._path = session.path(0, name)
@@ -34,9 +34,9 @@ class Index:
         self._end = self._lines = 0
 
     def load(self) -> dict[str, Value]:
-        """The values as the last lines of their keys tell them.
+        """Returns the values that the last line of each key gives, and cuts off an incomplete last line.
 
-        Raises FormatError for lines that nobody wrote so; half a line at the end is one whose writer was killed.
+        Raises FormatError for any other line that is damaged.
         """
         content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         found: dict[str, Value] = {}
@@ -56,27 +56,27 @@ class Index:
         return found
 
     def damaged(self, error: Exception) -> FormatError:
-        """What to raise where it names extents that cannot be."""
+        """Returns the error to raise when the index names impossible extents."""
         return FormatError(f"{self._path}: the index names extents that cannot be: {error}")
 
     def put(self, key: str, value: Value) -> None:
-        """The key has this value from now on."""
+        """Records a new value of the key."""
         self._append(_line(key, value))
 
     def drop(self, key: str) -> None:
-        """The key has no value from now on."""
+        """Records that the key has no value any more."""
         self._append(_line(key, None))
 
     def sync(self) -> None:
-        """Makes it durable."""
+        """Makes the journal durable."""
         os.fdatasync(self._fd)
 
     def is_long(self, values: Mapping[str, Value]) -> bool:
-        """Whether most of it is past."""
+        """Returns whether most lines are obsolete."""
         return self._lines > 2 * len(values) + _LINES
 
     def compact(self, values: Mapping[str, Value]) -> None:
-        """Leaves one line for each value. Where that cannot be done all lines stay, which say the same."""
+        """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays."""
         lines = [_line(key, value) for key, value in values.items()]
         fd = -1
         with contextlib.suppress(OSError), replacing(self._path) as file:
@@ -91,7 +91,7 @@ class Index:
             os.close(fd)
 
     def close(self) -> None:
-        """Once or more."""
+        """Closes the file. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -126,10 +126,10 @@ def _line(key: str, value: Value | None) -> bytes:
 
 
 def _read(line: bytes) -> tuple[str, Value | None]:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what ``_line`` does not make."""
+    """Parses a line. Raises ValueError, KeyError, TypeError or AttributeError for what ``_line`` does not write."""
     text = line[9:-1]
     if line != b"%08x %s\n" % (zlib.crc32(text), text):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     entry = json.loads(text)
     if "pieces" not in entry:
         return str(entry["key"]), None

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from nvme_ops.future import IoFuture
@@ -14,7 +14,7 @@ from nvme_ops.future import IoFuture
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
 
-Finish = Callable[[BaseException | None], object]
+Finish = Callable[..., object]
 
 
 class JoinedOperation:
@@ -24,13 +24,30 @@ class JoinedOperation:
 
     Args:
         transfers: that it consists of, perhaps none.
-        finish: is called once, by who first learns that all have ended: with the first failure, or None. What it raises
-            is what the whole has failed with. When Ctrl-C interrupts it, it is called again, by who asks next.
+        finish: is called once, by the thread that first learns that all have ended, with the first failure or None. The
+            operation fails with what it raises. When Ctrl-C interrupts it, it is called again by the next who asks.
+        arguments: for ``finish``, behind the failure.
     """
 
-    def __init__(self, transfers: Sequence[IoFuture], finish: Finish) -> None:
-        self._transfers = list(transfers)
+    __slots__ = (
+        "_arguments",
+        "_bytes",
+        "_ended",
+        "_ender",
+        "_failure",
+        "_finish",
+        "_lock",
+        "_process",
+        "_transfers",
+        "asked",
+        "trouble",
+    )
+
+    def __init__(self, transfers: list[IoFuture], finish: Finish, *arguments: object) -> None:
+        self._transfers = transfers
         self._finish: Finish | None = finish
+        self._arguments = arguments
+        self.trouble: BaseException | None = None  # what went wrong before all transfers were submitted
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._ended = False
@@ -47,7 +64,7 @@ class JoinedOperation:
         """Whether all have ended. A forked child learns no more than what its parent knew when it was forked."""
         if self._ended or self._process != os.getpid():
             return self._ended
-        for transfer in self._snapshot():
+        for transfer in self._transfers.copy():  # another thread may clear them at any moment: then all have ended
             if not transfer.done():
                 return False
         self._end()
@@ -61,7 +78,7 @@ class JoinedOperation:
         while not self._ended:
             if self._process != os.getpid():
                 raise RuntimeError("this transfer is the parent's: a forked child cannot wait for it")
-            for transfer in self._snapshot():
+            for transfer in self._transfers.copy():
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
                     transfer.exception(left)
@@ -83,7 +100,7 @@ class JoinedOperation:
 
     def add_callback(self, callable: Callable[[], object]) -> None:
         """Calls it once when all have ended, on the thread kept for callbacks; at once where they have already."""
-        transfers = self._snapshot()
+        transfers = self._transfers.copy()
         left = len(transfers) or 1
         lock = threading.Lock()
 
@@ -101,35 +118,40 @@ class JoinedOperation:
         if not transfers:
             one_ended()
 
-    def _snapshot(self) -> list[IoFuture]:
-        """The transfers, which another thread may take out at any moment: then all have ended."""
-        return self._transfers.copy()
-
     def _end(self) -> None:
         with self._lock:
             if self._ended or self._ender is not None or self._finish is None:
                 return
             self._ender = threading.get_ident()
             try:
-                failures, moved = [], 0
-                for transfer in self._transfers:
-                    if (failure := transfer.exception()) is not None:
-                        failures.append(failure)
-                    else:
-                        moved += transfer.result()
-                if len(failures) > 1:
-                    failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
-                failure = failures[0] if failures else None
+                failure, moved = self._outcome()
                 try:
-                    self._finish(failure)
+                    self._finish(failure, *self._arguments)
                 except Exception as error:
                     failure = failure or error
                 self._failure, self._bytes = failure, moved
-                self._finish = None  # and the memory that it holds
+                self._finish, self._arguments = None, ()  # and the memory that they hold
                 self._ended = True
                 self._transfers.clear()  # the same
             finally:
                 self._ender = None
+
+    def _outcome(self) -> tuple[BaseException | None, int]:
+        """The first failure, or None, and the bytes moved."""
+        if self.trouble is None and len(self._transfers) == 1:
+            transfer = self._transfers[0]
+            failure = transfer.exception()
+            return failure, transfer.result() if failure is None else 0
+        failures: list[BaseException] = []
+        moved = 0
+        for transfer in self._transfers:
+            if (failure := transfer.exception()) is not None:
+                failures.append(failure)
+            else:
+                moved += transfer.result()
+        if len(failures) > 1:
+            failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
+        return failures[0] if failures else self.trouble, moved
 
     def __del__(self) -> None:
         """Tells of a failure that nobody has asked for."""

@@ -1,4 +1,4 @@
-"""The file ``owner`` in a session's folder: locked by the process that has the session, it says whose that is."""
+"""The file ``owner`` in a session's folder: says who owns the session, and is locked by that process."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 OWNER = "owner"
 MAGIC = "nvme_ops session"
-_BEGINNING = 86400  # seconds in which a session without an owner's words may still be one that begins
+_BEGINNING = 86400  # seconds for which an empty owner file may belong to a session that is starting
 
 
 def open_owner(path: str, create: bool = False) -> int:
-    """A descriptor of it. Raises OSError for a link, and FileNotFoundError."""
+    """Opens the file ``owner``. Raises OSError for a symbolic link, FileNotFoundError where there is none."""
     return os.open(
         path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600
     )
 
 
 def read_owner(fd: int) -> dict[str, object] | None:
-    """What it says, nothing of a session that begins; None where it is no session's."""
+    """Returns what the file says: an empty dict before the first write, None for any other content."""
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     if not content:
         return {}
@@ -35,32 +35,18 @@ def read_owner(fd: int) -> dict[str, object] | None:
 
 
 def write_owner(fd: int, owner: dict[str, object]) -> None:
-    """Writes in one step: who is killed at any point leaves what was there before, or this."""
+    """Overwrites the file in one ``pwrite``: a process that is killed leaves the old content or the new."""
     content = json.dumps(owner).encode()
     content = content.ljust(os.fstat(fd).st_size)
     if os.pwrite(fd, content, 0) != len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OWNER)
 
 
-def take_lock(fd: int, patient: bool = False) -> bool:
-    """False where somebody else has it. A file system without locks gives it to everybody.
-
-    ``patient``: others may have it for the moment in which they look whether it is a leftover.
-    """
-    for _ in range(100 if patient else 1):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.001 if patient else 0)
-            continue
-        except OSError:
-            pass
-        return True
-    return False
-
-
 def is_dead(owner: dict[str, object], lock: int) -> bool:
-    """Where there are locks, to have one is enough; elsewhere the process must be gone, or the machine restarted."""
+    """Returns whether the owner is gone, for a caller that has taken the lock.
+
+    Where the file system has locks, having it is enough; elsewhere the process must be gone or the machine restarted.
+    """
     if _has_locks(lock):
         return True
     if not owner:
@@ -88,14 +74,14 @@ def _has_locks(fd: int) -> bool:
 
 
 def boot_id() -> str:
-    """Another one after each start of the machine."""
+    """Another one after each start of the machine, the same in all containers; empty where the kernel does not tell."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def machine_id() -> str:
-    """The machine's own, where it has one, else its name."""
+    """Returns the id of the machine, or its host name if it has none."""
     with contextlib.suppress(OSError):
         return Path("/etc/machine-id").read_text().strip()
     return os.uname().nodename

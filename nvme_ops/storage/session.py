@@ -1,8 +1,8 @@
-"""``Session``: a folder of ours in each of some places, for as long as a program needs it.
+"""``Session``: a private folder in each of several places, for as long as a program needs it.
 
-In every place there is a folder named ``.nvme_ops-`` and a hash, for this user's eyes only. In it lies ``owner``,
-locked by the process that has the session; it says whose it is and what is in it. A session that nobody has the lock of
-any more is what a crash has left, and the next one in that place removes it.
+In every place there is a folder named ``.nvme_ops-`` and a hash, which only this user can read. Its file ``owner`` says
+whose session it is and what is in it, and is locked by the process that has the session. A session whose lock nobody
+holds was left by a crash; the next session in that place removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops.storage import unlink
+from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import remove_litter
 from nvme_ops.storage.owner import (
     MAGIC,
@@ -29,7 +29,6 @@ from nvme_ops.storage.owner import (
     machine_id,
     open_owner,
     read_owner,
-    take_lock,
     write_owner,
 )
 
@@ -39,29 +38,30 @@ _FILE = re.compile(r"[0-9a-f]{32}")
 
 
 class _User(Protocol):
-    """What has files of a session open."""
+    """What has files of a session open: a store."""
 
     def close(self) -> None:
-        """Ends with them."""
+        """Finishes its transfers and closes the files."""
 
     def leave_to_parent(self) -> None:
-        """Closes them in a forked child."""
+        """Closes the files in a forked child."""
 
 
 class Session:
-    """A folder in each of ``folders``, removed when the session is closed, at the end of the program at the latest.
+    """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
-        folders: existing folders, of one device each where there are several.
-        name: of what it is for; may be any text.
-        keep: whether what is in it stays for the next session of this name with the same folders, which takes it over.
-            Only one process at a time has such a session.
-        fingerprint: of what is kept, for example of a model and its version. What has another one is emptied.
+        folders: existing folders; if several, each on a device of its own.
+        name: what the session is for; any text.
+        keep: leave the content for the next session of this name with the same folders, which takes it over. Only one
+            process at a time can have such a session.
+        fingerprint: identifies the content, for example a model and its version. Content with another one is removed.
 
     Raises:
-        NotADirectoryError, FileNotFoundError, PermissionError: a place that is no folder, or may not be written.
-        BlockingIOError: another process has the session that is kept; the message says which.
-        FileExistsError: something that is no session's lies where the lock of one that is kept belongs.
+        ValueError: no folder.
+        NotADirectoryError, FileNotFoundError, PermissionError: a place that is no folder, or cannot be written.
+        BlockingIOError: another process has this kept session; the message names the process.
+        FileExistsError: a file that is not a session's has the name of a kept session's lock.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Session:
         given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
         if not given:
             raise ValueError("a session needs at least one folder")
-        _open_sessions.add(self)  # before there is a lock that a forked child would keep
+        _open_sessions.add(self)  # before there is a lock, which a forked child would inherit
         try:
             for folder in given:
                 self._places.append(_Place.open(os.fspath(folder), name, keep))
-            #: Whether this session found what one before it has kept, with the same fingerprint.
+            #: Whether an earlier session left content with the same fingerprint.
             self.found = keep and self._belong_together()
             self._group = str(self._places[0].before["group"]) if self.found else os.urandom(16).hex()
             if not self.found:
@@ -96,7 +96,7 @@ class Session:
             raise
 
     def _belong_together(self) -> bool:
-        """Whether the same session has left all of them, in this order."""
+        """Returns whether all folders were left by the same session, in this order."""
         groups = {place.before.get("group") for place in self._places}
         return len(groups) == 1 and all(
             place.before.get("keep") is True
@@ -106,7 +106,7 @@ class Session:
         )
 
     def _begin_anew(self) -> None:
-        """Killed at any point in this, it leaves nothing that the next session takes for whole."""
+        """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
             place.write({**self._owner(number), "place": None})
         for place in self._places:
@@ -132,21 +132,22 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """True after ``close``."""
         return not self._places
 
     def path(self, index: int, name: str) -> str:
-        """The path of a file of this name, which may be any text, in the folder of that number."""
+        """Returns the path of the file ``name`` (any text) in the folder with this index."""
         if self.closed:
             raise ValueError(f"the session {self.name!r} is closed")
         return os.path.join(self._places[index].path, _hash(name, 16))
 
     def open(self, index: int, name: str) -> int:
-        """A descriptor to read and write that file with; it is made where there is none. Nobody else may open it.
+        """Opens the file ``name`` for reading and writing, creating it if there is none; returns the descriptor.
 
         Raises:
-            OSError: also where somebody has planted a link or a folder under its name, or taken the folder away.
-            PermissionError: in a forked child, and for a file that has another name elsewhere, or another owner.
+            ValueError: the session is closed.
+            OSError: among others when the name is a symbolic link or a folder, or the session's folder was removed.
+            PermissionError: in a forked child, or when the file has another owner or a second name elsewhere.
         """
         path = self.path(index, name)
         if self._process != os.getpid():
@@ -159,9 +160,9 @@ class Session:
         raise PermissionError(errno.EPERM, "is not a file of this session's alone", path)
 
     def lend(self, name: str, user: _User) -> None:
-        """``user`` has the files of this name open until ``take_back``; ``close`` closes it first.
+        """Registers ``user`` as having the files of this name open; ``close`` closes it first.
 
-        Raises ValueError where another one has, or the session is closed.
+        Raises ValueError if they are open already, or the session is closed.
         """
         with self._lock:
             if self.closed:
@@ -171,15 +172,15 @@ class Session:
             self._users[name] = user
 
     def take_back(self, name: str, user: _User) -> None:
-        """The opposite of ``lend``."""
+        """Undoes ``lend``."""
         with self._lock:
             if self._users.get(name) is user:
                 del self._users[name]
 
     def close(self) -> None:
-        """Removes the folders, or leaves what is kept to the next session. Once or more; no forked child does.
+        """Removes the folders, or leaves kept content to the next session. Further calls do nothing.
 
-        Closes the stores in it first, and raises what they raise, when all is closed.
+        Closes the stores in it first; raises what they raise once everything is closed. A forked child removes nothing.
         """
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._close_places)
@@ -204,7 +205,7 @@ class Session:
             self.close()
 
     def __repr__(self) -> str:
-        """For example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
+        """Returns for example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
         return f"<Session {self.name!r}" + (" closed>" if self.closed else f" in {self.folders}>")
 
 
@@ -231,12 +232,12 @@ class _Place:
             try:
                 _require_ours(path)
                 lock = open_owner(owner, create=True)
-            except FileNotFoundError:  # somebody took the empty folder for a leftover
+            except FileNotFoundError:  # another process removed the empty folder as abandoned
                 continue
             try:
-                if not take_lock(lock, patient=True):
+                if not locks.take(lock, patient=True):
                     raise _in_use(name, lock, path)
-                if not _is_file_of(lock, owner):  # the same, a moment later
+                if not locks.is_at(owner, lock):  # the same, a moment later
                     os.close(lock)
                     continue
                 before = read_owner(lock)
@@ -252,19 +253,19 @@ class _Place:
                 raise
 
     def write(self, owner: dict[str, object]) -> None:
-        """Says whose it is."""
+        """Writes the file ``owner``."""
         write_owner(self._lock, owner)
 
     def empty(self) -> None:
-        """Removes all files of ours but the lock."""
+        """Removes all files of the session but ``owner``."""
         for entry in _files(self.path):
             unlink.unlink(entry)
 
     def close(self, remove: bool) -> None:
-        """Once."""
+        """Removes or keeps the folder and releases the lock. Further calls do nothing."""
         if self._process != os.getpid() or self._lock < 0:
             return
-        with contextlib.suppress(OSError):  # somebody has taken it away
+        with contextlib.suppress(OSError):  # somebody removed it
             if remove:
                 _remove(self.path)
             elif owner := read_owner(self._lock):
@@ -273,7 +274,7 @@ class _Place:
         os.close(lock)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the lock must end with the parent."""
+        """Closes the descriptor of the lock in a forked child: the lock must end with the parent."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             with contextlib.suppress(OSError):
@@ -290,14 +291,14 @@ def _hash(name: str, size: int) -> str:
 
 
 def _require_ours(path: str) -> None:
-    """Raises PermissionError where another user has made it, or could have put something there."""
+    """Raises PermissionError unless this user owns the folder and nobody else may write to it."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
         raise PermissionError(errno.EPERM, "is not a folder of this user's that nobody else may write to", path)
 
 
 def _remove_abandoned(parent: str) -> None:
-    """What sessions have left behind whose processes are gone. What is kept stays."""
+    """Removes sessions in ``parent`` whose processes are gone, except kept ones."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         candidates = [entry.path for entry in entries if _FOLDER.fullmatch(entry.name)]
         for path in candidates:
@@ -310,10 +311,10 @@ def _remove_if_abandoned(path: str) -> None:
     try:
         lock = open_owner(os.path.join(path, OWNER))
     except FileNotFoundError:
-        os.rmdir(path)  # whoever is about to make an owner in it notices
+        os.rmdir(path)  # a process that is about to create the owner file will notice
         return
     try:
-        if take_lock(lock):
+        if locks.take(lock):
             owner = read_owner(lock)  # not before: what was about to be kept then, may be kept now
             if owner is not None and not owner.get("keep") and is_dead(owner, lock):
                 _remove(path)
@@ -322,7 +323,7 @@ def _remove_if_abandoned(path: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """The files of ours, then the folder, which stays where there is anything else in it."""
+    """Removes the session's files, then the folder, unless it holds anything else."""
     for entry in _files(path):
         unlink.unlink(entry)
     if not any(entry != OWNER for entry in os.listdir(path)):
@@ -337,12 +338,6 @@ def _files(path: str) -> Iterator[str]:
         ]
 
 
-def _is_file_of(fd: int, path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    return False
-
-
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -354,7 +349,7 @@ def _close_all() -> None:
 
 def _forked() -> None:
     for session in list(_open_sessions):
-        session._lock = threading.RLock()  # another thread of the parent may have had it
+        session._lock = threading.RLock()  # another thread of the parent may have held it
         for place in session._places:
             place.leave_to_parent()
         for user in list(session._users.values()):

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import dense_bytes, dense_strides, is_dense
+from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.claims import Claims
@@ -24,12 +24,15 @@ from nvme_ops.storage.index import Index
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.storage.values import Value, bytes_of, fill, require_dense
+from nvme_ops.storage.values import Value, require_dense, to_store
 from nvme_ops.tensors import empty
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Operation
 
 _SLAB, _INDEX = "slab", "index"
 _MEASURE, _SYNC, _TRIM = object(), object(), object()  # what a thread is busy with
-_COLLECTED = 16  # writes looked at in one call whether they have ended
+_MANY, _MUCH = 256, 16 << 20  # writes under way, and their bytes, from which on a call looks which have ended
 
 
 class StoreFuture(IoFuture):
@@ -37,8 +40,8 @@ class StoreFuture(IoFuture):
 
     __slots__ = ("tensor",)
 
-    def __init__(self, joined: JoinedOperation, tensor: torch.Tensor) -> None:
-        super().__init__(as_operation(joined))
+    def __init__(self, operation: Operation, tensor: torch.Tensor) -> None:
+        super().__init__(operation)
         self.tensor = tensor
 
 
@@ -79,6 +82,7 @@ class TensorStore:
         self._claims = Claims(self._lock)  # of keys, and of what else a thread is busy with
         self._values: dict[str, Value] = {}
         self._writing: dict[str, JoinedOperation] = {}
+        self._bytes_written = 0  # by these
         self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
         self._retired: list[Value] = []
         self._index: Index | None = None
@@ -126,7 +130,7 @@ class TensorStore:
             raise ValueError(f"keep must be None or 'previous', not {keep!r}")
         if not isinstance(key, str):
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
-        source = bytes_of(tensor)
+        source = to_store(tensor)
         self._measure()
         self._claim(key)
         try:
@@ -138,37 +142,26 @@ class TensorStore:
                     in_place, pieces = True, old.pieces
                 else:
                     in_place, pieces = False, self._slabs.allocate(source.nbytes)
-            value = Value(tensor.dtype, tuple(tensor.shape), dense_strides(tensor), pieces)
+                value = Value(tensor.dtype, tuple(tensor.shape), dense_strides(tensor), pieces)
             transfers: list[IoFuture] = []
-            trouble: BaseException | None = None
-
-            def finish(failure: BaseException | None) -> None:
-                self._finish_put(key, value, old, in_place, operation, failure or trouble)
-
+            operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
                 self._slabs.move(pieces, source, transfers, write=True, priority=priority)
                 if self._checksum:  # while it is on its way
                     value.checksum = checksums_anywhere([source])[0]
             except BaseException as error:  # some of it may be on its way
-                trouble = error
+                operation.trouble, operation.asked = error, True
                 raise
             finally:
-                operation = JoinedOperation(transfers, finish)
-                operation.asked = trouble is not None
                 with self._lock:
                     self._writing[key] = operation
-            return StoreFuture(operation, tensor)
+                    self._bytes_written += value.nbytes
+            return StoreFuture(as_operation(operation), tensor)
         finally:
             self._claims.give_back(key)
 
     def _finish_put(
-        self,
-        key: str,
-        value: Value,
-        old: Value | None,
-        in_place: bool,
-        operation: JoinedOperation,
-        failure: BaseException | None,
+        self, failure: BaseException | None, key: str, value: Value, old: Value | None, in_place: bool
     ) -> None:
         """Takes note of what became of it. Interrupted at any point, it can be called again."""
         with self._lock:
@@ -182,8 +175,10 @@ class TensorStore:
                 if in_place and self._values.get(key) is old:  # overwritten in part
                     del self._values[key]
                 self._release(value)
-                self._failed = [each for each in self._failed if not each.asked] + [operation]
-            self._writing.pop(key, None)
+                mine = [self._writing[key]] if key in self._writing else []
+                self._failed = [each for each in self._failed if not each.asked] + mine
+            if self._writing.pop(key, None) is not None:
+                self._bytes_written -= value.nbytes
         if error is not None:
             raise error
 
@@ -250,7 +245,7 @@ class TensorStore:
     ) -> StoreFuture:
         """Into ``out`` where it ``fits`` the value's layout, else into ``memory`` and perhaps from there."""
         if out is not None and fits:
-            target, source = out, dense_bytes(out)
+            target, source = out, out if out.is_contiguous() else dense_bytes(out)
         elif memory is not None and value.nbytes:
             target, source = memory.view(value.dtype).as_strided(value.shape, value.stride), memory
         else:
@@ -264,15 +259,29 @@ class TensorStore:
                 value.busy()
                 value.readers += transfers
 
-        def finish(failure: BaseException | None) -> None:
-            if failure is not None:
-                return
-            if value.checksum is not None and checksums_anywhere([source])[0] != value.checksum:
-                raise ChecksumError(self._slabs.paths[value.pieces[0].folder] if value.pieces else "", [key])
-            if out is not None and not fits:
-                fill(out, target)
+        if out is None or fits:
+            out = None
+            if value.checksum is None and len(transfers) == 1:  # nothing is left to be done at the end
+                return StoreFuture(transfers[0]._operation, target)
+        operation = JoinedOperation(transfers, self._finish_get, key, value, source, target, out)
+        return StoreFuture(as_operation(operation), target if out is None else out)
 
-        return StoreFuture(JoinedOperation(transfers, finish), target if out is None else out)
+    def _finish_get(
+        self,
+        failure: BaseException | None,
+        key: str,
+        value: Value,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Compares the checksum of what has arrived, and copies it to ``out``."""
+        if failure is not None:
+            return
+        if value.checksum is not None and checksums_anywhere([source])[0] != value.checksum:
+            raise ChecksumError(self._slabs.paths[value.pieces[0].folder] if value.pieces else "", [key])
+        if out is not None:
+            copy(out.detach(), target)
 
     def drop(self, key: str) -> None:
         """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
@@ -335,6 +344,7 @@ class TensorStore:
 
     def trim(self) -> None:
         """Gives the space of what was dropped back to the file systems."""
+        self._require_own()
         self._reclaim()
         with self._claims.at(_TRIM):
             self._slabs.trim()
@@ -342,6 +352,7 @@ class TensorStore:
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the slabs that hold tensors."""
+        self._require_own()
         self._reclaim()
         return self._slabs.bytes_in_use
 
@@ -382,18 +393,20 @@ class TensorStore:
         self._require_own()
         self._collect()
         while True:
-            self._claims.take(key)
             with self._lock:
+                self._claims.take(key)
                 operation = self._writing.get(key)
-            if operation is None:
-                return
-            self._claims.give_back(key)
+                if operation is None:
+                    return
+                self._claims.give_back(key)
             operation.wait(None)
 
     def _collect(self) -> None:
         """Takes note of writes that have ended, the oldest first, whether or not their futures were asked."""
+        if len(self._writing) < _MANY and self._bytes_written < _MUCH:
+            return
         with self._lock:
-            oldest = list(itertools.islice(self._writing.values(), _COLLECTED))
+            oldest = list(itertools.islice(self._writing.values(), _MANY))
         for operation in oldest:
             if not operation.done():
                 break
@@ -409,7 +422,8 @@ class TensorStore:
 
     def _reclaim(self) -> None:
         """Frees the extents of what was replaced or dropped, and is not being read any more."""
-        self._require_own()
+        if not self._retired:
+            return
         with self._lock:
             busy = []
             for value in self._retired:

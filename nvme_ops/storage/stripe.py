@@ -1,4 +1,4 @@
-"""Which part of a tensor goes to which of several folders, so that all their devices are busy for the same time."""
+"""Divides tensors among several folders, so that all their devices are busy for the same time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nvme_ops.settings import PAGE, STRIPE
 from nvme_ops.storage.slab import NO_ROOM, Slab
 from nvme_ops.tensors import empty
 
-_SECONDS = 0.2  # of measuring one device in one direction
+_SECONDS = 0.2  # spent on measuring one device
 _MOST = 64 << 20  # bytes of it
 
 
 class Part(NamedTuple):
-    """``nbytes`` from byte ``begin`` of a tensor on, for the folder of that number."""
+    """``nbytes`` of a tensor from byte ``begin`` on, in the folder with this index."""
 
     folder: int
     begin: int
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 class Striping:
     """Divides tensors by the ``weights`` of the folders, which are their devices' rates, in any unit.
 
-    A tensor of less than two stripes of 4 MiB goes to one folder as a whole: to that which is ahead of the others.
+    A tensor of less than two stripes of 4 MiB goes to one folder as a whole: the one with the least load so far.
 
     Raises ValueError for weights that are not positive, finite numbers.
     """
@@ -41,10 +41,10 @@ class Striping:
             raise ValueError(f"weights must be positive numbers, one for each folder: {list(weights)}")
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
-        self._given = [0.0] * len(weights)  # bytes by weight: how long each would be busy with them
+        self._given = [0.0] * len(weights)  # load of each folder: its bytes over its weight
 
     def parts(self, nbytes: int) -> list[Part]:
-        """Where the bytes of one tensor go, in their order."""
+        """Returns where the bytes of one tensor go, in order."""
         if len(self.weights) == 1:
             return [Part(0, 0, nbytes)]
         if nbytes < 2 * STRIPE:
@@ -68,9 +68,9 @@ class Striping:
 
 
 def measured(handles: Sequence[aio_handle], slabs: Sequence[Slab], fds: Sequence[int]) -> list[float]:
-    """Bytes per second of each device: written and read, one after the other, for a fraction of a second.
+    """Measures bytes per second of each device, by alternating writes and reads for a fraction of a second.
 
-    The same for all where a disk has no room to measure with.
+    Returns equal rates if a disk has no room for the measurement.
     """
     block = empty(STRIPE, dtype=torch.uint8)
     block.zero_()
@@ -86,7 +86,7 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
     extent = slab.allocate(_MOST)
     try:
         moved, begin = 0, time.perf_counter()
-        with InFlight(0) as in_flight:  # interrupted, it waits: the extent is free afterwards
+        with InFlight(0) as in_flight:  # waits even when interrupted: the extent is freed afterwards
             for place in range(extent.start, extent.end, STRIPE):
                 in_flight.add(handle.submit_pwrite(block, fd, place))
                 in_flight.add(handle.submit_pread(block, fd, place))

@@ -14,6 +14,7 @@ from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.carve import dense_bytes
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent, Slab
 from nvme_ops.storage.stripe import Striping, measured
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class StripedSlabs:
-    """Places for tensors in several files, and transfers to and from them.
+    """Allocates extents for tensors in several files, and moves their bytes.
 
     Args:
         session: has the folders.
-        name: of the file in each.
-        handle: for the first folder; each other one has one more like it.
-        weights: the rates of the folders' devices, in any unit; to be measured (``measure``) when None.
+        name: of the file in each folder.
+        handle: used for the first folder; each other folder gets a copy of it.
+        weights: the rates of the folders' devices, in any unit; None until ``measure`` is called.
     """
 
     def __init__(self, session: Session, name: str, handle: aio_handle, weights: Sequence[float] | None) -> None:
@@ -39,7 +40,7 @@ class StripedSlabs:
             raise ValueError(f"{len(weights)} weights for {count} folders")
         given = [1.0] if weights is None and count == 1 else weights
         self._striping = None if given is None else Striping(given)
-        self._handles = [handle, *(copy(handle) for _ in range(count - 1))]
+        self.handles = [handle, *(copy(handle) for _ in range(count - 1))]
         self.paths = [session.path(number, name) for number in range(count)]
         self._fds: list[int] = []
         self._files: list[OpenFile] = []
@@ -54,15 +55,15 @@ class StripedSlabs:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rates of the devices are known."""
+        """True when the rates of the devices are known."""
         return self._striping is not None
 
     def measure(self) -> None:
         """Takes a fraction of a second for each folder. One thread at a time."""
-        self._striping = self._striping or Striping(measured(self._handles, self._slabs, self._fds))
+        self._striping = self._striping or Striping(measured(self.handles, self._slabs, self._fds))
 
     def allocate(self, nbytes: int) -> list[Piece]:
-        """Room for a tensor: all of it, or OSError and nothing. One thread at a time."""
+        """Returns extents for a tensor. Raises OSError without allocating any. Not thread-safe."""
         pieces: list[Piece] = []
         try:
             for folder, begin, size in self._striping.parts(nbytes) if self._striping and nbytes else ():
@@ -73,12 +74,12 @@ class StripedSlabs:
         return pieces
 
     def free(self, pieces: Iterable[Piece]) -> None:
-        """Takes back what ``allocate`` gave, or ``reserve`` handed out."""
+        """Frees the extents of ``allocate`` or ``reserve``."""
         for piece in pieces:
             self._slabs[piece.folder].free(piece.extent)
 
     def reserve(self, pieces: Iterable[Piece]) -> None:
-        """Hands out what is in use in files that are there already. Raises ValueError where that cannot be."""
+        """Marks extents of existing files as allocated. Raises ValueError as ``Slab.reserve`` does."""
         extents: list[list[Extent]] = [[] for _ in self._slabs]
         for piece in pieces:
             if not 0 <= piece.folder < len(extents):
@@ -95,36 +96,55 @@ class StripedSlabs:
         write: bool,
         priority: Priority,
     ) -> None:
-        """Submits the transfers of a tensor's bytes one by one, adding each to ``transfers``."""
+        """Submits the transfers of a contiguous tensor's bytes one by one, adding each to ``transfers``."""
+        whole = memory if len(pieces) < 2 else dense_bytes(memory)
         for folder, begin, nbytes, extent in pieces:
-            handle = self._handles[folder]
+            handle = self.handles[folder]
             submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
-            part = memory if nbytes == memory.numel() else memory[begin : begin + nbytes]
+            part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
             transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
+
+    def move_all(
+        self,
+        moves: Iterable[tuple[Piece, torch.Tensor]],
+        transfers: list[IoFuture],
+        write: bool,
+        priority: Priority,
+    ) -> None:
+        """Submits transfers between pieces and contiguous tensors, all of a folder in one call."""
+        found: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        for (folder, _, _, extent), tensor in moves:
+            tensors, starts = found.setdefault(folder, ([], []))
+            tensors.append(tensor)
+            starts.append(extent.start)
+        for folder, (tensors, starts) in found.items():
+            handle = self.handles[folder]
+            submit: Callable[..., IoFuture] = handle.submit_pwritev if write else handle.submit_preadv
+            transfers.append(submit(tensors, self._files[folder], starts, priority=priority))
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that are handed out."""
+        """Bytes allocated."""
         return sum(slab.bytes_in_use for slab in self._slabs)
 
     def sync(self) -> None:
-        """Makes what has been written durable."""
+        """Makes all completed writes durable."""
         for fd in self._fds:
             os.fdatasync(fd)
 
     def trim(self) -> None:
-        """Gives the space of what is free back to the file systems."""
+        """Returns the space of free extents to the file systems."""
         for slab in self._slabs:
             slab.trim()
 
     def close(self) -> None:
-        """Waits for what is under way and closes the files. Once or more."""
+        """Waits for the transfers in flight and closes the files. Further calls do nothing."""
         for file in self._files:
             file.close()
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """No more than this in a forked child, which has no part in its parent's transfers."""
+        """Closes the descriptors only, as in a forked child: the transfers are its parent's."""
         fds, self._fds = self._fds, []
         for fd in fds:
             with contextlib.suppress(OSError):

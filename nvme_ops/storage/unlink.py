@@ -1,6 +1,6 @@
-"""Large files that lose their names: a thread frees their blocks, so that nobody waits for it.
+"""Unlinks large files without waiting: a thread frees their blocks.
 
-Where a file system tells its device what is free (ext4's ``discard``), freeing a file takes as long as writing one.
+On a file system that discards freed blocks (ext4's ``discard``), freeing a file takes as long as writing one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 _LEAST = 16 << 20  # bytes; smaller files are freed at once
 
 _lock = threading.Lock()
-_under_way: dict[threading.Thread, int] = {}  # and the bytes of its file
+_under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
 
 
 @contextmanager
 def later(path: str) -> Iterator[None]:
-    """The file may be unlinked or replaced within the block. Its blocks are free some time after that."""
+    """Lets the block unlink or replace the file; its data blocks are freed in the background afterwards."""
     fd, size = -1, 0
     with suppress(OSError):
         status = os.lstat(path)
@@ -33,20 +33,20 @@ def later(path: str) -> Iterator[None]:
 
 
 def unlink(path: str) -> None:
-    """Like ``os.unlink``."""
+    """Removes a file like ``os.unlink``; its blocks are freed in the background."""
     with later(path):
         os.unlink(path)
 
 
 def require_room(folder: str) -> None:
-    """Waits for what is being freed, where there is not much else: the next file is likely to be as large."""
+    """Waits for blocks that are being freed, if free space is short: the next file is likely to be as large."""
     space = os.statvfs(folder)
     if space.f_bavail * space.f_frsize < 2 * sum(_under_way.copy().values()):
         wait()
 
 
 def wait() -> None:
-    """Returns when all is free that lost its name before."""
+    """Waits until the blocks of all files unlinked so far are free."""
     for thread in list(_under_way):
         thread.join()
 

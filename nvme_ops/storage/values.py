@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.future import IoFuture
-from nvme_ops.memory.carve import copy, dense_bytes, is_dense
+from nvme_ops.memory.carve import copy, dense_bytes, is_dense, is_plain
 from nvme_ops.storage.slab import Extent
 
 
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     extent: Extent
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Value:
     """A tensor that is stored, or on its way."""
 
@@ -33,11 +33,10 @@ class Value:
     readers: list[IoFuture] = field(default_factory=list)  # transfers alone: what they fill may go before
     retired: bool = False  # nobody finds it any more
     released: bool = False  # its extents are free
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return sum(piece.nbytes for piece in self.pieces)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(piece.nbytes for piece in self.pieces)
 
     def busy(self) -> bool:
         """Whether it is being read."""
@@ -53,21 +52,17 @@ def require_dense(tensor: Any) -> None:
         raise TypeError(f"a dense torch.Tensor is needed, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes to store: of the tensor's own memory where it is dense, else of a copy. TypeError as above."""
+def to_store(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the bytes to store: the tensor itself or its memory where it is dense, else a copy.
+
+    Raises TypeError as above.
+    """
     require_dense(tensor)
+    if is_plain(tensor):
+        return tensor
     tensor = tensor.detach()
     if not is_dense(tensor):
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copy(made, tensor.resolve_conj())
         tensor = made
     return dense_bytes(tensor)
-
-
-def fill(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Fills ``out``, strided as it likes, on any device, with the values of ``source``, which is of its kind."""
-    out = out.detach()
-    if out.element_size() == 1 and not out.is_neg():  # not every such dtype can be copied
-        out.view(torch.uint8).copy_(source.view(torch.uint8))
-    else:
-        out.copy_(source)

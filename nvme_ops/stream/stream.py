@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nvme_ops.handle import aio_handle
-from nvme_ops.stream.read_ahead import ReadAhead
-from nvme_ops.stream.write_behind import WriteBehind
+from nvme_ops.memory.read_ahead import ReadAhead
+from nvme_ops.memory.write_behind import WriteBehind
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

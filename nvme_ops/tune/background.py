@@ -1,9 +1,9 @@
-"""Tunes a device while the program that uses it leaves it alone.
+"""Tunes a device while the program is not using it.
 
-One thread for each device, begun by the first large transfer of a ``tuned_handle``. It measures only while none of the
-process' tuned handles moves anything, measures again what one of them disturbed, and ends after a bounded time, a
-bounded number of written bytes, or with the program. Its scratch file has no name, so that nothing is left of it
-however the process ends.
+One thread for each device, started by the first large transfer of a ``tuned_handle``. It measures only while no tuned
+handle of the process moves anything, repeats passes that one of them disturbed, and ends after a bounded time, a
+bounded number of written bytes, or with the program. Its scratch file has no name, so it disappears however the
+process ends.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
+from nvme_ops.measuring.files import filled
 from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import Identity
 from nvme_ops.tensors import empty
 from nvme_ops.text import GIB, MIB
 from nvme_ops.tune import store
 from nvme_ops.tune.duel import Rates
-from nvme_ops.tune.identity import Identity
-from nvme_ops.tune.passes import Passes, fill
+from nvme_ops.tune.passes import Passes
 from nvme_ops.tune.search import Search, axes
 
 if TYPE_CHECKING:
@@ -39,21 +40,21 @@ if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
     from nvme_ops.tune.handle import tuned_handle
 
-LARGE = 16 * MIB  # a transfer of this size says that rates matter
+LARGE = 16 * MIB  # transfers from this size on start a tuning: rates matter then
 SECONDS = 20.0  # of measuring at most
 WRITTEN = 8 * GIB  # at most: devices wear
 FILE = 128 * MIB  # scratch file, and as much memory while it lasts
 QUIET = 0.25  # seconds without a transfer before a pass
 PATIENCE = 600.0  # seconds in all, waiting included
-_LEAVING = 5.0  # seconds that the end of the program waits for the pass under way
+_LEAVING = 5.0  # seconds that the exit of the program waits for the present pass
 
 
 class _Over(Exception):  # noqa: N818  (not an error)
-    """No settings will come: the program ends, or uses the device all the time."""
+    """No settings will be found: the program ends, or uses the device all the time."""
 
 
 class Watched:
-    """The engine of a handle, whose transfers a tuner notices."""
+    """The engine of a handle whose transfers a tuner observes."""
 
     def __init__(self, engine: Engine, tuner: Tuner) -> None:
         self.engine, self._tuner = engine, tuner
@@ -70,18 +71,20 @@ class Tuner:
     Transfers are noted without locks, by operations that are atomic in Python: a process may be forked at any time.
     """
 
-    def __init__(self, identity: Identity, folder: str, make_handle: Callable[..., aio_handle]) -> None:
-        self._identity, self._folder, self._make_handle = identity, folder, make_handle
+    def __init__(self, identity: Identity, make_handle: Callable[..., aio_handle]) -> None:
+        self._identity, self._make_handle = identity, make_handle
+        self._folder = ""
         self._process = os.getpid()
         self._handles: list[weakref.ref[tuned_handle]] = []
         self._once, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="nvme_ops-tune", daemon=True)
         self._busy: set[object] = set()  # a token for each call of ``watch``
-        self._pending: Operation | None = None  # the last that goes on by itself
+        self._pending: Operation | None = None  # the last asynchronous one
         self._latest = self._spent = self._deadline = 0.0
 
-    def join(self, handle: tuned_handle) -> None:
-        """Tells the handle later what was found."""
+    def join(self, handle: tuned_handle, folder: str) -> None:
+        """Registers a handle that will adopt the settings found; its folder, the latest, is the one to measure in."""
+        self._folder = folder
         self._handles.append(weakref.ref(handle, self._handles.remove))
 
     def watch(self, transfer: Callable[..., Any], op: int, memory: Any, *rest: Any) -> Any:
@@ -104,7 +107,7 @@ class Tuner:
         return result
 
     def leave(self) -> None:
-        """Ends the thread, with the pass that is under way."""
+        """Ends the thread after the pass in progress."""
         self._stop.set()
         if self._process == os.getpid() and self._thread.is_alive():
             self._thread.join(_LEAVING)
@@ -117,8 +120,8 @@ class Tuner:
             self._wait_until_idle()
         except _Over:
             pass
-        except Exception as error:  # a program must not suffer from what it did not ask for
-            with contextlib.suppress(RuntimeWarning):  # where it is made an error there is nobody to catch it
+        except Exception as error:  # tuning must not make the program fail
+            with contextlib.suppress(RuntimeWarning):  # if made an error, nobody could catch it
                 words = f"{self._folder} was not tuned: {type(error).__name__}: {error}"
                 warnings.warn(words, RuntimeWarning, stacklevel=2)
         _tuners.pop((self._process, self._identity), None)
@@ -128,7 +131,7 @@ class Tuner:
         atexit.unregister(self.leave)
 
     def _find(self) -> Settings | None:
-        """What another process has found or is about to find, else what a search finds. None where none can be made."""
+        """Returns what another process has found or is finding, else what a search finds; None if there can be none."""
         while True:
             with store.sole(self._identity) as alone:
                 found = store.load(self._identity)
@@ -141,7 +144,7 @@ class Tuner:
             if shutil.disk_usage(self._folder).free < 4 * FILE:
                 return None
             file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-        except OSError:  # nothing may be written there
+        except OSError:  # nothing can be written there
             return None
         try:
             best = self._search_in(f"/proc/self/fd/{file.fileno()}")
@@ -153,7 +156,7 @@ class Tuner:
         return best
 
     def _search_in(self, path: str) -> Settings:
-        passes = Passes(path, fill(empty(FILE, dtype=torch.uint8)), self._make_handle)
+        passes = Passes(path, filled(empty(FILE, dtype=torch.uint8)), self._make_handle)
         self._wait_until_idle()
         passes.calibrate(SECONDS)
 
@@ -193,13 +196,13 @@ class Tuner:
 _tuners: dict[tuple[int, Identity], Tuner] = {}
 
 
-def tuner_of(identity: Identity, folder: str, make_handle: Callable[..., aio_handle]) -> Tuner:
-    """Returns the device's tuner in this process, a new one where there is none."""
-    return _tuners.setdefault((os.getpid(), identity), Tuner(identity, folder, make_handle))
+def tuner_of(identity: Identity, make_handle: Callable[..., aio_handle]) -> Tuner:
+    """Returns the device's tuner in this process, making one if there is none."""
+    return _tuners.setdefault((os.getpid(), identity), Tuner(identity, make_handle))
 
 
 def _bytes(memory: Any) -> int:
-    """Bytes of a tensor, of anything with the buffer protocol, or of a list of these."""
+    """Returns the bytes of a tensor, of a buffer, or of a list of these."""
     try:
         return memory.nbytes if isinstance(memory, torch.Tensor) else memoryview(memory).nbytes
     except TypeError:

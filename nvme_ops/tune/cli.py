@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_ops.bench import stop
-from nvme_ops.bench.files import NotUsable
+from nvme_ops.measuring import stop
+from nvme_ops.measuring.files import NotUsable
 from nvme_ops.tune import options, report, store
 from nvme_ops.tune.devices import Result, tune
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C."""
+    """Runs the command; returns 0; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
     stop.leave_on_signals()
     given = options.parse(words)
     shown_by_the_bar = sys.stderr.isatty() and not given.verbose

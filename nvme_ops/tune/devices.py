@@ -16,18 +16,18 @@ from typing import TextIO
 
 import torch
 
-from nvme_ops.bench.files import NotUsable
-from nvme_ops.bench.page_cache import cached_share, handles_read_it
-from nvme_ops.bench.scratch import scratch_folder
 from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
+from nvme_ops.measuring.files import NotUsable, filled, make_cold
+from nvme_ops.measuring.page_cache import cached_share, handles_read_it
+from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import Identity, identify
 from nvme_ops.text import MIB, share_words, size_words
 from nvme_ops.tune.duel import Duel, Rates, Rounds
-from nvme_ops.tune.identity import Identity, identify
 from nvme_ops.tune.options import DROP_CACHES
-from nvme_ops.tune.passes import Passes, drop, fill
+from nvme_ops.tune.passes import Passes
 from nvme_ops.tune.search import Outcome, Search
 
 _ROUNDS_TOGETHER = 7
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuned:
-    """One device, and what was found for it."""
+    """One device and the settings found for it."""
 
     folders: list[str]  # all that lie on it
     identity: Identity
@@ -50,7 +50,7 @@ class Tuned:
 
 @dataclass
 class Result:
-    """What was found, until the end or until Ctrl-C."""
+    """What was found, also if Ctrl-C ended it early."""
 
     options: Namespace  # of ``options.parse``
     devices: list[Tuned] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def best(self) -> Settings:
-        """For all devices at once: what was fastest then, beyond the noise."""
+        """The settings for all devices at once: the fastest in that comparison, beyond the noise."""
         found = {tuned.outcome.best for tuned in self.devices}
         if len(found) == 1:
             return found.pop()
@@ -68,7 +68,7 @@ class Result:
 
 
 def tune(options: Namespace, say: Say) -> Result:
-    """Tunes. Raises ``files.NotUsable`` where a folder cannot be used, before anything is written."""
+    """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
     result, ready = Result(options), []
     devices: dict[Identity, list[str]] = {}
     backend = _HANDLES[options.way]().backend
@@ -119,7 +119,7 @@ class _Tuning:
         self._search.find()
 
     def found(self, folders: list[str], identity: Identity) -> list[Tuned]:
-        """Nothing where nothing was measured."""
+        """Returns what was found; empty if nothing was measured."""
         outcome, seconds = self._search.outcome(), time.perf_counter() - self._start
         tuned = Tuned(folders, identity, outcome, seconds, self.passes.full, _mean(self._cached))
         return [tuned] if outcome.rates else []
@@ -128,7 +128,7 @@ class _Tuning:
         return (time.perf_counter() - self._start) / float(self._options.seconds)
 
     def _progress(self, words: str) -> None:
-        """Takes the bar to the share of the time that is gone: a hundred steps for each device."""
+        """Advances the bar to the share of the time used: a hundred steps for each device."""
         while self._step is not None and self._shown < min(100, int(100 * self._spent())):
             self._step(f"{self._folder}: {words}")
             self._shown += 1
@@ -137,7 +137,7 @@ class _Tuning:
         if self._options.flush_page_cache:
             _flush()
         else:
-            drop(self._path)
+            make_cold(self._path)
         share = cached_share(self._path, size) if handles_read_it() else None
         if share is not None:
             self._cached.append(share)
@@ -158,7 +158,7 @@ class _Tuning:
 
 
 def _open_log(folder: str) -> TextIO:
-    """A file for a line of JSON for each pass. Raises NotUsable where it cannot be written."""
+    """Opens a file for one line of JSON for each pass. Raises NotUsable if it cannot be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         return open(os.path.join(folder, "passes.jsonl"), "w", encoding="utf-8", buffering=1)
@@ -171,13 +171,13 @@ def _mean(shares: list[float]) -> float | None:
 
 
 def _memory(options: Namespace) -> torch.Tensor:
-    """Page-locked as far as the system lets us, or on the current GPU. NotUsable where it does not fit."""
+    """Allocates a tensor, page-locked if possible, or on the current GPU. Raises NotUsable if it does not fit."""
     try:
         if options.way != "cpu":
             return torch.empty(options.io_size, dtype=torch.uint8, device="cuda").random_()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # memory that may not be locked is as fast here
-            return fill(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
+            return filled(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
     except (MemoryError, OSError, RuntimeError) as error:
         raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
 
@@ -189,7 +189,7 @@ def _flush() -> None:
 
 
 def _compare_together(result: Result, ready: list[Passes], say: Say) -> list[Duel]:
-    """The devices' own settings against the default, in passes over all devices at once; nothing where all agree."""
+    """Compares the devices' own settings with the default, on all devices at once; nothing if all are equal."""
     found = list(dict.fromkeys(tuned.outcome.best for tuned in result.devices))
     if len(found) < 2:
         return []

@@ -1,6 +1,6 @@
-"""Settings measured in turn, round after round, and compared by the ratio of their rates within each round.
+"""Measures settings alternately, round after round, and compares them by the ratio of their rates within each round.
 
-Rates of different minutes are never compared: single passes vary by 20 % on machines that others use too.
+Rates measured minutes apart are never compared: single passes vary by 20 % on shared machines.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Duel:
 
     @property
     def won(self) -> bool:
-        """Whether the challenger was faster by more than the noise explains, two standard deviations of it."""
+        """True when the challenger was faster by more than two standard deviations of the noise."""
         return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.noise)
 
     @property
     def clear(self) -> bool:
-        """Whether more rounds would hardly change that."""
+        """True when more rounds would hardly change the result."""
         return abs(self.ratio - 1) > max(LEAST_GAIN, 4 * self.noise)
 
     @property
     def noise_of_a_pass(self) -> float:
-        """Standard deviation of the logarithm of a single pass' rate."""
+        """Standard deviation of the logarithm of a single pass's rate."""
         return self.noise / _SPREAD_OF_MEDIAN * math.sqrt(len(self.ratios) / 2)
 
 
@@ -65,7 +65,7 @@ class Rounds:
         return len(self._rates)
 
     def measure(self, contestants: Sequence[Settings], measure: Callable[[Settings], Rates | None]) -> bool:
-        """One pass of each, each round beginning with another one. False, and nothing counts, when one is None."""
+        """Measures each contestant once, starting with another one each round; returns False if a pass is None."""
         first = len(self) % len(contestants)
         rates: dict[Settings, float] = {}
         for settings in [*contestants[first:], *contestants[:first]]:
@@ -77,10 +77,10 @@ class Rounds:
         return True
 
     def duels(self, baseline: Settings) -> dict[Settings, Duel]:
-        """Every other setting against ``baseline``, over the rounds that had both.
+        """Compares every other setting with ``baseline``, over the rounds that had both.
 
-        The noise is that of all of these duels together, from how much each ratio differs from the one before, so that
-        slow changes of the machine do not count.
+        The noise is estimated over all of these duels together, from how much each ratio differs from the previous one,
+        so that slow changes of the machine do not count.
         """
         ratios: dict[Settings, list[float]] = {}
         for rates in self._rates:

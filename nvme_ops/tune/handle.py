@@ -8,15 +8,15 @@ from typing import Any
 
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import BARE, folder_of, identify
 from nvme_ops.tune import store
 from nvme_ops.tune.background import Watched, tuner_of
-from nvme_ops.tune.identity import BARE, folder_of, identify
 
 __all__ = ["stored_settings", "tuned_handle"]
 
 
 def stored_settings(path: str | os.PathLike[str], way: str = "cpu", backend: str | None = None) -> Settings | None:
-    """What ``nvme-tune`` or a ``tuned_handle`` found for the device under ``path``; None where nothing was.
+    """Returns the settings stored for the device under ``path``, or None.
 
     Args:
         path: a file or folder, which need not exist yet.
@@ -30,19 +30,18 @@ def stored_settings(path: str | os.PathLike[str], way: str = "cpu", backend: str
 class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
     """An ``aio_handle`` with the settings found for the device under ``path``, by ``nvme-tune`` or by itself.
 
-    Where nothing has been found yet it starts with the defaults and, after its first transfer of 16 MiB or more, tunes
-    the device in the background: while none of the process' tuned handles moves anything, for 20 seconds of measuring
-    in all, in a nameless scratch file of 128 MiB in the folder of ``path`` (not at all without room or rights for it).
-    Later transfers then have the new settings. The result is kept for the next program. Several handles, threads and
-    processes that use the same device tune it once; a forked child leaves it to its parent. A tuning that fails says so
-    by one ``RuntimeWarning``.
+    If none are stored it starts with the defaults and, after its first transfer of 16 MiB or more, tunes the device in
+    the background: while no tuned handle of the process moves anything, for at most 20 seconds of measuring, in a
+    nameless scratch file of 128 MiB in the folder of ``path`` (not without room or permission for it). Later transfers
+    have the new settings. The result is stored for the next program. Several handles, threads and processes that use
+    the same device tune it once; a forked child leaves it to its parent. A failed tuning issues one ``RuntimeWarning``.
 
-    ``path`` only tells the device: the handle reads and writes any file.
+    ``path`` only identifies the device: the handle reads and writes any file.
 
     Args:
         path: a file or folder, which need not exist yet.
-        tune: False uses what is known and never tunes; so does ``NVME_OPS_TUNE=off``.
-        overrides: arguments of ``aio_handle``, which stay as they are given.
+        tune: False uses stored settings and never tunes; so does ``NVME_OPS_TUNE=off``.
+        overrides: arguments of ``aio_handle``, which are never changed.
 
     Raises:
         ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_TUNE``.
@@ -60,12 +59,12 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
             self.adopt(found)
         elif tune and mode == "auto" and self._cache != "buffered" and identity.file_system != BARE:
             same: dict[str, Any] = {"backend": overrides.get("backend"), "cache": self._cache}
-            tuner = tuner_of(identity, folder_of(path), partial(aio_handle, **same))
-            tuner.join(self)
+            tuner = tuner_of(identity, partial(aio_handle, **same))
+            tuner.join(self, folder_of(path))
             self._engine = Watched(self._engine, tuner)
 
     def adopt(self, settings: Settings | None) -> None:
-        """Uses these settings from the next transfer on; what is pending ends as it began. None: tuning is over."""
+        """Uses these settings from the next transfer on; pending ones keep theirs. None: tuning is over."""
         engine: Any = self._engine
         if settings is None:
             self._engine = engine.engine if isinstance(engine, Watched) else engine

@@ -127,7 +127,7 @@ def _check(given: Namespace) -> None:
 
 
 def _sweep_axes(path: str) -> list[Axis]:
-    """The axes in a sweep configuration; what it leaves out keeps its default. ValueError names the wrong key."""
+    """Parses a sweep configuration; settings that it omits keep their default. ValueError names the wrong key."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

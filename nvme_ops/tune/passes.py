@@ -1,4 +1,4 @@
-"""One timed pass over a scratch file with given settings: what the search calls again and again."""
+"""One timed pass over a scratch file with given settings: the measurement that the search repeats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops.handle import aio_handle
+from nvme_ops.measuring.files import make_cold, sync
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 
@@ -24,7 +25,7 @@ _SHORT_PASSES, _FULL_PASSES = 200, 80
 class Passes:
     """Writes and reads ``tensor``, or the first part of it, to and from the start of an existing file.
 
-    ``calibrate`` comes first: it fills the file and chooses the sizes of short and full passes.
+    Call ``calibrate`` first: it fills the file and chooses the sizes of short and full passes.
     """
 
     path: str
@@ -40,7 +41,7 @@ class Passes:
         self._buffered = not _direct(self.path)
 
     def calibrate(self, seconds: float) -> None:
-        """Fills the file and chooses sizes for a budget of so many seconds, from the rates of the default settings."""
+        """Fills the file and chooses sizes for a budget in seconds, from the rates of the default settings."""
         handle = self.make_handle()
         self._fill(handle)
         rates = self.measure(Settings(), False)
@@ -53,7 +54,7 @@ class Passes:
 
     def _fill(self, handle: aio_handle) -> None:
         handle.sync_pwrite(self.tensor[: self.full], self.path, 0)
-        _sync(self.path)
+        sync(self.path)
         self.written += self.full
 
     def measure(self, settings: Settings, full: bool) -> dict[str, float]:
@@ -72,7 +73,7 @@ class Passes:
         if direction == "read" and self.before_read is not None:
             self.before_read(memory.numel())
         elif direction == "read":
-            drop(self.path)
+            make_cold(self.path)
         start = time.perf_counter()
         if direction == "read":
             handle.sync_pread(memory, self.path, 0)
@@ -80,33 +81,12 @@ class Passes:
             handle.sync_pwrite(memory, self.path, 0)
             self.written += memory.numel()
             if self._buffered:  # else the device has it
-                _sync(self.path)
+                sync(self.path)
         return time.perf_counter() - start
 
 
-def fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a tensor of bytes on the CPU at random, without torch's own generator, and returns it."""
-    tensor[: tensor.numel() // 8 * 8].view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-    return tensor
-
-
-def drop(path: str) -> None:
-    """Writes back what is dirty and drops the file from the page cache (on tmpfs there is nowhere to drop it to)."""
-    _sync(path, drop=True)
-
-
-def _sync(path: str, drop: bool = False) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if drop:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 def _direct(path: str) -> bool:
-    """Whether the file system takes direct I/O; where not, what is written lies in the page cache."""
+    """Returns whether the file system supports direct I/O; otherwise written data stay in the page cache."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
     except OSError:

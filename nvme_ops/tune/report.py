@@ -1,4 +1,4 @@
-"""The result of ``nvme-tune`` in words, and as JSON."""
+"""Formats the result of ``nvme-tune`` as text and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_dept
 
 
 def text(result: Result) -> str:
-    """Device by device, then the section of the configuration."""
+    """Returns the result device by device, then the section of the configuration."""
     parts = []
     for tuned in result.devices:
         parts += [_device(tuned)]
@@ -28,7 +28,7 @@ def text(result: Result) -> str:
 
 
 def as_document(result: Result) -> dict[str, Any]:
-    """``aio`` is what ``aio_handle(**aio)`` takes and DeepSpeed's configuration has by this name."""
+    """Returns the result as JSON; its ``aio`` is what ``aio_handle(**aio)`` and DeepSpeed's configuration accept."""
     return {
         "aio": _section(result.best),
         "interrupted": result.interrupted,
@@ -37,7 +37,7 @@ def as_document(result: Result) -> dict[str, Any]:
 
 
 def details(tuned: Tuned) -> dict[str, Any]:
-    """All about one device."""
+    """Returns everything about one device."""
     outcome = tuned.outcome
     return {
         "nvme_dir": tuned.folders,
@@ -107,7 +107,7 @@ def _duel(duel: Duel) -> str:
 
 
 def _why(outcome: Outcome) -> str:
-    """Each setting's values with the best's other values, in rounds with the best."""
+    """Compares each setting's values, with the best's other values, over the rounds that measured the best."""
     if not outcome.races:
         return "why: too little was measured"
     noise = next(iter(outcome.races.values())).noise_of_a_pass

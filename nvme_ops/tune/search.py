@@ -1,10 +1,10 @@
 """Finds the best settings of a handle within a budget, on machines where single passes vary by 20 %.
 
 1. Openings: a few block sizes with few and with many lanes race against the default.
-2. The values of one setting after the other race against the best so far, over again until nothing is undecided.
+2. The values of one setting after another race against the best so far, repeatedly until nothing is undecided.
 3. The final: a duel of the best and the default in passes of full size, until it is clear or the time is over.
 
-docs/tune.md explains the races. Apart from what it measures the search is deterministic.
+docs/tune.md explains the races. Given the measurements, the search is deterministic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Axis:
 
 
 def axes(processors: int) -> list[Axis]:
-    """Returns what is tried on so many processors. More lanes than processors only add threads."""
+    """Returns the settings to try with so many processors. More lanes than processors only add threads."""
     return [
         Axis("block_size", [128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB]),
         Axis("queue_depth", [4, 8, 16, 32, 64, 128]),
@@ -69,12 +69,12 @@ class Outcome:
 
 @dataclass
 class Search:
-    """One search over the combinations of ``axes``; what is no axis has its default."""
+    """One search over the combinations of ``axes``; settings that are no axis keep their default."""
 
     measure: Measure
     axes: Sequence[Axis]
     spent: Callable[[], float]  # the share of the budget that is gone; once it is 1 nothing begins but the first pass
-    progress: Callable[[str], None] = lambda _: None  # told what is done next
+    progress: Callable[[str], None] = lambda _: None  # called with what is done next
 
     def __post_init__(self) -> None:
         self._best = self._baseline = _nearest_to_default(self.axes)
@@ -83,7 +83,7 @@ class Search:
         self._complete = True
 
     def find(self) -> Outcome:
-        """Searches. What ``measure`` raises ends it; ``outcome`` then tells what is known."""
+        """Runs the search. An exception of ``measure`` ends it; ``outcome`` then returns what is known."""
         self._pass(False, self._baseline)  # there is always something to tell
         raced = [self._race(self._openings(), _OPENING_ROUNDS)]
         while any(raced):
@@ -96,7 +96,7 @@ class Search:
         return self.outcome()
 
     def outcome(self) -> Outcome:
-        """Returns what is known so far. Without a final the best is what the races found."""
+        """Returns what is known so far. Before a final the best is what the races found."""
         final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
         best = self._best if final is None or final.won else self._baseline
         return Outcome(
@@ -107,7 +107,7 @@ class Search:
         )  # fmt: skip
 
     def _openings(self) -> list[Settings]:
-        """At most three block sizes with at most three numbers of lanes, at a depth that suits most devices."""
+        """Returns up to three block sizes with up to three numbers of lanes, at a depth that suits most devices."""
         depth = min(self._values("queue_depth"), key=lambda value: abs(value - 32))
         return [
             replace(self._baseline, block_size=block, intra_op_parallelism=lanes, queue_depth=depth)
@@ -122,7 +122,7 @@ class Search:
         return next((axis.values for axis in self.axes if axis.name == name), [getattr(DEFAULT, name)])
 
     def _race(self, challengers: Sequence[Settings], rounds: int) -> bool:
-        """Returns whether there was anything to find out, and time for it."""
+        """Races the challengers against the best; returns whether anything was measured."""
         before = len(self._races)
         for _ in range(rounds):
             left = self._undecided(challengers)
@@ -141,7 +141,7 @@ class Search:
         return [settings for settings in challengers if settings not in decided]
 
     def _choose(self, challengers: Sequence[Settings]) -> None:
-        """The fastest, if it is that beyond the noise; then the simplest of those that lose nothing against it."""
+        """Makes the fastest the best, if it is faster beyond the noise; then the simplest one that is as fast."""
 
         def at_least(settings: Settings) -> float:
             duel = duels.get(settings)
@@ -156,7 +156,7 @@ class Search:
         self._best = min([self._best, *equal], key=self._cost)
 
     def _cost(self, settings: Settings) -> tuple[int, int, int, int]:
-        """Lanes cost threads, switches CPU; then what is unusual, and what holds more memory."""
+        """Ranks settings by simplicity: lanes (threads), switches (CPU), distance from default, memory in flight."""
         unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self.axes)
         switches = settings.single_submit + settings.overlap_events
         return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth
@@ -176,7 +176,7 @@ def _median(taken: Sequence[Rates]) -> Rates:
 
 
 def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
-    """Goes in doublings, where there are any."""
+    """Returns the combination nearest to the default, by doublings."""
 
     def distance(name: str, value: int) -> float:
         return abs(math.log2((1 + value) / (1 + getattr(DEFAULT, name))))
@@ -185,6 +185,6 @@ def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
 
 
 def _apart(values: Sequence[Any]) -> list[Any]:
-    """At most three, from low to high."""
+    """Returns at most three of the values, spread from low to high."""
     last = len(values) - 1
     return [values[place] for place in sorted({round(last / 6), round(last / 2), last})]

@@ -1,4 +1,4 @@
-"""What was found for each device, one small file for each in the user's cache folder."""
+"""Stores what was found for each device, in a small file in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
 from nvme_ops.storage.atomic import replacing
-from nvme_ops.tune.identity import Identity
+from nvme_ops.storage.identity import Identity
 
 FORMAT = 1  # of the files; those of another one are ignored
 _HASTY = 0.25  # of the earlier run's seconds
 
 
 def folder() -> Path:
-    """``$XDG_CACHE_HOME``, else ``~/.cache``, and in it ``nvme_ops/tune``. A relative variable counts as none.
+    """Returns ``nvme_ops/tune`` in ``$XDG_CACHE_HOME`` (ignored if relative), else in ``~/.cache``.
 
-    RuntimeError without a home folder.
+    Raises RuntimeError without a home folder.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -35,18 +35,18 @@ def folder() -> Path:
 
 
 def path_of(identity: Identity) -> Path:
-    """Where the settings of a device are kept. RuntimeError without a home folder."""
+    """Returns the file with the settings of a device. Raises RuntimeError without a home folder."""
     return folder() / f"{identity.file_system}-{identity.way}-{identity.key}.json".replace("/", "-")
 
 
 def load(identity: Identity) -> Settings | None:
-    """The settings that were found for this device, kernel and way, or None. Warns as ``document``."""
+    """Returns the settings stored for this device, kernel and way, or None. Warns as ``document`` does."""
     found = document(identity)
     return None if found is None else _settings_of(found["aio"])
 
 
 def document(identity: Identity) -> dict[str, Any] | None:
-    """All that was kept for this device, kernel and way, its section ``aio`` checked; or None.
+    """Returns everything stored for this device, kernel and way, its section ``aio`` checked; or None.
 
     Warns:
         RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it. Or
@@ -72,7 +72,7 @@ def document(identity: Identity) -> dict[str, Any] | None:
 
 
 def _settings_of(values: dict[str, Any]) -> Settings:
-    """ValueError unless it has all settings, of their types, and no others."""
+    """Raises ValueError unless it has all settings, of their types, and no others."""
     types = {name: type(value) for name, value in Settings().as_json().items()}
     if {name: type(value) for name, value in values.items()} != types or any(
         value < 1 for value in values.values() if not isinstance(value, bool)
@@ -82,10 +82,10 @@ def _settings_of(values: dict[str, Any]) -> Settings:
 
 
 def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
-    """Writes a file that is either whole or not there; of several writers the last one wins. Returns its path.
+    """Writes a file atomically; of several writers the last one wins. Returns its path.
 
-    ``found``: what else may be worth knowing. Raises OSError, also where others can write to the folder, and
-    RuntimeError without a home folder.
+    ``found``: whatever else is worth storing. Raises OSError, also if others can write to the folder, and RuntimeError
+    without a home folder.
     """
     path = path_of(identity)
     _make(path.parent)
@@ -103,9 +103,9 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
 
 
 def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Why ``known`` is better founded than ``found``; an empty string where ``found`` may replace it.
+    """Returns why ``known`` is more reliable than ``found``; an empty string if ``found`` may replace it.
 
-    Both as ``report.details`` makes them; ``known`` may also be what a tuning in the background has left.
+    Both come from ``report.details``; ``known`` may also come from a tuning in the background.
     """
     if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
         return "this run read from the page cache, that one from the device"
@@ -124,10 +124,10 @@ def _directions(document: Mapping[str, Any]) -> set[str]:
 
 @contextlib.contextmanager
 def sole(identity: Identity) -> Iterator[bool]:
-    """Whether no other process tunes this device; until the block ends none begins that asks here.
+    """Locks the device and yields whether this process is the only one that tunes it, until the end of the block.
 
-    A lock of the process, not of the descriptor: children that are forked meanwhile do not keep it. OSError,
-    RuntimeError where the folder cannot be written.
+    The lock belongs to the process, not to the descriptor: children forked meanwhile do not inherit it. Raises OSError
+    or RuntimeError if the folder cannot be written.
     """
     path = path_of(identity).with_suffix(".lock")
     _make(path.parent)
@@ -141,7 +141,7 @@ def sole(identity: Identity) -> Iterator[bool]:
 
 
 def _make(place: Path) -> None:
-    """Makes the folder. PermissionError for one that others can write to: they could keep the lock for ever."""
+    """Makes the folder. Raises PermissionError if others can write to it: they could hold the lock for ever."""
     trust.make_folder(place)
     if problem := trust.why_not(place):
         raise PermissionError(f"others could change what is kept in {place}: {problem}")

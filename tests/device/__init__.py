@@ -9,5 +9,5 @@ The fixture ``device`` (``conftest.py``) is each of the kinds of ``kinds.py`` in
 - ``gpu-aio``, ``gpu-gds`` and ``gpu-gds-off``: a real GPU, where work truly overlaps (``make gpu-test``).
 
 The first two are no evidence about a GPU: its speed, its memory and its errors. What only one kind has is in a file of
-that kind: ``test_simulated.py`` and ``test_gpu.py`` here, ``test_gds_*.py`` for cuFile's double, ``gpu`` for cuFile.
+that kind: ``test_simulated.py`` and ``test_gpu.py`` here, ``gds`` for cuFile's double, ``gpu`` for cuFile.
 """

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MIB, pattern
-from fake_cufile import FakeCuFile, Function
-from gpu.support import CHUNK, GDS, KINDS, ODD, Kind, empty, gpu, keep_busy, on_a_gpu, prime, stream_for
-from private_device import PrivateDevice
 
 from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
+from tests.conftest import MIB, pattern
+from tests.fake_cufile import FakeCuFile, Function
+from tests.gpu.support import CHUNK, GDS, KINDS, ODD, Kind, empty, gpu, keep_busy, on_a_gpu, prime, stream_for
+from tests.private_device import PrivateDevice
 
 PAGE, BLOCK = 4096, 65536
 ALREADY_PINNED = 5023  # cuFile's code
@@ -53,7 +53,7 @@ class Simulated:
     #: Makes ``handle`` and ``tensor(data)`` in a program of its own.
     program = (
         "from nvme_ops import aio_handle\n"
-        "from private_device import private_device\n"
+        "from tests.private_device import private_device\n"
         "tensor, handle = private_device().tensor, aio_handle()\n"
     )
 

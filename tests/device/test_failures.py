@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, store
 
-from device.calls import Call, each_read, each_write
-from device.kinds import PAGE, Device, largest_file, sample, still_works
+from tests.conftest import MIB, contents, store
+from tests.device.calls import Call, each_read, each_write
+from tests.device.kinds import PAGE, Device, largest_file, sample, still_works
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 

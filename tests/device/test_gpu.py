@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, store
 
-from device.kinds import Gpu, on_gpus, sample
+from tests.conftest import MIB, contents, store
+from tests.device.kinds import Gpu, on_gpus, sample
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_gpus
 
 

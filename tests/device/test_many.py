@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, in_child, in_threads, store
 
-from device.kinds import PAGE, Device, sample
+from tests.conftest import MIB, contents, in_child, in_threads, store
+from tests.device.kinds import PAGE, Device, sample
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, store
 
 import nvme_ops
-from device.calls import VIEWS, Call, each_read, each_write
-from device.kinds import PAGE, Device, sample
+from tests.conftest import MIB, contents, store
+from tests.device.calls import VIEWS, Call, each_read, each_write
+from tests.device.kinds import PAGE, Device, sample
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 OFFSETS = [0, 1, PAGE - 1, PAGE, 12345]
 # Chunks, and bytes more; the last needs every slot, one of them twice.

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, pattern, run_python, store
 
-from device.calls import Call, both_ways, each_read, each_write
-from device.kinds import Device, Simulated, in_own_process, on_doubles, sample
+from tests.conftest import MIB, contents, pattern, run_python, store
+from tests.device.calls import Call, both_ways, each_read, each_write
+from tests.device.kinds import Device, Simulated, in_own_process, on_doubles, sample
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 each_stream = pytest.mark.parametrize("default_stream", [True, False], ids=["default stream", "side stream"])
@@ -163,14 +163,14 @@ def test_a_dropped_handle_finishes(device: Device, folder: Path) -> None:
 
 PROGRAM = """
 import sys
-from conftest import pattern
+from tests.conftest import pattern
 there = tensor(pattern(17 << 20))
 for name in sys.argv[1:]:
     handle.async_pwrite(there, name)
 """
 
 
-@in_own_process  # how one with cuFile's double ends is in test_gds_driver.py
+@in_own_process  # how one with cuFile's double ends is in gds/test_driver.py
 def test_the_interpreter_ends_with_work_pending(device: Device, folder: Path) -> None:
     names = [folder / "one", folder / "two"]
     run_python(device.program + PROGRAM, *names)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, store
-from gpu.support import code_of_refusal
 
-from device.kinds import GPUS, PAGE, Gpu, SimulatedCuFile, on_kinds, sample, still_works
 from nvme_ops.gds import gds_handle
+from tests.conftest import MIB, contents, store
+from tests.device.kinds import GPUS, PAGE, Gpu, SimulatedCuFile, on_kinds, sample, still_works
+from tests.gpu.support import code_of_refusal
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_kinds("fake-cufile", "fake-cufile-off", *GPUS[1:])
 
 Device = SimulatedCuFile | Gpu

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, store
 
-from device.calls import READS, WRITES, Call, both_ways
-from device.kinds import CHUNK, Simulated, on_simulated, sample, still_works
+from tests.conftest import MIB, contents, store
+from tests.device.calls import READS, WRITES, Call, both_ways
+from tests.device.kinds import CHUNK, Simulated, on_simulated, sample, still_works
 
-pytest_plugins = ("fake_cufile.fixtures",)
+pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_simulated
 
 SIZES = [0, 1, 4095, CHUNK - 1, CHUNK, CHUNK + 1, 8 * CHUNK + MIB + 3]  # the last needs every slot, one of them twice

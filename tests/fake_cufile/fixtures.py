@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child
-from private_device import PrivateDevice, private_device
 
-from fake_cufile import NVIDIA_FS, FakeCuFile, build
 from nvme_ops._native import native
 from nvme_ops.op_builder import GDSBuilder, compiler
+from tests.conftest import in_child
+from tests.fake_cufile import NVIDIA_FS, FakeCuFile, build
+from tests.private_device import PrivateDevice, private_device
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu.support import TELLING, cufile_refusal, empty, prime
 
 from nvme_ops import gds_handle
+from tests.gpu.support import TELLING, cufile_refusal, empty, prime
 
 
 @pytest.fixture

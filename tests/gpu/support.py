@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, REPOSITORY, pattern
 
 import nvme_ops
 from nvme_ops import aio_handle
+from tests.conftest import MIB, REPOSITORY, pattern
 
 on_a_gpu = [
     pytest.mark.gpu,
@@ -91,10 +91,9 @@ def run_limited(
     program: str, *arguments: object, seconds: int = PATIENCE, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in an interpreter of its own, which is killed when it hangs: subprocess.TimeoutExpired."""
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests")]
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, contents, pattern, store, takes_direct_io
-from gpu.fixtures import cufile, gds, way
-from gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well
 
 from nvme_ops import gds_handle
+from tests.conftest import MIB, contents, pattern, store, takes_direct_io
+from tests.gpu.fixtures import cufile, gds, way
+from tests.gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well
 
 pytestmark = on_a_gpu
 
@@ -224,7 +224,7 @@ def test_expandable_segments(cufile: None, folder: Path) -> None:
     run_well(
         """
         import sys, torch, nvme_ops
-        from conftest import pattern
+        from tests.conftest import pattern
         handle = nvme_ops.gds_handle(intra_op_parallelism=2)
         for seed in range(3):
             data = pattern(100_000_005, seed)

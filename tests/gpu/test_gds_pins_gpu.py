@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.fixtures import cufile
-from gpu.support import code_of_refusal, gpu, on_a_gpu, run_well, still_works
 
 from nvme_ops import gds_handle
+from tests.gpu.fixtures import cufile
+from tests.gpu.support import code_of_refusal, gpu, on_a_gpu, run_well, still_works
 
 pytestmark = on_a_gpu
 
@@ -52,7 +52,7 @@ def test_expandable_segments_can_be_pinned_or_are_refused(cufile: None, folder: 
     run_well(
         """
         import sys, torch, nvme_ops
-        from conftest import pattern
+        from tests.conftest import pattern
         handle, there = nvme_ops.gds_handle(), pattern(100_000_005).to("cuda")
         try:
             handle.pin_device_tensor(there)

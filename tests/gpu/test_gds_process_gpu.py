@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
-from gpu.fixtures import cufile
-from gpu.support import PATIENCE, on_a_gpu, run_limited, run_well
+
+from tests.conftest import REPOSITORY
+from tests.gpu.fixtures import cufile
+from tests.gpu.support import PATIENCE, on_a_gpu, run_limited, run_well
 
 pytestmark = on_a_gpu
 

@@ -1,4 +1,4 @@
-"""Everything that moves a tensor between a file and memory, in one table.
+"""The table of everything that moves a tensor between a file and memory.
 
 A new engine is a function ``row(task, name, settings)`` in a module beside this file, which gives its
 ``nvme_ops.bench.measure.Row`` or raises ``Unavailable`` with what to install, and one line of the table.
@@ -17,13 +17,13 @@ from nvme_ops.settings import Settings
 
 @dataclass(frozen=True)
 class Engine:
-    """A contender. ``takes``: the settings that make a difference to it."""
+    """A contender. ``takes``: the settings that affect it."""
 
     words: str
     row: Callable[[Task, str, Settings], Row]
     takes: tuple[str, ...] = ()
     gpu_only: bool = False
-    own_file: bool = False  # in a format of its own, beside the one of the others
+    own_file: bool = False  # has a file in another format
     own_process: bool = False  # what it loads may exit, hang, or disturb the others
 
 
@@ -55,18 +55,18 @@ class Contender:
 
 
 def make_row(contender: Contender, task: Task) -> Row:
-    """Its row; where it is not available, one that says why."""
+    """Returns the contender's row; if it is not available, one that says why."""
     engine = ENGINES.get(contender.engine, _REFERENCE)
     try:
         return over_files(task, engine.row(task, contender.name, contender.settings))
     except Unavailable as reason:
         return unavailable(contender.name, reason)
-    except (ValueError, RuntimeError, OSError) as error:  # settings that it refuses, for example
+    except (ValueError, RuntimeError, OSError) as error:  # for example settings that it refuses
         return unavailable(contender.name, Unavailable(f"{error}".splitlines()[0]))
 
 
 def unavailable(name: str, reason: Unavailable) -> Row:
-    """A row that says why it stays empty."""
+    """Returns an empty row that says why."""
 
     def give_up() -> None:
         raise reason

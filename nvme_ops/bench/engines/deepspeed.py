@@ -16,31 +16,32 @@ import torch
 from nvme_ops.bench.engines.handles import handle_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Unavailable
-from nvme_ops.bench.work import filled
+from nvme_ops.measuring.files import filled
 from nvme_ops.settings import Settings
 
 
 def row(task: Task, name: str, settings: Settings) -> Row:
-    """The same calls as of this package's handles."""
+    """Returns a row with the same calls as for this package's handles."""
     found = load("gds" if task.use_gds else "async_io")
     if isinstance(found, Unavailable):
         raise found
     kind = found.gds_handle if task.use_gds else found.aio_handle
     handle = kind(**settings.as_json())
     if task.gpu is None and not task.pageable_memory and "buffer" not in vars(task):
-        # it knows only what it locked itself; no other package is in this process
+        # recognises only what it locked itself; this process loads no other package
         task.buffer = filled(handle.new_cpu_locked_tensor(task.size, torch.empty(0, dtype=torch.uint8)))
     return handle_row(task, name, handle, past_cache=True)
 
 
 @functools.cache
 def load(op: str = "async_io") -> Any:
-    """DeepSpeed's op ``async_io`` or ``gds``, compiled at first (minutes), or an Unavailable with the reason.
+    """Loads DeepSpeed's op ``async_io`` or ``gds``, first compiling it (minutes). Raises Unavailable with the reason.
 
-    To be loaded before this package's op: torch counts the builds of one name in a process, and DeepSpeed compiles its
-    op anew, under another name, when an ``async_io`` of someone else was built before.
+    Load it before this package's op: torch counts the builds of one name in a process, and DeepSpeed compiles its op
+    again, under another name, if another ``async_io`` was built before.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    sys.modules.setdefault("op_builder", None)  # type: ignore[arg-type]  # in a checkout of ours it would take that one
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             with _silenced(said.fileno()):
@@ -49,7 +50,7 @@ def load(op: str = "async_io") -> Any:
                 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of wear at the first write
                 builder = op_builder.GDSBuilder if op == "gds" else op_builder.AsyncIOBuilder
                 return builder().load(verbose=False)
-        except Exception as error:  # a builder raises what it likes
+        except Exception as error:  # a builder can raise anything
             if isinstance(error, ImportError) and error.name == "deepspeed":
                 return Unavailable("DeepSpeed is not installed: pip install deepspeed")
             said.seek(0)
@@ -59,7 +60,7 @@ def load(op: str = "async_io") -> Any:
 
 @contextlib.contextmanager
 def _silenced(target: int) -> Iterator[None]:
-    """What is printed goes to ``target``. By descriptor: DeepSpeed's probes fail where sys.stderr has none."""
+    """Redirects stdout and stderr to ``target``, by descriptor: DeepSpeed's probes fail if sys.stderr has none."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}

@@ -1,4 +1,4 @@
-"""fio with the settings asked for, and fio at its best, which the others are divided by."""
+"""fio with the requested settings, and fio at its best, which is the reference of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CACHED = ["--ioengine=psync", "--bs=1M", "--direct=0", "--invalidate=0"]  # a r
 
 
 def row(task: Task, name: str, settings: Settings) -> Row:
-    """The same block size, queue depth and number of lanes, in memory of fio's own."""
+    """Returns a row with the same block size, queue depth and number of lanes, in fio's own memory."""
     fio.require()
     shape = [f"--bs={settings.block_size}", f"--iodepth={settings.queue_depth}"]
     made = Row(name, lambda: Sample(1, 1), task.set_out)
@@ -29,7 +29,7 @@ def row(task: Task, name: str, settings: Settings) -> Row:
 
 
 def best_row(task: Task, name: str, _: Settings) -> Row:
-    """Whatever block size and depth: 4 MiB x 32 in huge pages, or through the page cache what lies there."""
+    """Returns fio's best: 4 MiB x 32 in huge pages, or cached files through the page cache, whatever the settings."""
     fio.require()
     made = Row(name, lambda: Sample(1, 1), task.set_out)
     variants = [(_CACHED, "")] if task.cached else fio.best(task.size)
@@ -39,7 +39,7 @@ def best_row(task: Task, name: str, _: Settings) -> Row:
 
 
 def blocks(task: Task, settings: Settings) -> BlockTimes:
-    """Random blocks, one after the other, as many and as long as those of the handles."""
+    """Measures single random blocks, one after the other, as many and as large as for the handles."""
     limits = ["--iodepth=1", f"--runtime={SECONDS:g}", f"--number_ios={BLOCKS}"]
     for options, _ in fio.variants([f"--bs={settings.block_size}", *limits]):
         task.set_out()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from nvme_ops.bench import gdsio
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import make_file
 from nvme_ops.bench.measure import Row, Sample, Unavailable
+from nvme_ops.measuring.files import make_file
 from nvme_ops.settings import Settings
 
 
 def row(task: Task, name: str, settings: Settings) -> Row:
-    """What it writes, it writes to a file of its own. Raises Unavailable where it is not installed."""
+    """Returns a row of gdsio, which writes to a file of its own. Raises Unavailable if it is not installed."""
     gpu = task.gpu
     if gpu is None:
         raise Unavailable("moves GPU memory only: --gpu")

@@ -13,15 +13,15 @@ import torch
 import nvme_ops
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import BlockTimes, Row, Sample, Unavailable
-from nvme_ops.bench.page_cache import handles_read_it
 from nvme_ops.bench.work import tensor_row
+from nvme_ops.measuring.page_cache import handles_read_it
 from nvme_ops.settings import Settings
 
-BLOCKS, SECONDS = 512, 1.0  # single blocks end with whichever comes first
+BLOCKS, SECONDS = 512, 1.0  # limits for single blocks: count and seconds
 
 
 def aio(task: Task, name: str, settings: Settings) -> Row:
-    """This package's ``aio_handle``. To GPU memory it takes its own bounce path."""
+    """Returns a row of this package's ``aio_handle``, with its bounce path for GPU memory."""
     handle = nvme_ops.aio_handle(**settings.as_json())
     made = handle_row(task, name, handle, not handles_read_it())
     made.note = handle.backend
@@ -29,7 +29,7 @@ def aio(task: Task, name: str, settings: Settings) -> Row:
 
 
 def gds(task: Task, name: str, settings: Settings) -> Row:
-    """This package's ``gds_handle``; its note is the path of the last transfer. Raises Unavailable without cuFile."""
+    """Returns a row of this package's ``gds_handle``; its note is the last path. Raises Unavailable without cuFile."""
     if task.gpu is None:
         raise Unavailable("moves GPU memory only: --gpu")
     handle = nvme_ops.gds_handle(**settings.as_json())
@@ -49,7 +49,7 @@ def gds(task: Task, name: str, settings: Settings) -> Row:
 
 
 def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> Row:
-    """Each pass is one asynchronous call and ``wait``, as ds_io does it. ``past_cache``: as of ``tensor_row``."""
+    """Returns a row that times an asynchronous call and ``wait``, as in ds_io. ``past_cache``: see ``tensor_row``."""
     start = handle.pwrite if task.write else handle.pread
     submitted = 0.0
 
@@ -81,7 +81,7 @@ def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> 
 
 
 def block_times(task: Task, handle: Any) -> BlockTimes:
-    """Single blocks of the handle's block size at random places of the file, one after the other."""
+    """Times single blocks of the handle's block size at random places of the file, one after the other."""
     block = task.buffer[: handle.get_block_size()]
     start = handle.async_pwrite if task.write else handle.async_pread
     task.set_out()
@@ -98,7 +98,7 @@ def block_times(task: Task, handle: Any) -> BlockTimes:
 
 
 def random_offsets(size: int, block: int) -> Iterator[int]:
-    """Different multiples of ``block`` within ``size``, always the same, until there are enough or time is over."""
+    """Yields different multiples of ``block`` within ``size``, always the same ones, up to a count or time limit."""
     blocks = max(1, size // block)
     end = time.perf_counter() + SECONDS
     for place in random.Random(0).sample(range(blocks), min(BLOCKS, blocks)):

@@ -7,14 +7,14 @@ import os
 import torch
 
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import view
 from nvme_ops.bench.measure import Row, Unavailable
 from nvme_ops.bench.work import tensor_row
 from nvme_ops.settings import Settings
+from nvme_ops.tensors import bytes_of
 
 
 def row(task: Task, name: str, _: Settings) -> Row:
-    """GPU memory goes through an ordinary tensor. Raises Unavailable for a write without NumPy."""
+    """Returns a row; GPU memory goes through an ordinary tensor. Raises Unavailable for a write without NumPy."""
     if task.write:
         try:
             import numpy  # noqa: F401
@@ -46,7 +46,7 @@ def write(path: str, tensor: torch.Tensor) -> None:
 
 def read(path: str, tensor: torch.Tensor) -> None:
     """Fills ``tensor``, on the CPU."""
-    with open(path, "rb", buffering=0) as file, view(tensor) as target:
+    with open(path, "rb", buffering=0) as file, bytes_of(tensor) as target:
         position = 0
         while position < len(target):
             moved = file.readinto(target[position:])

@@ -1,4 +1,4 @@
-"""Engines with a format and a file of their own. The ``fsync`` that brings it to the device is timed too."""
+"""Engines with a format and a file of their own. The ``fsync`` that makes it durable is timed too."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 
 from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.files import sync
 from nvme_ops.bench.measure import Row, Unavailable
 from nvme_ops.bench.work import saved_row
+from nvme_ops.measuring.files import sync
 from nvme_ops.settings import Settings
 
 
 def torch_row(task: Task, name: str, _: Settings) -> Row:
-    """``torch.save`` and ``torch.load``."""
+    """Returns a row of ``torch.save`` and ``torch.load``."""
     return _row(task, name, "pt", torch.save, lambda path: torch.load(path, map_location=task.buffer.device))
 
 
 def safetensors_row(task: Task, name: str, _: Settings) -> Row:
-    """``save_file`` and ``load_file`` of safetensors. Raises Unavailable where it is not installed."""
+    """Returns a row of safetensors' ``save_file`` and ``load_file``. Raises Unavailable if it is not installed."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError:
@@ -28,7 +28,7 @@ def safetensors_row(task: Task, name: str, _: Settings) -> Row:
     def load(path: str) -> torch.Tensor:
         loaded = load_file(path, device=str(task.buffer.device))["tensor"]
         if task.gpu is None:
-            task.buffer.copy_(loaded)  # the file is mapped: what nobody looks at is not read
+            task.buffer.copy_(loaded)  # the file is mapped: only what is touched is read
         return loaded
 
     return _row(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
@@ -41,7 +41,7 @@ def _row(
     save: Callable[[torch.Tensor, str], None],
     load: Callable[[str], torch.Tensor],
 ) -> Row:
-    """One tensor in a file beside the one of the others."""
+    """Returns a row for one tensor in a file beside that of the others."""
     path = f"{task.path}.{suffix}"
 
     def save_and_sync() -> None:

@@ -1,4 +1,4 @@
-"""The native module ``gds``: the engine with cuFile beside it, and the interface of ``nvme_ops.gds`` on it.
+"""The native module ``gds``: the engine with cuFile, and the names of ``nvme_ops.gds``.
 
 Before it is loaded, ``GDSBuilder`` is all that ``nvme_ops.ops.gds`` has.
 """

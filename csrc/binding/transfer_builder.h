@@ -1,0 +1,28 @@
+// A Transfer, made of the memory, the files and the offsets that one call of Python names.
+#pragma once
+
+#include <Python.h>
+
+#include <vector>
+
+#include "binding/memory.h"
+#include "binding/operation.h"
+#include "engine/shared_file.h"
+
+namespace nvme_ops {
+
+struct TransferKind {
+  Op op;
+  int priority;  // as Python gives it
+  Cache cache;
+  bool validate;
+};
+
+// One memory and one file. Without an offset (None) a write makes the file end with it. Throw PythonError and IoError.
+Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject* file, PyObject* offset);
+
+// Several memories, `files` one for all or one for each; without offsets each is a whole file.
+Transfer build_transfer(const TransferKind& kind, const std::vector<Memory>& memories, PyObject* files,
+                        PyObject* offsets);
+
+}  // namespace nvme_ops

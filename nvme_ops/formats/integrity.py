@@ -1,0 +1,114 @@
+"""Checksums of tensors, kept in a file where other readers ignore them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nvme_ops.checksums import checksums_of
+from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.formats.safetensors_format import Header
+from nvme_ops.memory.pieces import CHECKSUM, checksums_anywhere
+
+#: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
+#: many for the JSON of the header, in which these are zeros then. In the metadata of an index: those for its JSON.
+KEY = "nvme_ops.crc32c"
+#: In the metadata of an index and of its shards: the save that they are of. In an index also the checksums of the
+#: headers of its shards, by their names.
+SAVE, SHARDS = "nvme_ops.save", "nvme_ops.shards"
+#: All of them: what these mean for one file they do not for another that gets its metadata.
+OURS = (KEY, SAVE, SHARDS)
+#: Stand for the JSON of a file among the names of tensors.
+HEADER, INDEX = "header", "index"
+_DIGITS = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an index says about one of its shards; None where it says nothing."""
+
+    index: str  # its path
+    save: str | None
+    header: str | None  # the checksum of the shard's
+    checked: bool  # whether the index has a checksum itself
+
+    def require(self, path: str, metadata: Mapping[str, str], verify: bool) -> None:
+        """Raises AnotherSaveError, and with ``verify`` ChecksumError, unless a shard's ``metadata`` match."""
+        wrong = self.wrong(path, metadata)
+        if verify and wrong is not None:
+            raise ChecksumError(self.index if wrong == INDEX else path, [wrong])
+
+    def wrong(self, path: str, metadata: Mapping[str, str]) -> str | None:
+        """Returns ``INDEX`` or ``HEADER`` if that is not as it was saved. Raises AnotherSaveError."""
+        save = metadata.get(SAVE)
+        if None not in (save, self.save) and save != self.save:
+            raise AnotherSaveError(f"{path}: is of another save than its index, {self.index}")
+        if save is not None and (self.save is None or (KEY in metadata and not self.checked)):
+            return INDEX
+        if self.save is not None and (save is None or self.header not in (None, metadata.get(KEY, "")[-_DIGITS:])):
+            return HEADER
+        return None
+
+
+def placeholder(count: int) -> str:
+    """Returns text as long as the checksums of so many tensors and of the header will be."""
+    return "0" * _DIGITS * (count + 1)
+
+
+def written_out(checksums: Sequence[int]) -> str:
+    """Formats the checksums for the metadata. The header's is still missing."""
+    return "".join(f"{value:0{_DIGITS}x}" for value in (*checksums, 0))
+
+
+def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
+    """Replaces the ``placeholder`` in JSON, which has no spaces after colons, by these checksums and the JSON's own."""
+    written = written_out(checksums)
+    text = text.replace(_in_json(placeholder(len(checksums))), _in_json(written), 1)
+    own = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
+    return text.replace(_in_json(written), _in_json(written[:-_DIGITS] + own), 1)
+
+
+def seal(text: bytes) -> str:
+    """Returns the checksum in a header, which an index keeps for its shards."""
+    start = text.index(f'"{KEY}":"'.encode()) + len(f'"{KEY}":"')
+    return text[start : text.index(b'"', start)][-_DIGITS:].decode()
+
+
+def differs(text: bytes, metadata: Mapping[str, str]) -> bool:
+    """Returns whether the JSON with this ``metadata`` has a checksum that does not match."""
+    written = metadata.get(KEY)
+    if written is None:
+        return False
+    zeroed = text.replace(_in_json(written), _in_json(written[:-_DIGITS] + "0" * _DIGITS), 1)
+    return f"{checksums_of([zeroed], CHECKSUM)[0]:0{_DIGITS}x}" != written[-_DIGITS:]
+
+
+def _in_json(written: str) -> bytes:
+    return f'"{KEY}":"{written}'.encode()
+
+
+def recorded(header: Header, path: str) -> dict[str, int] | None:
+    """Returns the file's checksums by tensor, or None if it has none. Raises FormatError for impossible ones."""
+    text = header.metadata.get(KEY)
+    if text is None:
+        return None
+    try:
+        if len(text) != len(placeholder(len(header.entries))) or not set(text) <= set(string.hexdigits):
+            raise ValueError
+        values = [int(text[start : start + _DIGITS], 16) for start in range(0, len(text), _DIGITS)]
+    except ValueError:
+        raise FormatError(
+            f"{path}: __metadata__: {KEY} does not fit the {len(header.entries)} tensors: another program wrote it"
+        ) from None
+    return dict(zip(header.entries, values[:-1], strict=True))
+
+
+def check(path: str, expected: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ChecksumError if any tensor's bytes do not match its checksum."""
+    names = list(tensors)
+    found = zip(names, checksums_anywhere(list(tensors.values())), strict=True)
+    if wrong := [name for name, value in found if value != expected[name]]:
+        raise ChecksumError(path, wrong)

@@ -1,0 +1,158 @@
+"""The index of a sharded checkpoint: which file holds each tensor."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from nvme_ops.errors import FormatError
+from nvme_ops.formats import integrity
+from nvme_ops.formats.safetensors_format import MOST_HEADER
+from nvme_ops.storage import atomic, unlink
+
+# Files that a folder of save_pretrained may hold, in the order in which transformers looks for them.
+_IN_FOLDERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_SHARDS = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass
+class Index:
+    """The content of an index."""
+
+    path: str
+    places: dict[str, str]  # the file of each tensor, in the folder of the index
+    metadata: dict[str, str]
+    fits: bool | None = None  # whether its checksum matches; None if it has none
+    save: str | None = None  # id of its save
+    headers: Mapping[str, str] = field(default_factory=dict)  # checksums of its shards' headers
+
+    def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Returns the paths of the shards that hold these tensors, each with their names."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
+        return found
+
+    def part(self, path: str) -> integrity.Part:
+        """Returns what the index says about a shard."""
+        return integrity.Part(self.path, self.save, self.headers.get(os.path.basename(path)), self.fits is not None)
+
+
+def read_index(path: str) -> Index:
+    """Parses an index. Raises FormatError with what is wrong with it."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_HEADER + 1)
+    if len(content) > MOST_HEADER:
+        refuse(path, f"an index has at most {MOST_HEADER} bytes")
+    document = _parse(content, path)
+    places = document.get("weight_map")
+    if not isinstance(places, dict):
+        refuse(path, "weight_map is missing, or not an object")
+    for name, file_name in places.items():
+        if not isinstance(file_name, str):
+            refuse(path, f"weight_map: the file of {name!r} is {file_name!r}, not a name")
+        parts = file_name.split("/")
+        if not file_name or "\0" in file_name or os.path.isabs(file_name) or ".." in parts:
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, does not lie in the folder of the index")
+        if not file_name.endswith(_SHARDS):
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is in no format that is known here")
+    metadata = document.get("metadata", {})
+    if not isinstance(metadata, dict):
+        refuse(path, "metadata is not an object")
+    headers = metadata.pop(integrity.SHARDS, {})
+    words = {key: str(value) for key, value in metadata.items()}
+    fits = None if integrity.KEY not in words else not integrity.differs(content, words)
+    words.pop(integrity.KEY, None)
+    save = words.pop(integrity.SAVE, None)
+    return Index(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
+
+
+def _parse(content: bytes, path: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = sorted(name for name, _ in pairs)
+            twice = next(name for name, other in itertools.pairwise(names) if name == other)
+            refuse(path, f"the name {twice!r} comes twice")
+        return found
+
+    try:
+        document = json.loads(content.decode(), object_pairs_hook=unique)
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        refuse(path, f"the index is not JSON: {error}")
+    if not isinstance(document, dict):
+        refuse(path, "the index is not a JSON object")
+    return document
+
+
+def refuse(path: str, reason: str) -> NoReturn:
+    """Raises FormatError."""
+    raise FormatError(f"{path}: {reason}")
+
+
+def resolved(path: str) -> str:
+    """Returns the path of the index; for a folder, that of the first possible one that exists."""
+    if not os.path.isdir(path):
+        return path
+    for name in _IN_FOLDERS:
+        if os.path.isfile(os.path.join(path, name)):
+            return os.path.join(path, name)
+    refuse(path, f"is a folder that has none of {', '.join(_IN_FOLDERS)}")
+
+
+def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
+    """Returns names for new shards that no index of this folder has used, so that no reader confuses them."""
+    try:
+        old: Iterable[str] = read_index(os.path.join(folder, index)).places.values()
+    except FileNotFoundError:
+        old = []
+    except FormatError:
+        old = os.listdir(folder)
+    pattern = _pattern(stem)
+    generations = [int(found["generation"] or 1) for found in map(pattern.fullmatch, set(old)) if found]
+    mark = f"-g{max(generations) + 1}" if generations else ""
+    return [f"{stem}{mark}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
+    """Removes all shards of this index except these."""
+    kept = set(names)
+    for name in shards_of(folder, stem):
+        if name not in kept:
+            with suppress(OSError):
+                unlink.unlink(os.path.join(folder, name))
+
+
+def shards_of(folder: str, stem: str) -> list[str]:
+    """Returns the names of files that are, or were, shards of this index."""
+    return [name for name in os.listdir(folder) if _pattern(stem).fullmatch(name)]
+
+
+def _pattern(stem: str) -> re.Pattern[str]:
+    return re.compile(re.escape(stem) + r"(-g(?P<generation>\d+))?-\d{5,}-of-\d{5,}\.safetensors")
+
+
+def text_of(document: Mapping[str, Any]) -> bytes:
+    """Returns the JSON of an index, with its checksum if its metadata have a placeholder."""
+    return integrity.sealed((json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n").encode(), [])
+
+
+def write_index(path: str, content: bytes, durable: bool) -> None:
+    """Replaces the index atomically."""
+    with atomic.replacing(path, durable) as file:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file.fd, view) :]

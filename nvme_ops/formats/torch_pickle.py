@@ -1,0 +1,296 @@
+"""Parses a pickle of ``torch.save`` without executing anything that it names."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.errors import FormatError
+
+#: What torch's own reader takes with weights_only; anything else ends the reading.
+CODES = (
+    pickle.APPEND, pickle.APPENDS, pickle.BINFLOAT, pickle.BINGET, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.BINPERSID, pickle.BINPUT, pickle.BINUNICODE, pickle.BUILD, pickle.EMPTY_DICT, pickle.EMPTY_LIST,
+    pickle.EMPTY_SET, pickle.EMPTY_TUPLE, pickle.GLOBAL, pickle.LONG1, pickle.LONG_BINGET, pickle.LONG_BINPUT,
+    pickle.MARK, pickle.NEWFALSE, pickle.NEWOBJ, pickle.NEWTRUE, pickle.NONE, pickle.PROTO, pickle.REDUCE,
+    pickle.SETITEM, pickle.SETITEMS, pickle.SHORT_BINSTRING, pickle.STOP, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2,
+    pickle.TUPLE3,
+)  # fmt: skip
+
+
+class Storage(NamedTuple):  # which a pickle cannot change
+    """A storage that the pickle refers to; its bytes are the record ``data/key``."""
+
+    key: str
+    dtype: torch.dtype
+    location: str
+    size: int
+
+    @property
+    def record(self) -> str:
+        """Name of its record in the archive."""
+        return f"data/{self.key}"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A dense tensor: a view of a storage, ``offset`` and ``stride`` in elements."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+    parameter: bool
+    metadata: dict[str, bool]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The byte range of the storage from the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0, 0
+        reach = sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
+        start = self.offset * self.dtype.itemsize
+        return start, start + (reach + 1) * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """True when the elements follow each other in the file as in a contiguous tensor."""
+        expected = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length != 1 and step != expected:
+                return 0 in self.shape
+            expected *= length
+        return True
+
+
+@dataclass
+class Other:
+    """A tensor that is no plain view of one storage: sparse, quantized, nested, of a subclass."""
+
+    storages: list[Storage]
+
+
+class Call:
+    """What stands for a call: of what, with what, and what was to be put into the result. Nothing is called.
+
+    Every name in a pickle is a class derived from this. C's reader takes no other for ``NEWOBJ``, and finds nothing to
+    change in one.
+    """
+
+    path: ClassVar[str]  # of what was to be called
+
+    def __new__(cls, *arguments: Any) -> Call:
+        """Makes a note of the arguments."""
+        call = super().__new__(cls)
+        call.arguments = arguments
+        call.items = {}
+        call.elements = []
+        call.state = None
+        return call
+
+    arguments: tuple[Any, ...]
+    items: dict[Any, Any]
+    elements: list[Any]
+    state: Any
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def extend(self, elements: list[Any]) -> None:
+        """Records items added to a list."""
+        self.elements.extend(elements)
+
+
+_LONG_NAME = 256  # characters; such are not kept
+
+
+@functools.lru_cache(maxsize=256)  # torch's own are few
+def _named(path: str) -> type[Call]:
+    return type("Call", (Call,), {"path": path})
+
+
+def path_of(named: Any) -> str:
+    """What a name in the pickle stands for, ``torch.float32``; empty for anything else."""
+    return named.path if isinstance(named, type) and issubclass(named, Call) else ""
+
+
+def dtype_of_storage(name: str) -> torch.dtype:
+    """What a class of storages holds, by its name. Raises KeyError where there is no such class."""
+    dtype: torch.dtype = torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
+    return dtype
+
+
+class Unpickler(pickle.Unpickler):
+    """Python's reader in C, for a pickle that was scanned: for its codes, and for what would make it take memory.
+
+    Raises NotReadError where it has others than ``codes``, ends too early, or numbers more objects than it has.
+    """
+
+    def __init__(self, content: bytes, codes: Iterable[bytes] = CODES) -> None:
+        if problem := native().scan_pickle(content, b"".join(codes)):
+            raise NotReadError(problem)
+        super().__init__(io.BytesIO(content), encoding="utf-8")
+
+
+class NotReadError(Exception):
+    """A pickle that is not read, and why."""
+
+
+class _Reader(Unpickler):
+    def __init__(self, content: bytes, path: str) -> None:
+        super().__init__(content)
+        self._path = path
+        self.storages: dict[str, Storage] = {}
+
+    def find_class(self, module: str, name: str, /) -> type[Call]:
+        path = f"{module}.{name}"
+        return _named(path) if len(path) < _LONG_NAME else _named.__wrapped__(path)
+
+    def persistent_load(self, identity: Any, /) -> Storage:
+        if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+            raise FormatError(f"{self._path}: data.pkl: {identity!r} is no storage")
+        _, kind, key, location, count = identity
+        if not (isinstance(key, str) and isinstance(location, str) and type(count) is int and count >= 0):
+            raise FormatError(f"{self._path}: data.pkl: storage {key!r} at {location!r} has {count!r} elements")
+        name = path_of(kind).rpartition(".")[2]
+        try:
+            dtype = dtype_of_storage(name)
+        except KeyError:
+            raise FormatError(f"{self._path}: data.pkl: {name!r} is no type of storage") from None
+        return self.storages.setdefault(key, Storage(key, dtype, location, count * dtype.itemsize))
+
+
+def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
+    """Parses a pickle into a tree of containers, numbers, strings and recorded calls, and its storages in order.
+
+    Raises:
+        FormatError: not a pickle, or one that weights_only would refuse.
+    """
+    try:
+        reader = _Reader(content, path)
+        root = reader.load()
+    except FormatError:
+        raise
+    except NotReadError as error:
+        raise FormatError(f"{path}: data.pkl: {error}") from None
+    except Exception as error:  # whatever damaged bytes make of an interpreter
+        raise FormatError(f"{path}: data.pkl: {type(error).__name__}: {error}") from error
+    return root, list(reader.storages.values())
+
+
+def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
+    """Yields each tensor with its name: keys, indices and attributes from the root on, joined by dots.
+
+    A container is walked only once. Raises FormatError for a tensor that does not fit its storage.
+    """
+    waiting: list[tuple[str, Any]] = [("", root)]
+    seen = set()
+    while waiting:
+        name, node = waiting.pop()
+        if (found := tensor(node, name, path)) is not None:
+            yield name, found
+            continue
+        if not isinstance(node, dict | list | tuple | Call) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        waiting.extend((f"{name}.{key}" if name else str(key), child) for key, child in reversed(_children(node)))
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, Call):
+        state = node.state if isinstance(node.state, dict) else {"__dict__": node.state}
+        # the pairs of an ordered dictionary, as Python 2 wrote it, are in its arguments
+        return [*enumerate([*node.arguments, *node.elements]), *state.items(), *node.items.items()]
+    return list(enumerate(node))
+
+
+def tensor(call: Any, name: str, path: str) -> Described | Other | None:
+    """What the pickle says of a tensor, if ``call`` makes one. Raises as ``tensors``."""
+    if not isinstance(call, Call):
+        return None
+    module, _, function = call.path.rpartition(".")
+    if module not in ("torch._utils", "torch._tensor") or not function.startswith("_rebuild"):
+        return None
+    if function in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+        data = call.arguments[0] if call.arguments else None
+        inner = None
+        if isinstance(data, Call) and not data.path.startswith("torch._utils._rebuild_parameter"):
+            inner = tensor(data, name, path)
+        if isinstance(inner, Described) and function == "_rebuild_parameter" and len(call.arguments) > 1:
+            return Described(**{**vars(inner), "requires_grad": bool(call.arguments[1]), "parameter": True})
+        return Other(_storages(call))
+    places = {"_rebuild_tensor": (4, None, None), "_rebuild_tensor_v2": (6, None, 6), "_rebuild_tensor_v3": (7, 6, 7)}
+    if function not in places or call.state is not None:
+        return Other(_storages(call))
+    least, dtype_place, metadata_place = places[function]
+    try:
+        if len(call.arguments) < least:
+            raise ValueError(f"{len(call.arguments)} arguments")
+        return _described(call.arguments, dtype_place, metadata_place)
+    except ValueError as error:
+        raise FormatError(f"{path}: data.pkl: tensor {name!r}: {error}") from None
+
+
+def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_place: int | None) -> Described:
+    storage, offset, shape, stride = arguments[:4]
+    if not isinstance(storage, Storage):
+        raise ValueError("has no storage")
+    if isinstance(shape, Call) and shape.path == "torch.Size":
+        shape = shape.arguments[0] if shape.arguments else ()
+    if not isinstance(shape, list | tuple) or not isinstance(stride, list | tuple):
+        raise ValueError(f"size {shape!r}, stride {stride!r}")
+    shape, stride = tuple(shape), tuple(stride)
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"offset {offset!r}, size {shape!r}, stride {stride!r}")
+    dtype = storage.dtype
+    if dtype_place is not None:
+        named = getattr(torch, path_of(arguments[dtype_place]).removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError("has no dtype")
+        dtype = named
+    metadata = arguments[metadata_place] if metadata_place and len(arguments) > metadata_place else None
+    found = Described(
+        storage=storage,
+        dtype=dtype,
+        offset=offset,
+        shape=shape,
+        stride=stride,
+        requires_grad=bool(arguments[4]) if len(arguments) > 4 else False,
+        parameter=False,
+        metadata=dict(metadata) if isinstance(metadata, Mapping) else {},
+    )
+    if found.extent[1] > storage.size:
+        raise ValueError(
+            f"size {shape} and stride {stride} from {offset} on reach beyond the {storage.size} bytes of its storage"
+        )
+    return found
+
+
+def _storages(call: Call) -> list[Storage]:
+    """Yields all storages mentioned anywhere in the tree."""
+    found: dict[str, Storage] = {}
+    waiting: list[Any] = [call]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Storage):
+            found[node.key] = node
+        elif isinstance(node, dict | list | tuple | Call) and id(node) not in seen:
+            seen.add(id(node))
+            waiting.extend(child for _, child in _children(node))
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""``nvme-checkpoint``: what checkpoints of all formats hold, listed, verified and compared without loading them."""

@@ -1,0 +1,166 @@
+"""The command ``nvme-checkpoint``: list, verify and compare checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+from nvme_ops import __version__
+from nvme_ops.checkpoint import FORMATS
+from nvme_ops.checkpoint.leftovers import leftovers
+from nvme_ops.formats.contents import Contents
+from nvme_ops.inspection.contents import compare, contents, damaged
+from nvme_ops.progress import byte_bar
+from nvme_ops.text import columns_text, size_words
+
+_EPILOG = """\
+examples:
+  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes, metadata
+  nvme-checkpoint verify checkpoints/step-1000     every byte against the checksums kept when it was saved
+  nvme-checkpoint diff old.pt new.pt               which tensors differ
+  nvme-checkpoint clean checkpoints                removes what killed saves have left
+
+exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff a difference; 2 for wrong arguments and
+files that cannot be read
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = argparse.ArgumentParser(
+        prog="nvme-checkpoint",
+        description="Looks into checkpoints: safetensors files, files of torch.save, shards, and folders of DCP.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"nvme-checkpoint {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, words, paths in (
+        ("info", "what it contains; reads only the headers of files", ["path"]),
+        ("verify", "check every byte against the checksums", ["path"]),
+        ("diff", "which tensors of two checkpoints differ", ["first", "second"]),
+    ):
+        command = commands.add_parser(name, help=words, description=words)
+        for path in paths:
+            command.add_argument(path, metavar=path.upper(), help="a file, an index, or a folder")
+        if name == "verify":
+            command.add_argument("more", metavar="MORE", nargs="*", help="more of them")
+        command.add_argument("--format", choices=FORMATS, help="instead of the format that the name implies")
+        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    words = "remove what killed saves left in a folder; files of running saves are kept"
+    command = commands.add_parser("clean", help=words, description=words)
+    command.add_argument("folders", metavar="FOLDER", nargs="+")
+    command.add_argument("--dry-run", action="store_true", help="only list")
+    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    given = parser().parse_args(words)
+    try:
+        return {"info": _info, "verify": _verify_all, "diff": _diff, "clean": _clean}[given.command](given)
+    except (OSError, ValueError) as error:
+        print(f"nvme-checkpoint: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _info(given: argparse.Namespace) -> int:
+    found = contents(given.path, given.format)
+    if given.json:
+        print(json.dumps(asdict(found), indent=2))
+        return 0
+    kept = sum(item.checksum is not None for item in found.tensors)
+    print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
+    for key, text in found.metadata.items():
+        print(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}")
+    lines = [["", "dtype", "shape", ""]]
+    lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
+    print(columns_text(lines))
+    return 0
+
+
+def _verify_all(given: argparse.Namespace) -> int:
+    paths = [given.path, *given.more]
+    return max(_verify(given, path, f"{path}: " if len(paths) > 1 else "") for path in paths)
+
+
+def _verify(given: argparse.Namespace, path: str, label: str) -> int:
+    found = contents(path, given.format)
+    checked = [item for item in found.items if item.checksum is not None]
+    with byte_bar(sum(item.bytes for item in checked), "verify") as told:
+        wrong = damaged(found, told)
+    bare = len(found.items) - len(checked)
+    if given.json:
+        print(
+            json.dumps(
+                {
+                    **({"path": path} if label else {}),
+                    "checked": len(checked),
+                    "without_checksum": bare,
+                    "damaged": wrong,
+                },
+                indent=2,
+            )
+        )
+    else:
+        for name in wrong:
+            print(f"{label}DAMAGED {name}")
+        print(label + _verdict(found, len(checked), bare, wrong))
+    return 1 if wrong or (found.items and not checked) else 0
+
+
+def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> str:
+    if found.items and not checked:
+        return "[NO CHECKSUMS] it was saved by another program, or with checksum=False: nothing to compare with"
+    rest = f"; {bare} have no checksum" if bare else ""
+    if wrong:
+        parts = f"{checked} tensors" + (" and the header" if found.damaged else "")
+        return f"[DAMAGED] {len(wrong)} of {parts} are not what was saved{rest}"
+    return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
+
+
+def _clean(given: argparse.Namespace) -> int:
+    found = {path: os.path.getsize(path) for folder in given.folders for path in leftovers(folder)}
+    for path in found if not given.dry_run else ():
+        with suppress(FileNotFoundError):  # a save that has ended meanwhile
+            os.unlink(path)
+    if given.json:
+        print(json.dumps({"removed": not given.dry_run, "files": found}, indent=2))
+        return 0
+    for path, size in found.items():
+        print(f"{path}: {size_words(size)}")
+    done = "would be removed" if given.dry_run else "removed"
+    print(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
+    return 0
+
+
+def _diff(given: argparse.Namespace) -> int:
+    first, second = contents(given.first, given.format), contents(given.second, given.format)
+    with byte_bar(first.bytes, "diff") as told:
+        found = compare(first, second, told)
+    if given.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        for label, names in (
+            ("only in the first", found.only_first),
+            ("only in the second", found.only_second),
+            ("dtype or shape differs", found.described),
+            ("values differ", found.values),
+        ):
+            for name in names:
+                print(f"{label}: {name}")
+        if not found:
+            print(f"the same {len(first.tensors)} tensors")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

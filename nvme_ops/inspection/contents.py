@@ -1,0 +1,112 @@
+"""What a checkpoint contains, tensor by tensor, without loading it: to list, verify and compare."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checksums import checksum_of
+from nvme_ops.file import shared_handle
+from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.safetensors_format import DTYPES
+from nvme_ops.memory.ring import Place, Ring
+from nvme_ops.storage.atomic import opened
+
+OnProgress = Callable[[int], None]  # how many bytes more were read
+
+
+@dataclass
+class Difference:
+    """The differences between two checkpoints."""
+
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)  # differences of dtype or shape, in words
+    values: list[str] = field(default_factory=list)  # other bytes
+
+    def __bool__(self) -> bool:
+        """Returns whether there is any difference."""
+        return bool(self.only_first or self.only_second or self.described or self.values)
+
+
+def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
+    """Lists what is in a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
+    name = os.fspath(path)
+    if format is None and os.path.exists(os.path.join(name, ".metadata")):
+        from nvme_ops.dcp import contents as of_dcp  # which takes a while
+
+        return of_dcp.contents(name)
+    found: Contents = format_of(name, format).contents(name)
+    return found
+
+
+def damaged(found: Contents, told: OnProgress = lambda _: None) -> list[str]:
+    """Returns the names of tensors whose bytes do not match their checksums. Tensors without one are skipped."""
+    wrong = list(found.damaged)
+    for path, items in _by_file(found.items):
+        with opened(path) as fd:
+            for item in items:
+                if item.checksum is None:
+                    continue
+                kind, expected = item.checksum
+                value = 0
+                for piece in _pieces(fd, item):
+                    value = checksum_of(piece, kind, value)
+                    told(piece.numel())
+                if value != expected:
+                    wrong.append(item.name)
+    return wrong
+
+
+def compare(first: Contents, second: Contents, told: OnProgress = lambda _: None) -> Difference:
+    """Compares names, dtypes, shapes and bytes, also across formats. ``told`` counts the bytes of one side.
+
+    Raises ValueError for one that is DCP's and one that is not: in DCP's each tensor's bytes are in an archive.
+    """
+    if (first.format == "dcp") != (second.format == "dcp"):
+        raise ValueError("a DCP checkpoint can be compared with another one only: convert it by dcp_to_torch_save")
+    result = Difference()
+    alike = first.format == second.format
+    ours, theirs = (first.items, second.items) if alike else (first.tensors, second.tensors)
+    others = {item.name: item for item in theirs}
+    names = {item.name for item in ours}
+    result.only_second = [name for name in others if name not in names]
+    for item in ours:
+        other = others.get(item.name)
+        if other is None:
+            result.only_first.append(item.name)
+        elif (_in_torch(item.dtype), item.shape) != (_in_torch(other.dtype), other.shape):
+            result.described.append(f"{item.name}: {item.dtype} {list(item.shape)}, {other.dtype} {list(other.shape)}")
+        elif item.bytes != other.bytes or not _same(item, other, told):
+            result.values.append(item.name)
+    return result
+
+
+def _in_torch(dtype: str) -> str:
+    """Returns torch's name of a dtype."""
+    return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
+
+
+def _same(item: Item, other: Item, told: OnProgress) -> bool:
+    with opened(item.path) as fd, opened(other.path) as other_fd:
+        same = True
+        for piece, against in zip(_pieces(fd, item), _pieces(other_fd, other), strict=True):
+            same = same and torch.equal(piece, against)
+            told(piece.numel())
+        return same
+
+
+def _by_file(items: list[Item]) -> list[tuple[str, list[Item]]]:
+    files: dict[str, list[Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    return list(files.items())
+
+
+def _pieces(fd: int, item: Item) -> Iterator[torch.Tensor]:
+    """Yields the bytes of an item, each piece valid until the next."""
+    return Ring().read(shared_handle(), [Place(fd, item.start, item.bytes)])

@@ -1,0 +1,139 @@
+"""Measures the joules used by parts of the machine: RAPL through powercap, NVML's counter of a GPU.
+
+The counters cover the whole machine, not a process: other programs are included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_CLASS = "class/powercap"
+_FIX = "sudo chmod a+r /sys/class/powercap/*/energy_uj"
+_PACKAGE = "package-"
+
+
+class Meter:
+    """Reads all available counters; without any, it opens no file and costs nothing.
+
+    A counter of RAPL wraps around, after hours at a few watts, after a quarter of an hour at hundreds: read the meter
+    at least that often.
+
+    Args:
+        gpus: torch's numbers of the devices to measure.
+        sysfs: where sysfs is mounted.
+        nvml: a module to use instead of ``pynvml``.
+    """
+
+    def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
+        self._parts, why_not = _rapl(Path(sysfs))
+        self._gone: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail because of these
+        self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
+
+    def read(self) -> dict[str, float]:
+        """Returns joules by part: ``package-0``, ``dram-0``, ``psys``, ``gpu-0``. Only differences are meaningful.
+
+        Omits a part that cannot be read any more. ``psys``, the whole platform, includes packages and memory: see
+        ``total``.
+        """
+        joules = {}
+        for part, tell in self._parts.items():
+            with contextlib.suppress(*self._gone):
+                joules[part] = tell()
+        return joules
+
+    def unavailable(self) -> str:
+        """Returns why there are no figures, beginning with ``not available``; empty if any part has one."""
+        return "" if self._parts else "not available: " + "; ".join(filter(None, self._why_not))
+
+    def _find_gpus(self, numbers: Sequence[int], module: ModuleType | None) -> str:
+        """Keeps the GPUs that report their energy; returns why others do not."""
+        try:
+            nvml: Any = module or importlib.import_module("pynvml")
+        except ImportError:
+            return "the GPU's energy needs NVML: pip install nvidia-ml-py"
+        self._gone += (nvml.NVMLError,)
+        try:
+            nvml.nvmlInit()
+            for number in numbers:
+                tell = _of_gpu(nvml, number)
+                tell()  # before Volta there is no counter
+                self._parts[f"gpu-{number}"] = tell
+        except nvml.NVMLError as error:
+            return f"NVML: {error}"
+        return ""
+
+
+def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Returns what each part used between two readings of one meter."""
+    return {part: joules - before[part] for part, joules in after.items() if part in before}
+
+
+def total(joules: Mapping[str, float]) -> float:
+    """Returns the sum without counting twice: packages and their memory are omitted if ``psys`` includes them."""
+    platform = any(part.startswith("psys") for part in joules)
+    return sum(value for part, value in joules.items() if not (platform and part.startswith((_PACKAGE, "dram"))))
+
+
+def _rapl(sysfs: Path) -> tuple[dict[str, Callable[[], float]], str]:
+    """Returns the packages, their memory and the whole platform, which include everything; or why there are none."""
+    folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # also AMD's; intel-rapl-mmio has the same counters again
+    if not folders:
+        return {}, f"no RAPL in {sysfs / _CLASS} (a virtual machine, or the module intel_rapl_msr is not loaded)"
+    found: dict[str, Callable[[], float]] = {}
+    why = f"no package among the counters in {sysfs / _CLASS}"
+    for folder in folders:
+        try:
+            part = _part(folder)
+            if part is not None and part not in found:
+                found[part] = _of_rapl(folder / "energy_uj", int(_text(folder / "max_energy_range_uj")))
+        except PermissionError:
+            why = f"RAPL is readable by root only: {_FIX}"
+        except (OSError, ValueError) as error:
+            why = f"RAPL: {error}"
+    return found, "" if found else why
+
+
+def _part(folder: Path) -> str | None:
+    """Returns the part's name, numbered if the kernel does not; None for what is part of another one."""
+    name = _text(folder / "name")
+    if name.startswith((_PACKAGE, "psys")):
+        return name
+    if name != "dram":
+        return None
+    above = folder.parent / folder.name.rpartition(":")[0] / "name"  # intel-rapl:0:1 lies in intel-rapl:0
+    return f"dram-{_text(above).removeprefix(_PACKAGE)}"
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="ascii").strip()
+
+
+def _of_rapl(file: Path, most: int) -> Callable[[], float]:
+    """Returns a function for joules since this call, from a file of microjoules that wraps around after ``most``."""
+    last, counted = int(_text(file)), 0
+
+    def tell() -> float:
+        nonlocal last, counted
+        now = int(_text(file))
+        counted += now - last if now >= last else most - last + now
+        last = now
+        return counted / 1e6
+
+    return tell
+
+
+def _of_gpu(nvml: Any, number: int) -> Callable[[], float]:
+    """Returns a function for a GPU's joules, by its UUID if known: NVML ignores CUDA_VISIBLE_DEVICES."""
+    identity = getattr(torch.cuda.get_device_properties(number), "uuid", None) if torch.cuda.is_available() else None
+    if identity is None:
+        handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    else:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{identity}")
+    return lambda: float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3

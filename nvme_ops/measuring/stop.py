@@ -1,0 +1,104 @@
+"""How a command ends on a signal: by an ordinary exit, so that it removes what it made, and ends its children."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection
+from types import FrameType
+
+#: A lost terminal, a request to end, Ctrl-\.
+SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
+
+
+def leave_on_signals() -> None:
+    """Turns SIGNALS into an ordinary exit, status 128 + number, which removes files on the way.
+
+    Signals ignored when the program starts stay ignored: ``nohup`` relies on it. After the first signal others are
+    ignored: a lost terminal sends several, and another one must not interrupt the cleanup.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Defers SIGNALS and SIGINT to the end of the block. In the main thread; others never get one."""
+    came: list[int] = []
+    before = {}
+
+    def remember(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, *SIGNALS):
+                before[number] = signal.getsignal(number)
+                signal.signal(number, remember)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for late in came:
+            signal.raise_signal(late)
+
+
+def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
+    """Returns the command as a child that the kernel signals when the thread that starts it ends, even if killed.
+
+    Returns it unchanged without util-linux's setpriv. A ``preexec_fn`` would cost a copy of all page tables.
+    """
+    found = _setpriv()
+    return [found, "--pdeathsig", end, "--", *command] if found else list(command)
+
+
+@functools.cache
+def _setpriv() -> str:
+    found = shutil.which("setpriv")
+    if found is None:
+        return ""
+    with subprocess.Popen([found, "--help"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        return found if "--pdeathsig" in process.communicate()[0] else ""
+
+
+def serve_parent() -> None:
+    """Ties a process of multiprocessing to its parent, which handles signals from the terminal: it ends with it.
+
+    The process gets a process group of its own, which includes what it starts: ``kill_group`` ends them together.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def end_with(sentinel: int) -> None:
+        connection.wait([sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with, args=[parent.sentinel], name="nvme_ops-parent", daemon=True).start()
+
+
+def kill_group(process: multiprocessing.process.BaseProcess) -> None:
+    """Kills a process that has called ``serve_parent``, with everything it started; before that call, it alone."""
+    if process.pid is None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()

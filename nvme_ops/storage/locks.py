@@ -1,0 +1,138 @@
+"""File locks between processes, in files beside what they protect.
+
+The kernel releases a lock (``flock``) when its process ends, however that happens. Where the file system has no locks,
+only one process at a time may save a checkpoint of several files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+SUFFIX = ".nvme_ops-lock"
+_PATIENCE = 10.0  # seconds of waiting before a message says what for
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Lets one process, and one thread of it, at a time into the block for the ``path`` of a checkpoint."""
+    lock = Lock(path)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class Lock:
+    """A lock, held from construction on. Its file exists while somebody holds it, or was killed while holding it.
+
+    Raises OSError if the file can neither be made nor opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder, name = os.path.split(os.path.abspath(path))
+        self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{SUFFIX}")
+        self._pid = os.getpid()
+        self._fd = -1
+        while self._fd < 0:
+            fd = _open(self.path)
+            try:
+                held = _wait_for(fd, self.path)
+                if not held or is_at(self.path, fd):  # whoever held it last has removed it
+                    self._fd, fd = fd, -1
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def release(self) -> None:
+        """Releases the lock. Further calls do nothing. In a forked child only closes it: the lock is the parent's."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            if self._pid == os.getpid():
+                with suppress(OSError):
+                    os.unlink(self.path)
+                fcntl.flock(fd, fcntl.LOCK_UN)  # children of a fork have it open too
+        except OSError:  # a file system without locks
+            pass
+        finally:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.release()
+
+
+def _open(path: str) -> int:
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+    except PermissionError:
+        if not os.path.lexists(path):
+            raise
+        fd = os.open(path, os.O_RDONLY | flags)  # another user's lock
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no file: it should be the lock of a save", path)
+    return fd
+
+
+def _wait_for(fd: int, path: str) -> bool:
+    """Waits for the lock; returns False if the file system has no locks."""
+    try:
+        deadline, pause = time.monotonic() + _PATIENCE, 0.001
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        warnings.warn(f"waiting for another process that saves here and holds {path}", RuntimeWarning, stacklevel=6)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return True
+    except OSError as error:
+        if error.errno in _WITHOUT_LOCKS:
+            return False
+        raise
+
+
+def is_at(path: str, fd: int) -> bool:
+    """Whether what is open still has this name."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(fd))
+
+
+def take(fd: int, kind: int = fcntl.LOCK_EX, patient: bool = False) -> bool:
+    """Locks what is open; False where somebody else has it. A file system without locks gives it to everybody.
+
+    ``patient``: others may have it for a moment, in which they look at it.
+    """
+    for _ in range(100 if patient else 1):
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.001 if patient else 0)
+            continue
+        except OSError:
+            pass
+        return True
+    return False
+
+
+def files(folder: str) -> list[str]:
+    """The files of locks in a folder, held or not."""
+    return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIX)]

@@ -1,0 +1,190 @@
+"""Memory beside the tensors: at most 64 MiB, however large they are and however they lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.checkpoint import background
+from tests.conftest import MIB, run_python
+from tests.private_device import private_device
+
+SIZE = 512 * MIB
+ALLOWED = 64 * MIB
+
+Tensors = dict[str, torch.Tensor]
+Work = tuple[Callable[[], object], int]  # what is done, and the bytes of the tensors that come of it
+
+
+def plain() -> Tensors:
+    """16 tensors that lie as they are stored."""
+    return {f"{number:02}": torch.full((SIZE // 64,), float(number)) for number in range(16)}
+
+
+def transposed() -> Tensors:
+    """Two large ones that do not."""
+    return {name: torch.full((8192, SIZE // 65536), 1.0).t() for name in "ab"}
+
+
+def zeros(tensors: Tensors) -> Tensors:
+    for tensor in tensors.values():
+        tensor.zero_()
+    return tensors
+
+
+def there(tensors: Tensors) -> Tensors:
+    """On a device that is simulated in host memory."""
+    return {name: private_device().tensor(tensor) for name, tensor in tensors.items()}
+
+
+def prepare(folder: Path) -> int:
+    """The files that are loaded."""
+    nvme_ops.save(plain(), folder / "plain.safetensors", durable=False)
+    nvme_ops.save(transposed(), folder / "transposed.safetensors", durable=False)
+    head = json.dumps({
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "F32", "shape": [SIZE // 4], "data_offsets": [1, SIZE + 1]},
+    }).encode()  # fmt: skip
+    with open(folder / "odd.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head + b"a")
+        return file.truncate(8 + len(head) + 1 + SIZE)
+
+
+def save(tensors: Tensors, path: Path) -> Work:
+    return lambda: nvme_ops.save(tensors, path, durable=False), 0
+
+
+def save_in_background(tensors: Tensors, path: Path, strategy: Any, memory: int | None = None) -> Work:
+    return lambda: nvme_ops.save_async(tensors, path, strategy=strategy, memory=memory, durable=False).result(), 0
+
+
+def released(tensors: Tensors, path: Path) -> Work:
+    """What is left of the copies' memory."""
+    before = figure("VmRSS")
+    nvme_ops.save_async(tensors, path, durable=False).result()
+    background.release_memory()
+    return lambda: None, before - figure("VmRSS")
+
+
+def load(path: Path, size: int = SIZE, **options: object) -> Work:
+    return lambda: KEPT.append(nvme_ops.load(path, **options)), size  # type: ignore[arg-type]
+
+
+KEPT: list[Tensors] = []
+
+SAVED: dict[str, Callable[[Path], Work]] = {
+    "save": lambda path: save(plain(), path),
+    "save, transposed": lambda path: save(transposed(), path),
+    "save, many small": lambda path: save({f"{number}": torch.zeros(1024) for number in range(20_000)}, path),
+    "save, on a device": lambda path: save(there(plain()), path),
+    "save_async, copy_free": lambda path: save_in_background(plain(), path, "copy_free"),
+    "save_async, copy_free, transposed": lambda path: save_in_background(transposed(), path, "copy_free"),
+    "save_async, no memory": lambda path: save_in_background(transposed(), path, "copy", 0),
+    "save_async, its memory released": lambda path: released(plain(), path),
+}
+LOADED: dict[str, Callable[[Path], Work]] = {
+    "load": lambda folder: load(folder / "plain.safetensors", mmap=False, verify=True),
+    "load, mapped": lambda folder: load(folder / "plain.safetensors", mmap=True, verify=True),
+    "load, every other": lambda folder: load(
+        folder / "plain.safetensors", SIZE // 2, mmap=False, keys=[f"{number:02}" for number in range(0, 16, 2)]
+    ),
+    "load, into": lambda folder: load(folder / "plain.safetensors", 0, into=zeros(plain()), verify=True),
+    "load, into transposed": lambda folder: load(folder / "transposed.safetensors", 0, into=zeros(transposed())),
+    "load, into transposed, verified": lambda folder: load(
+        folder / "transposed.safetensors", 0, into=zeros(transposed()), verify=True
+    ),
+    "load, at odd places": lambda folder: load(folder / "odd.safetensors", mmap=False),
+    "load, at odd places, into": lambda folder: load(
+        folder / "odd.safetensors", 0, into={"a": torch.ones(1, dtype=torch.uint8), "b": torch.ones(SIZE // 4)}
+    ),
+    "load, to a device": lambda folder: load(folder / "plain.safetensors", map_location=private_device().device()),
+    "load, into a device's": lambda folder: load(folder / "plain.safetensors", 0, into=there(plain()), verify=True),
+}
+
+
+# In a process of their own
+
+
+def figure(name: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most memory in use at any time, beyond what was in use before."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # forgets the peak until now
+    before = figure("VmRSS")
+    work()
+    return figure("VmHWM") - before
+
+
+def in_fork(body: Callable[[], int]) -> int | str:
+    """What ``body`` returns in a child, or the traceback."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            report = json.dumps(body())
+        except BaseException:
+            report = json.dumps(traceback.format_exc())
+        os.write(writing, report[-60_000:].encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        report = pipe.read()
+    os.waitpid(child, 0)
+    found: int | str = json.loads(report)
+    return found
+
+
+def measure(folder: Path) -> None:
+    """Prints, by name, the bytes beside the tensors, or what went wrong."""
+    torch.set_num_threads(1)
+    private_device()  # here: torch learns of a device once
+
+    def extra(path: Path, make: Callable[[Path], Work]) -> int:
+        with private_device().pinned_memory(True):
+            work, own = make(path)
+            return peak(work) - own
+
+    in_fork(partial(prepare, folder))
+    target = folder / "saved.safetensors"
+    found = {name: in_fork(partial(extra, target, make)) for name, make in SAVED.items()}
+    found |= {name: in_fork(partial(extra, folder, make)) for name, make in LOADED.items()}
+    sys.stdout.write(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int | str]:
+    folder = tmp_path_factory.mktemp("memory")
+    program = """
+        import pathlib, sys
+        from tests.checkpoint.test_memory import measure
+        measure(pathlib.Path(sys.argv[1]))
+    """
+    try:
+        found: dict[str, int | str] = json.loads(run_python(program, folder).stdout)
+    finally:
+        for path in folder.iterdir():
+            path.unlink()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [*SAVED, *LOADED])
+def test_memory_beside_the_tensors(measured: dict[str, int | str], what: str) -> None:
+    found = measured[what]
+    assert isinstance(found, int), found
+    assert found <= ALLOWED, f"{found / MIB:.0f} MiB"

@@ -1,0 +1,186 @@
+"""``nvme_ops.safe_open`` beside safetensors' own: the same answers, and no more is read than asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import nvme_ops
+from nvme_ops.integrations import transformers as hook
+from tests.conftest import MIB, in_threads
+
+STATE = {
+    "matrix": torch.arange(24.0).view(4, 6),
+    "half": torch.arange(24).view(2, 3, 4).bfloat16(),
+    "scalar": torch.tensor(7),
+    "none": torch.zeros(0, 3),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    safetensors.torch.save_file(STATE, tmp_path / "model.safetensors", metadata={"format": "pt", "a": "b"})
+    return tmp_path / "model.safetensors"
+
+
+def test_it_answers_as_safetensors_does(path: Path) -> None:
+    with nvme_ops.safe_open(path, framework="pt") as ours, safetensors.safe_open(path, "pt") as theirs:
+        assert ours.keys() == list(theirs.keys())
+        assert sorted(ours.offset_keys()) == sorted(theirs.offset_keys())
+        assert ours.metadata() == theirs.metadata()
+        for name, tensor in STATE.items():
+            assert torch.equal(ours.get_tensor(name), tensor)
+            assert ours.get_tensor(name).dtype == tensor.dtype
+            assert ours.get_slice(name).get_shape() == theirs.get_slice(name).get_shape()
+            assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
+        assert ours.get_tensors().keys() == theirs.get_tensors().keys()
+
+
+def test_arrays_of_numpy(path: Path) -> None:
+    with nvme_ops.safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
+        for name in ("matrix", "scalar", "none"):
+            assert (ours.get_tensor(name) == theirs.get_tensor(name)).all()
+            assert ours.get_tensor(name).dtype == theirs.get_tensor(name).dtype
+        assert (ours.get_slice("matrix")[1:3, 2] == theirs.get_slice("matrix")[1:3, 2]).all()
+        with pytest.raises(TypeError, match="BFloat16"):
+            ours.get_tensor("half")
+
+
+INDICES: list[Any] = [
+    ..., slice(None), slice(1, 3), slice(-2, None), slice(3, 1), slice(0, 100), slice(None, None, 2), 0, -1, 3,
+    (slice(1, 3), slice(2, 4)), (slice(None), slice(2, 4)), (2, slice(1, 3)), (slice(1, 3), ...), (..., 1),
+    (slice(None), [0, 2]), None, (slice(1, 2), 5), (),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_parts_are_those_of_the_tensor(path: Path, index: Any) -> None:
+    with nvme_ops.safe_open(path) as file:
+        found = file.get_slice("matrix")[index]
+    assert torch.equal(found, STATE["matrix"][index])
+    assert found.is_contiguous()
+
+
+def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
+    with nvme_ops.safe_open(path) as file:
+        for index in (4, -5):
+            with pytest.raises(IndexError, match="out of bounds"):
+                file.get_slice("matrix")[index]
+        for get in (file.get_tensor, file.get_slice):
+            with pytest.raises(KeyError, match="nosuch"):
+                get("nosuch")
+        part = file.get_slice("matrix")
+    with pytest.raises(ValueError, match="closed"):
+        part[0]
+    with pytest.raises(FileNotFoundError):
+        nvme_ops.safe_open(tmp_path / "nosuch")
+    with pytest.raises(ValueError, match="framework must be 'pt' or 'np', not 'jax'"):
+        nvme_ops.safe_open(path, framework="jax")
+    path.write_bytes(b"nonsense")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(nvme_ops.FormatError):
+        nvme_ops.safe_open(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    nvme_ops.save({"a": torch.arange(4.0 * MIB).view(4096, 1024)}, path)
+
+    class Counting(nvme_ops.aio_handle):
+        count = 0
+
+        def submit_preadv(self, tensors: Any, *rest: Any, **options: Any) -> Any:
+            self.count += sum(tensor.nbytes for tensor in tensors)
+            return super().submit_preadv(tensors, *rest, **options)
+
+    handle = Counting()
+    with nvme_ops.safe_open(path, handle=handle) as file:
+        rows = file.get_slice("a")[1000:1100]
+        assert rows[0, 0] == 1000 * 1024
+        assert handle.count == 100 * 4096
+        assert file.get_slice("a")[1000:1100, :10].untyped_storage().nbytes() <= 100 * 10 * 4 + 64
+
+
+def test_threads_share_it(path: Path) -> None:
+    barrier = threading.Barrier(8)
+    with nvme_ops.safe_open(path) as file:
+
+        def work(_: int) -> None:
+            barrier.wait()
+            for _ in range(50):
+                assert torch.equal(file.get_tensor("matrix"), STATE["matrix"])
+
+        in_threads(work, 8)
+
+
+def test_what_save_keeps_for_verify_is_not_shown(tmp_path: Path) -> None:
+    nvme_ops.save(STATE, tmp_path / "model.safetensors", metadata={"a": "b"})
+    with nvme_ops.safe_open(tmp_path / "model.safetensors") as file:
+        assert file.metadata() == {"a": "b", "format": "pt"}
+
+
+# transformers
+
+
+@pytest.fixture
+def installed() -> Iterator[Any]:
+    module = pytest.importorskip("transformers", reason="transformers is not installed")
+    hook.install()
+    yield module
+    hook.uninstall()
+
+
+def test_transformers_loads_and_saves_through_it(
+    installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    init = nvme_ops.safe_open.__init__
+
+    def noted(self: Any, filename: Any, *arguments: Any, **settings: Any) -> None:
+        opened.append(os.path.basename(filename))
+        init(self, filename, *arguments, **settings)
+
+    monkeypatch.setattr(nvme_ops.safe_open, "__init__", noted)
+    config = installed.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=32)
+    model = installed.GPT2LMHeadModel(config)
+    for size in ("50GB", "40KB"):
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        found = installed.GPT2LMHeadModel.from_pretrained(tmp_path / size)
+        assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        shards = sorted(each.name for each in (tmp_path / size).glob("*.safetensors"))
+        assert sorted(set(opened)) == shards
+        assert all(b"nvme_ops.crc32c" in (tmp_path / size / name).read_bytes()[:8192] for name in shards)
+        nvme_ops.load(tmp_path / size, verify=True)
+        into = installed.GPT2LMHeadModel(config)
+        nvme_ops.load(tmp_path / size, into=into)  # whose head is tied
+        assert all(torch.equal(into.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        opened.clear()
+
+
+def test_it_is_taken_away_again() -> None:
+    module = pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    before = module.safe_open, module.safe_save_file
+    hook.install()
+    hook.install()
+    assert module.safe_open is nvme_ops.safe_open
+    hook.uninstall()
+    hook.uninstall()
+    assert (module.safe_open, module.safe_save_file) == before
+
+
+def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    before = module.safe_open
+    monkeypatch.delattr(module, "safe_save_file")
+    with pytest.raises(RuntimeError, match="safe_save_file: not known here"):
+        hook.install()
+    assert module.safe_open is before

@@ -1,0 +1,413 @@
+"""Damaged and hostile files in torch.save's format: found out, named, and nothing allocated or executed for them."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nvme_ops
+from nvme_ops.checkpoint.torch_file import UnsafeError
+from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.inspection.contents import contents, damaged
+from tests.checkpoint.torch_files import (
+    CRC,
+    HEADER,
+    METHOD,
+    SIZE,
+    STORED,
+    set_entry,
+    tensor_pickle,
+    torch_save_content,
+    trained,
+    write_zip,
+)
+from tests.conftest import MIB, in_child, pattern
+
+load: Any = nvme_ops.load  # takes its options as dictionaries here
+IN_A_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: other protocols, TorchScript
+
+
+def by_torch(path: Path, obj: Any) -> None:
+    torch.save(obj, path)
+
+
+# What verify finds
+
+
+@pytest.fixture(params=[by_torch, nvme_ops.save], ids=["by torch", "here"])
+def saved(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """A file of either writer."""
+    model, optimizer = trained()
+    obj = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "big": pattern(3 * MIB + 1)}
+    request.param(folder / "a.pt", obj) if request.param is by_torch else request.param(obj, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+@IN_A_FOLDER
+@given(data=st.data())
+def test_a_flipped_bit_anywhere_in_the_data_is_found_and_named(data: st.DataObject, saved: Path) -> None:
+    items = [item for item in contents(saved).items if item.bytes]
+    item = data.draw(st.sampled_from(items))
+    place, bit = data.draw(st.integers(item.start, item.end - 1)), data.draw(st.integers(0, 7))
+    flip(saved, place, bit)
+    try:
+        names = item.name.split(" = ")
+        with pytest.raises(ChecksumError) as caught:
+            load(saved, verify=True)
+        assert caught.value.tensors == names
+        assert caught.value.filename == str(saved)
+        assert item.name == "data.pkl" or damaged(contents(saved)) == [item.name]
+    finally:
+        flip(saved, place, bit)
+
+
+def test_parts_are_verified_too(saved: Path) -> None:
+    big = next(item for item in contents(saved).items if item.name == "big")
+    flip(saved, big.end - 1)
+    for options in (
+        {"keys": ["big"]},
+        {"keys": ["big"], "map_location": lambda storage, _: storage},
+        {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, dtype=torch.uint8)}},
+        {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, 2, dtype=torch.uint8)[:, 0]}},
+        {"map_location": lambda storage, _: storage},
+    ):
+        with pytest.raises(ChecksumError, match="'big'"):
+            load(saved, verify=True, **options)
+    assert len(load(saved, keys=["model.0.bias"], verify=True)) == 1
+
+
+def test_a_part_of_a_storage_is_verified_with_all_of_it(folder: Path) -> None:
+    nvme_ops.save({"row": torch.zeros(4, 4)[1]}, folder / "a.pt")
+    flip(folder / "a.pt", contents(folder / "a.pt").items[1].start)
+    with pytest.raises(ChecksumError, match="'row'"):
+        load(folder / "a.pt", keys=["row"], verify=True)
+
+
+def test_a_damaged_pickle_is_found(saved: Path) -> None:
+    flip(saved, contents(saved).items[0].start + 30)
+    for options in ({}, {"keys": ["big"]}):
+        with pytest.raises(ChecksumError, match=r"'data\.pkl'"):
+            load(saved, verify=True, **options)
+
+
+def test_a_damaged_record_of_another_zipper_is_found(folder: Path) -> None:
+    content, storages = torch_save_content([pattern(5000)])
+    write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
+    set_entry(folder / "a.pt", "archive/data/0", CRC, 1)
+    with pytest.raises(ChecksumError, match="data/0"):
+        load(folder / "a.pt", verify=True)
+
+
+def without_checksums(path: Path) -> None:
+    nvme_ops.save([torch.ones(3)], path, checksum=False)
+
+
+def before_zip(path: Path) -> None:
+    torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("make", [without_checksums, before_zip])
+def test_nothing_to_verify(make: Callable[[Path], None], folder: Path) -> None:
+    make(folder / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt has no checksums"):
+        load(folder / "a.pt", verify=True)
+    assert len(load(folder / "a.pt")) == 1
+
+
+# Pickles
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_unsafe_pickle_is_not_executed(zipped: bool, folder: Path) -> None:
+    torch.save(
+        {"a": torch.ones(2), "evil": Evil(folder / "done")}, folder / "a.pt", _use_new_zipfile_serialization=zipped
+    )
+    with pytest.raises(UnsafeError, match=r"(?s)a\.pt.*open was not an allowed global") as caught:
+        load(folder / "a.pt")
+    assert isinstance(caught.value, pickle.UnpicklingError)
+    assert isinstance(caught.value, FormatError)
+    assert not (folder / "done").exists()
+
+
+class Friendly:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(2)
+
+
+def test_what_torch_was_told_is_safe(folder: Path) -> None:
+    nvme_ops.save({"it": Friendly()}, folder / "a.pt")
+    with pytest.raises(UnsafeError, match="Friendly"):
+        load(folder / "a.pt")
+    with torch.serialization.safe_globals([Friendly]):
+        assert torch.equal(load(folder / "a.pt")["it"].tensor, torch.ones(2))
+    assert list(load(folder / "a.pt", keys=["it.tensor"])) == ["it.tensor"]
+
+
+PICKLES = {
+    "nothing": b"",
+    "no end": b"\x80\x02}",
+    "no such code": b"\x80\x02\xff.",
+    "a frame of a later protocol": pickle.dumps([1], protocol=4),
+    "nothing to take": b"\x80\x02t.",
+    "an unknown mark": b"\x80\x02h\x07.",
+    "a string that lies": b"\x80\x02X\xff\xff\xff\xff.",
+    "an element of a dict": b"\x80\x02}K\x01a.",
+    "elements of a dict": b"\x80\x02}(K\x01K\x02e.",
+    "an item of a string": b"\x80\x02X\x01\x00\x00\x00aK\x01K\x02s.",
+    "items of a string": b"\x80\x02X\x01\x00\x00\x00a(K\x01K\x02u.",
+    "the state of a list": b"\x80\x02]}K\x01K\x02sb.",
+    "a call of a number": b"\x80\x02K\x01)R.",
+    "no storage": b"\x80\x02(K\x01K\x02tQ.",
+    "no such type of storage": tensor_pickle((2, 2), (2, 1), kind="MuchStorage"),
+    "no record": tensor_pickle((2, 2), (2, 1), key="7"),
+    "more elements than the record": tensor_pickle((2, 2), (2, 1), count=5),
+    "fewer elements than the record": tensor_pickle((1, 2), (2, 1), count=3),
+    "a negative count": tensor_pickle((2, 2), (2, 1), count=-4),
+    "beyond the storage": tensor_pickle((3, 2), (2, 1)),
+    "far beyond the storage": tensor_pickle((2**40, 2), (2, 1)),
+    "an offset beyond the storage": tensor_pickle((2, 2), (2, 1), offset=1),
+    "a negative offset": tensor_pickle((2, 2), (2, 1), offset=-1),
+    "a negative size": tensor_pickle((2, -2), (2, 1)),
+    "a negative stride": tensor_pickle((2, 2), (2, -1)),
+    "a size that is no list": tensor_pickle(4, (1,)),  # type: ignore[arg-type]
+    "sizes without strides": tensor_pickle((2, 2), (1,)),
+    "more than there are numbers": tensor_pickle((2**62, 2**62), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_lies(name: str, folder: Path) -> None:
+    path = write_zip(folder / "a.pt", PICKLES[name], {"data/0": bytes(16)})
+    for options in ({}, {"keys": ["t"]}, {"into": {"t": torch.zeros(2, 2)}}, {"map_location": {"cpu": "cpu"}}):
+        with pytest.raises(FormatError, match=r"a\.pt: data\.pkl"):
+            load(path, **options)
+
+
+def test_no_memory_for_a_storage_that_lies(folder: Path) -> None:
+    huge = write_zip(folder / "a.pt", tensor_pickle((2**38,), (1,), count=2**38), {"data/0": bytes(16)})
+    empty = write_zip(folder / "b.pt", tensor_pickle((2**38,), (1,), count=0), {"data/0": b""})
+    marks = write_zip(folder / "c.pt", b"\x80\x02}r\xff\xff\xff\xff.", {})  # the largest number of the memo
+
+    def load_them() -> None:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 256 * MIB, size + 256 * MIB))
+        for path in (huge, empty):
+            for options in ({}, {"keys": ["t"]}, {"map_location": lambda storage, _: storage}):
+                with pytest.raises(FormatError):
+                    load(path, **options)
+        with pytest.raises(FormatError, match="numbers more objects than it has"):
+            load(marks, keys=[])
+
+    load(write_zip(folder / "d.pt", tensor_pickle((2, 2), (2, 1)), {"data/0": bytes(16)}))
+    in_child(load_them)
+
+
+def test_deep_nesting_is_no_crash(folder: Path) -> None:
+    deep = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
+    path = write_zip(folder / "a.pt", deep, {})
+    assert load(path, keys=[]) == {}
+    assert len(contents(path).items) == 1
+
+
+def test_a_container_in_itself(folder: Path) -> None:
+    loop: list[Any] = [torch.ones(1)]
+    loop.append(loop)
+    torch.save(loop, folder / "a.pt")
+    assert list(load(folder / "a.pt", keys=["0"])) == ["0"]
+
+
+# Containers
+
+
+@pytest.fixture
+def small(folder: Path) -> Path:
+    """A file of another writer: no padding, nothing but what is needed."""
+    content, storages = torch_save_content({"a": pattern(100), "b": pattern(50)})
+    return write_zip(folder / "a.pt", content, storages)
+
+
+def end_of(path: Path, field: int, code: str, value: int) -> None:
+    data = bytearray(path.read_bytes())
+    struct.pack_into(code, data, data.rfind(b"PK\5\6") + field, value)
+    path.write_bytes(data)
+
+
+LIES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "the directory's length": (lambda path: end_of(path, 12, "<I", 10**6), "it was cut short"),
+    "the directory's place": (lambda path: end_of(path, 16, "<I", 2**32 - 2), "it was cut short"),
+    "a directory in the data": (lambda path: end_of(path, 16, "<I", 3), "no entry 0"),
+    "too many entries": (lambda path: end_of(path, 10, "<H", 999), "cannot have 999 entries"),
+    "no entries": (lambda path: end_of(path, 10, "<H", 0), "has no entries"),
+    "a comment": (lambda path: end_of(path, 20, "<H", 7), "a comment of 7 bytes"),
+    "several parts": (lambda path: end_of(path, 4, "<H", 2), "several parts"),
+    "an entry's size": (lambda path: set_entry(path, "archive/data/0", SIZE, 99), "99 bytes are said"),
+    "an entry's place": (lambda path: set_entry(path, "archive/data/0", HEADER, 5), "overlap"),
+    "a place beyond the file": (lambda path: set_entry(path, "archive/data/0", HEADER, 10**6), "the zip directory"),
+    "two entries in one place": (lambda path: set_entry(path, "archive/data/1", HEADER, 0), "overlap"),
+    "an encrypted entry": (lambda path: set_entry(path, "archive/data/0", (8, "<H"), 1), "encrypted"),
+    "an entry that is the directory": (lambda path: set_entry(path, "archive/data/0", STORED, 10**6), "10"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_directory_that_lies(name: str, small: Path) -> None:
+    break_it, words = LIES[name]
+    break_it(small)
+    for options in ({}, {"keys": ["a"]}):
+        with pytest.raises(FormatError, match=rf"a\.pt: .*{words}"):
+            load(small, **options)
+    with pytest.raises(FormatError):
+        contents(small)
+
+
+def test_names_that_come_twice(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "a.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    with pytest.raises(FormatError, match=r"names 'data\.pkl' twice"):
+        load(folder / "a.pt")
+
+
+def test_a_header_of_another_record(small: Path) -> None:
+    data = small.read_bytes().replace(b"archive/data/1", b"archive/data/9", 1)
+    small.write_bytes(data)
+    with pytest.raises(FormatError, match="'data/1': there is no header"):
+        load(small)
+
+
+def test_a_header_that_moves_the_data_out_of_its_place(small: Path) -> None:
+    data = bytearray(small.read_bytes())
+    struct.pack_into("<H", data, data.index(b"archive/data/1") - 2, 60_000)
+    small.write_bytes(data)
+    with pytest.raises(FormatError, match="'data/1': its bytes reach beyond"):
+        load(small)
+
+
+def test_a_zip64_locator_that_lies(small: Path) -> None:
+    data = small.read_bytes()
+    place = data.rfind(b"PK\5\6")
+    small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 2**63, 1) + data[place:])
+    with pytest.raises(FormatError, match="zip64 locator"):
+        load(small)
+    small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 0, 1) + data[place:])
+    with pytest.raises(FormatError, match="no end of a zip64 directory at byte 0"):
+        load(small)
+
+
+def test_a_bomb(folder: Path) -> None:
+    content, _ = torch_save_content({"a": pattern(100)})
+    path = write_zip(folder / "a.pt", content, {"data/0": bytes(100 * MIB)}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match="would expand to"):
+        load(path)
+
+
+def test_compressed_records_that_are_cut_short(folder: Path) -> None:
+    content, storages = torch_save_content({"a": pattern(100_000)})
+    path = write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
+    set_entry(path, "archive/data/0", METHOD, 99)
+    with pytest.raises(FormatError, match=r"a\.pt"):
+        load(path)
+    with pytest.raises(FormatError, match=r"a\.pt"):
+        load(path, verify=True)
+
+
+def test_a_zip_of_something_else(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "a.pt", "w") as archive:
+        archive.writestr("word/document.xml", b"<xml/>")
+    with pytest.raises(FormatError, match=r"no record 'data\.pkl'"):
+        load(folder / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "empty file"), (b"hello, world", r"a\.pt"), (b"PK\3\4", "cut short"), (bytes(5000), r"a\.pt")],
+)
+def test_no_checkpoint_at_all(content: bytes, words: str, folder: Path) -> None:
+    (folder / "a.pt").write_bytes(content)
+    for options in ({}, {"keys": ["a"]}):
+        with pytest.raises(FormatError, match=words):
+            load(folder / "a.pt", **options)
+
+
+def test_a_folder(folder: Path) -> None:
+    with pytest.raises(FormatError, match="is a folder"):
+        load(folder, format="torch")
+
+
+def test_a_missing_file(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(folder / "a.pt")
+
+
+def test_archives_of_tar_and_of_torchscript_are_refused_as_torch_refuses_them(folder: Path) -> None:
+    with tarfile.open(folder / "a.pt", "w") as archive:
+        archive.add(__file__, "storages")
+    torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(folder / "b.pt")
+    for name, words in (("a.pt", "tar"), ("b.pt", "TorchScript")):
+        with pytest.raises(FormatError, match=rf"{name}.*weights_only=True.*{words}"):
+            load(folder / name)
+
+
+@IN_A_FOLDER
+@given(length=st.integers(0, 3500))
+def test_a_file_that_was_cut_short(length: int, folder: Path) -> None:
+    if not (folder / "whole.pt").exists():
+        torch.save({"a": pattern(100), "b": torch.ones(3)}, folder / "whole.pt")
+    data = (folder / "whole.pt").read_bytes()
+    (folder / "a.pt").write_bytes(data[: min(length, len(data) - 1)])
+    with pytest.raises(FormatError, match=r"a\.pt"):
+        load(folder / "a.pt")
+
+
+@IN_A_FOLDER
+@given(changes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damage_anywhere_is_an_error_that_names_the_file_or_other_values(
+    changes: list[tuple[int, int]], folder: Path
+) -> None:
+    if not (folder / "whole.pt").exists():
+        nvme_ops.save({"a": pattern(100), "m": trained()[0].state_dict()}, folder / "whole.pt")
+    data = bytearray((folder / "whole.pt").read_bytes())
+    for place, value in changes:
+        data[place % len(data)] = value
+    (folder / "a.pt").write_bytes(data)
+    for options in ({}, {"keys": ["a"]}, {"verify": True}):
+        assert "a.pt" in complaint(folder / "a.pt", **options)
+
+
+def complaint(path: Path, **options: Any) -> str:
+    """About the file; the file's name when there is none."""
+    try:
+        load(path, **options)
+    except (FormatError, ChecksumError, KeyError) as error:
+        return str(error)
+    return path.name

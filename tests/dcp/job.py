@@ -1,0 +1,246 @@
+"""What torchrun runs for test_dcp.py: python -m torch.distributed.run --nproc-per-node N job.py ACTION FOLDER.
+
+Ranks of a sharded model save and load checkpoints in FOLDER and fail where something is not as it should be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
+from nvme_ops.errors import ChecksumError
+
+MIB = 1 << 20
+WIDTH = 301  # divided by neither 2 nor 3
+
+
+def reference(seed: int) -> dict[str, Any]:
+    """Whole tensors, the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "rows": torch.randn(1001, WIDTH, generator=generator),
+        "columns": torch.randn(64, 40 * WIDTH, generator=generator),
+        "large": torch.randn(3 * MIB // 4, generator=generator),
+        "half": torch.randn(5, 7, generator=generator).bfloat16(),
+        "few": torch.randn(2, generator=generator),  # fewer than ranks
+        "step": seed,
+    }
+
+
+def sharded(whole: dict[str, Any], dimension: int) -> dict[str, Any]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def share(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return distribute_tensor(value, mesh, [Shard(min(dimension, value.dim() - 1))])
+
+    return {name: share(value) for name, value in whole.items()}
+
+
+def require_equal(found: dict[str, Any], seed: int) -> None:
+    for name, expected in reference(seed).items():
+        value = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+        assert same, f"{name} differs on rank {dist.get_rank()}"
+
+
+def fsdp() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of FSDP2 whose optimizer has a state."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(37, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 37)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def fsdp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of nested dicts, gathered, by their way there."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found |= whole_tensors(value, f"{prefix}{name}/")
+        elif isinstance(value, torch.Tensor):
+            found[prefix + name] = value.full_tensor() if isinstance(value, DTensor) else value
+    return found
+
+
+def save(folder: Path) -> None:
+    """On two ranks."""
+    dcp.save(sharded(reference(1), 0), storage_writer=NvmeStorageWriter(folder / "ours"))
+    dcp.save(sharded(reference(2), 0), storage_writer=dcp.FileSystemWriter(folder / "theirs"))
+    future = dcp.async_save(sharded(reference(3), 1), storage_writer=NvmeStorageWriter(folder / "asynchronous"))
+    future.result()  # type: ignore[union-attr]
+    state = fsdp_state(*fsdp())
+    dcp.save(state, storage_writer=NvmeStorageWriter(folder / "fsdp"))
+    tensors = whole_tensors(state)
+    if dist.get_rank() == 0:
+        torch.save(tensors, folder / "fsdp.pt")
+    fail_to_save(folder)
+
+
+def fail_to_save(folder: Path) -> None:
+    """One rank may not write as much: all are told, and the old checkpoint stays."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, unlimited[1]))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(sharded(reference(4), 0), storage_writer=NvmeStorageWriter(folder / "ours"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    failures = {rank: type(failure[0]).__name__ for rank, failure in caught.value.failures.items()}
+    (folder / f"failed-{dist.get_rank()}.json").write_text(json.dumps(failures))
+
+
+def load(folder: Path) -> None:
+    """On three ranks."""
+    for name, seed in (("ours", 1), ("asynchronous", 3)):
+        for dimension in (0, 1):
+            state = sharded(reference(99), dimension)
+            dcp.load(state, storage_reader=NvmeStorageReader(folder / name, verify=True))
+            require_equal(state, seed)
+    for path, reader, seed in (
+        (folder / "theirs", NvmeStorageReader, 2),
+        (folder / "ours", dcp.FileSystemReader, 1),
+    ):
+        state = sharded(reference(99), 1)
+        dcp.load(state, storage_reader=reader(path))
+        require_equal(state, seed)
+    fail_to_load(folder / "ours")
+    model, optimizer = fsdp()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = fsdp_state(model, optimizer)
+    dcp.load(state, storage_reader=NvmeStorageReader(folder / "fsdp"))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    found, expected = whole_tensors(fsdp_state(model, optimizer)), torch.load(folder / "fsdp.pt")
+    assert len(found) == 16  # four parameters, and for each two moments and a step
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def sharded_tensor(fill: bool) -> Any:
+    """Of torch's older kind: ``reference(6)["rows"]``, in as many parts as there are ranks, or zeros."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    placements: list[Any] = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    found = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=placements), 1001, WIDTH)
+    (shard,) = found.local_shards()
+    if fill:
+        (start, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        shard.tensor.copy_(reference(6)["rows"][start : start + rows])
+    return found
+
+
+def reshard(folder: Path) -> None:
+    """On more ranks than saved ``folder/one``; and tensors of FSDP1's kind."""
+    for dimension in (0, 1):
+        state = sharded(reference(99), dimension)
+        dcp.load(state, storage_reader=NvmeStorageReader(folder / "one", verify=True))
+        require_equal(state, 5)
+    expected = sharded_tensor(True)
+    dcp.save({"rows": expected}, storage_writer=NvmeStorageWriter(folder / "shards"))
+    for reader in (NvmeStorageReader(folder / "shards", verify=True), dcp.FileSystemReader(folder / "shards")):
+        found = sharded_tensor(False)
+        dcp.load({"rows": found}, storage_reader=reader)
+        assert torch.equal(found.local_shards()[0].tensor, expected.local_shards()[0].tensor)
+    fail_to_plan(folder / "shards")
+
+
+def fail_to_plan(checkpoint: Path) -> None:
+    """The planner of one rank raises: all are told, in a save and in a load, and the checkpoint stays."""
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            raise ZeroDivisionError
+
+    class Other(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            raise ZeroDivisionError
+
+    bad, state = dist.get_rank() == 1, {"rows": sharded_tensor(True)}
+    calls: list[Callable[[], object]] = [
+        lambda: dcp.save(
+            state, storage_writer=NvmeStorageWriter(checkpoint), planner=Planner() if bad else dcp.DefaultSavePlanner()
+        ),
+        lambda: dcp.load(
+            state, storage_reader=NvmeStorageReader(checkpoint), planner=Other() if bad else dcp.DefaultLoadPlanner()
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(dcp.CheckpointException) as caught:
+            call()
+        assert {rank: type(failure[0]) for rank, failure in caught.value.failures.items()} == {1: ZeroDivisionError}
+
+
+def fail_to_load(checkpoint: Path) -> None:
+    """A flipped bit in what one rank reads: all are told which tensor it is in."""
+    if dist.get_rank() == 0:
+        info = next(iter(NvmeStorageReader(checkpoint).read_metadata().storage_data.values()))
+        with (checkpoint / info.relative_path).open("r+b") as file:
+            file.seek(info.offset + info.length // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(sharded(reference(99), 0), storage_reader=NvmeStorageReader(checkpoint, verify=True))
+    errors: list[Any] = [failure[0] for failure in caught.value.failures.values()]
+    assert errors
+    for error in errors:
+        assert type(error) is ChecksumError
+        assert len(error.tensors) == 1
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        {"save": save, "load": load, "reshard": reshard}[sys.argv[1]](Path(sys.argv[2]))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def leave() -> None:
+    """Ends the process as Python would, without taking Python apart.
+
+    A thread of gloo that still releases a tensor meanwhile ends it by SIGABRT (pytorch issue 190489).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
+    leave()

@@ -1,0 +1,258 @@
+"""nvme_ops.dcp: any tensor, saved whole and loaded in parts, as when it is re-sharded."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, items, loading, spans, stored
+from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.memory import Ring
+from nvme_ops.settings import PAGE
+from tests.dcp.states import equal, why_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: no process group, quantized and nested tensors
+
+WRITERS = pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+READERS = pytest.mark.parametrize("reader", [NvmeStorageReader, dcp.FileSystemReader])
+
+
+class Part(dcp.DefaultLoadPlanner):
+    """Loads a part of the only tensor of a checkpoint to one of the state dict."""
+
+    def __init__(self, offsets: tuple[int, ...]) -> None:
+        super().__init__()
+        self.offsets = torch.Size(offsets)
+
+    def create_local_plan(self) -> LoadPlan:
+        ((name, tensor),) = self.state_dict.items()
+        index, zeros = MetadataIndex(name, torch.Size([0] * tensor.dim())), torch.Size([0] * tensor.dim())
+        return LoadPlan([ReadItem(LoadItemType.TENSOR, index, zeros, index, self.offsets, tensor.shape)])
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """A shape, where a part of it begins, and the part's shape."""
+    shape = draw(st.lists(st.integers(1, 9), max_size=4))
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)]
+    return tuple(shape), tuple(starts), tuple(sizes)
+
+
+def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).view(shape).to(dtype)
+
+
+@WRITERS
+@settings(max_examples=60)
+@given(data=st.data(), part=parts(), dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
+def test_any_part_of_any_tensor(
+    writer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    part: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    dtype: torch.dtype,
+) -> None:
+    """With limits so low that every way of reading has its turn."""
+    path, (shape, starts, sizes) = tmp_path_factory.mktemp("part"), part
+    whole = numbered(shape, dtype)
+    dcp.save({"a": whole}, storage_writer=writer(path))
+    target = torch.full(sizes, 99, dtype=data.draw(st.sampled_from([dtype, torch.float32])))
+    if data.draw(st.booleans()) and len(sizes) > 1:
+        target = torch.full((sizes[1], sizes[0], *sizes[2:]), 99, dtype=target.dtype).transpose(0, 1)
+    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (spans.SPAN, 64 << 10)]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(spans, "SPAN", limits[0])
+        patched.setattr(spans, "_ROW", limits[1])
+        patched.setattr(loading, "Ring", functools.partial(Ring, buffer=max(2 * PAGE, limits[0] + PAGE)))
+        patched.setattr("nvme_ops.dcp.reader._SMALL", 0)
+        verify = writer is NvmeStorageWriter and data.draw(st.booleans())
+        dcp.load({"a": target}, storage_reader=NvmeStorageReader(path, verify=verify), planner=Part(starts))
+    expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    assert torch.equal(target, expected.to(target.dtype))
+
+
+def test_a_part_of_a_wide_tensor_is_read_row_by_row(tmp_path: Path) -> None:
+    """Through the limits as they are."""
+    whole = numbered((5, 40_000), torch.float32)
+    dcp.save({"a": whole}, storage_writer=NvmeStorageWriter(tmp_path))
+    for verify in (False, True):
+        target = torch.zeros(3, 7)
+        reader = NvmeStorageReader(tmp_path, verify=verify)
+        dcp.load({"a": target}, storage_reader=reader, planner=Part((2, 39_000)))
+        assert torch.equal(target, whole[2:, 39_000:39_007])
+
+
+def test_what_is_not_loaded_is_verified_too(tmp_path: Path) -> None:
+    """A checksum is of the whole item: of a part that lies in one piece, the item is read once more."""
+    whole = numbered((50, 4000), torch.float32)
+    dcp.save({"a": whole}, storage_writer=NvmeStorageWriter(tmp_path))
+    (data,) = tmp_path.glob("*.distcp")
+    for damaged in (False, True):
+        if damaged:
+            content = bytearray(data.read_bytes())
+            content[len(content) // 4] ^= 1
+            data.write_bytes(content)
+        target, reader = torch.zeros(3, 4000), NvmeStorageReader(tmp_path, verify=True)
+        if damaged:
+            error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=Part((40, 0))))  # noqa: B023
+            assert isinstance(error, ChecksumError)
+            assert error.tensors == ["a"]
+        else:
+            dcp.load({"a": target}, storage_reader=reader, planner=Part((40, 0)))
+            assert torch.equal(target, whole[40:43])
+
+
+def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(5, 4)}, storage_writer=NvmeStorageWriter(tmp_path))
+    target = torch.zeros(3, 4)
+    for starts in ((3, 0), (-1, 0), (0, 2)):
+        planner, reader = Part(starts), NvmeStorageReader(tmp_path)
+        error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=planner))  # noqa: B023
+        assert isinstance(error, FormatError)
+        assert f"'a': (3, 4) from {starts} on is no part of (5, 4)" in str(error)
+    assert not target.any()
+
+
+def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items, "_SMALL_GROUP", 10_000)
+    monkeypatch.setattr(items, "_SMALL", 20_000)
+    monkeypatch.setattr(items, "_LARGE_GROUP", 50_000)
+    monkeypatch.setattr(loading, "_GROUP", 30_000)
+    state = {str(number): numbered((number, 1 + number % 7), torch.float32) for number in range(1200, 6000, 97)}
+    state |= {f"small {number}": numbered((number,), torch.float32) for number in range(50)}
+    dcp.save(state, storage_writer=NvmeStorageWriter(tmp_path))
+    for verify in (False, True):
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        dcp.load(found, storage_reader=NvmeStorageReader(tmp_path, verify=verify))
+        assert equal(found, state)
+
+
+# What is more than a plain tensor
+
+
+def special(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of the kind, and another to load to."""
+    if name == "quantized":
+        return tuple(  # type: ignore[return-value]
+            torch.quantize_per_tensor(values, 0.5, 1, torch.quint8) for values in (torch.ones(2, 3), torch.zeros(2, 3))
+        )
+    if name == "parameter":
+        return torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))
+    if name == "expanded":
+        return torch.ones(1).expand(3, 100_000), torch.zeros(3, 100_000)
+    if name == "negated":
+        return torch.tensor([1 + 2j, 3 + 4j]).conj().imag, torch.zeros(2)
+    if name == "storage of others":
+        return torch.arange(100_000.0)[7:-3], torch.zeros(99_990)
+    if name == "no rows":
+        return torch.zeros(0, 7), torch.zeros(0, 7)
+    return torch.tensor(3.0), torch.tensor(0.0)
+
+
+KINDS = ["quantized", "parameter", "expanded", "negated", "storage of others", "no rows", "no dimensions"]
+
+
+@WRITERS
+@READERS
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tensors(kind: str, reader: Any, writer: Any, tmp_path: Path) -> None:
+    saved, target = special(kind)
+    dcp.save({"a": saved}, storage_writer=writer(tmp_path))
+    dcp.load({"a": target}, storage_reader=reader(tmp_path))
+    assert (target.dtype, target.shape) == (saved.dtype, saved.shape)
+    if kind == "quantized":
+        target, saved = target.dequantize(), saved.dequantize()
+    assert torch.equal(target, saved)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_others_say_of_a_tensor_in_the_file_does_not_matter(large: bool, tmp_path: Path) -> None:
+    """DCP's writer keeps strides, gradients and attributes; what is not plain is read by DCP's own code."""
+    count = 300_000 if large else 30
+    turned = torch.arange(count * 1.0).view(3, -1).t()
+    state = {"turned": turned, "bits": turned.to(torch.uint16), "half": turned.half()}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
+    found = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    dcp.load(found, storage_reader=NvmeStorageReader(tmp_path))
+    assert all(torch.equal(found[name].float(), state[name].float()) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("obj", "found"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 3, dtype=torch.uint16), True),
+        (torch.zeros(3, 2).t(), False),
+        (torch.nn.Parameter(torch.zeros(2, 3)), False),
+        (torch.zeros(2, 3, requires_grad=True), False),
+        (torch.zeros(2, 3, dtype=torch.complex64).conj(), False),
+        ([torch.zeros(2, 3)], False),
+        ({"a": 1}, False),
+        (torch.device("cpu"), False),
+    ],
+    ids=["plain", "new dtype", "turned", "parameter", "gradient", "conjugate", "list", "dict", "no tensor"],
+)
+def test_only_a_plain_tensor_is_found_in_an_item(obj: Any, found: bool, tmp_path: Path) -> None:
+    path = tmp_path / "item"
+    torch.save(obj, path)
+    if found:
+        where = stored.find(str(path), 0, path.stat().st_size)
+        assert where is not None
+        assert (where.dtype, where.shape) == (obj.dtype, tuple(obj.shape))
+    else:
+        assert stored.find(str(path), 0, path.stat().st_size) is None
+
+
+def zipped_anew(path: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> Path:
+    """The archive with other contents, by names without their folder and dots."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, changed.get(name.rpartition("/")[2].replace(".", "_"), content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"compression": zipfile.ZIP_DEFLATED},
+        {"byteorder": b"big"},
+        {"byteorder": b"little".ljust(20)},
+        {"data_pkl": pickle.dumps("x" * (2 << 20))},
+    ],
+    ids=["compressed", "other byte order", "strange byte order", "long description"],
+)
+def test_an_archive_of_another_kind_is_left_to_torch(change: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    torch.save(torch.zeros(2, 3), path)
+    zipped_anew(path)
+    assert stored.find(str(path), 0, path.stat().st_size) is not None
+    zipped_anew(path, **change)
+    assert stored.find(str(path), 0, path.stat().st_size) is None
+
+
+def test_a_writer_and_a_reader_go_to_another_process(tmp_path: Path) -> None:
+    """What they hold of this process stays here: handles, locks and open files."""
+    writer, reader = NvmeStorageWriter(tmp_path), NvmeStorageReader(tmp_path, verify=True)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+    reader.read_metadata()
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=pickle.loads(pickle.dumps(reader)))
+    assert torch.equal(found["a"], torch.ones(3))
+    dcp.save({"a": torch.zeros(3)}, storage_writer=pickle.loads(pickle.dumps(writer)))
+    dcp.load(found, storage_reader=reader)
+    assert torch.equal(found["a"], torch.zeros(3))

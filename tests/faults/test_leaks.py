@@ -1,0 +1,162 @@
+"""Nothing is left behind: no descriptor, thread or memory, after hundreds of operations, good and bad."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops._native import native
+from tests.conftest import MIB, HandleFactory, pattern, store
+
+ROUNDS = 200  # of several operations each
+SLACK = 12 * MIB  # what allocators keep; a tensor leaked in each round would be more
+MORE_THREADS = 48  # those of the threads backend come as they are needed: at most 16 for a lane, then they stay
+
+
+def held() -> dict[str, int]:
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "pool": native().pool_statistics()["live_bytes"],
+    }
+
+
+def threads() -> int:
+    """Without io_uring's workers: the kernel starts and ends those as it sees fit."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append((task / "comm").read_text())
+    return sum(not name.startswith("iou-") for name in names)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def settled() -> dict[str, int]:
+    """A lane gives its buffers back right after it has said that an operation is done: what is held from then on."""
+    found, before = held(), None
+    while found != before:
+        time.sleep(0.05)
+        found, before = held(), found
+    return found
+
+
+def repeated(work: Callable[[int], object]) -> None:
+    """Works until everything is warm, then checks that much more work holds no more."""
+    for i in range(ROUNDS // 10):
+        work(i)
+    before, running, resident = settled(), threads(), resident_bytes()
+    for i in range(ROUNDS):
+        work(i)
+    assert settled() == before
+    assert threads() <= running + MORE_THREADS
+    assert resident_bytes() < resident + SLACK
+
+
+def test_operations(make_handle: HandleFactory, folder: Path) -> None:
+    handle, data, path = make_handle(intra_op_parallelism=2), pattern(100_001), folder / "file"
+    back = torch.zeros_like(data)
+
+    def work(i: int) -> None:
+        handle.sync_pwrite(data, path)
+        handle.async_pread(torch.zeros_like(data), path)
+        handle.read(back, path, True)
+        assert handle.wait() == 1
+        handle.submit_preadv([torch.zeros(100), torch.zeros(1000)], [path, path]).result()
+        written = handle.submit_pwrite(data[::2], path, 5)
+        written.add_done_callback(lambda future: future.result())
+        written.result()
+        handle.sync_pwrite(bytearray(100_000), path)
+
+    repeated(work)
+    assert torch.equal(back, data)
+
+
+def test_futures_that_nobody_looks_at(make_handle: HandleFactory, folder: Path) -> None:
+    handle, path = make_handle(), store(folder / "file", pattern(200_000))
+
+    def work(i: int) -> None:
+        handle.submit_pread(torch.zeros(200_000, dtype=torch.uint8), path)
+        handle.read(torch.zeros(10), path)
+
+    repeated(work)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_errors(make_handle: HandleFactory, folder: Path, make_device, lanes: int) -> None:
+    device = make_device(4 * MIB)
+    with device.image.open("r+b") as image:
+        image.truncate(4096)
+    handle, path = make_handle(intra_op_parallelism=lanes), store(folder / "file", pattern(1000))
+    tensor = torch.zeros(200_000, dtype=torch.uint8)
+
+    def asynchronous(*arguments) -> None:
+        handle.async_pread(*arguments)
+        handle.wait()
+
+    def work(i: int) -> None:
+        for call in (handle.sync_pread, asynchronous, lambda *a: handle.submit_pread(*a).result()):
+            with pytest.raises(EOFError):
+                call(tensor, path)
+            with pytest.raises(FileNotFoundError):
+                call(tensor, folder / "missing")
+            with pytest.raises(ValueError, match="contiguous"):
+                call(tensor[::2], path)
+            with pytest.raises(TypeError):
+                call(tensor, None)  # type: ignore[arg-type]
+        if i % 10 == 0:
+            handle.async_pread(torch.zeros_like(tensor), device.path, MIB)
+            handle.async_pread(torch.zeros(4), path)
+            with pytest.raises(OSError, match="Input/output error"):
+                handle.wait()
+            assert isinstance(handle.submit_pread(tensor, device.path, MIB).exception(), OSError)
+
+    repeated(work)
+
+
+def test_handles(make_handle: HandleFactory, folder: Path) -> None:
+    data, path = pattern(400_000), folder / "file"
+
+    def work(i: int) -> None:
+        if i % 4:  # ending a queue of libaio takes the kernel a while
+            return
+        handle = make_handle(queue_depth=4, intra_op_parallelism=3)
+        handle.sync_pwrite(data, path)
+        handle.async_pread(torch.zeros_like(data), path)
+
+    repeated(work)
+
+
+def test_tensors_of_the_pool(folder: Path) -> None:
+    handle = nvme_ops.aio_handle()
+
+    def work(i: int) -> None:
+        tensor = nvme_ops.empty(300_000 + i)
+        handle.async_pwrite(tensor, folder / "file")
+        locked = handle.new_cpu_locked_tensor(100 + i, tensor)
+        handle.async_pwrite(locked[3:], folder / "other")
+        handle.free_cpu_locked_tensor(locked)
+        handle.wait()
+
+    repeated(work)
+
+
+def test_an_idle_handle_keeps_little(make_handle: HandleFactory, folder: Path) -> None:
+    handle, data = make_handle(intra_op_parallelism=4), pattern(32 * MIB + 1)
+    before = native().pool_statistics()["live_bytes"]
+    handle.sync_pwrite(data[1:], folder / "file")
+    handle.sync_pread(data[1:], folder / "file")
+    handle.read(data[1:], folder / "file")
+    del handle
+    gc.collect()
+    assert native().pool_statistics()["live_bytes"] == before

@@ -1,0 +1,182 @@
+"""Signals: storms of them change nothing, and Ctrl-C ends what blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from tests.conftest import GIB, MIB, REPOSITORY, HandleFactory, pattern, store
+
+
+class Stop(Exception):  # noqa: N818  (what a handler of the user's might raise)
+    pass
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Restores what SIGALRM did."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def sparse(path: Path, size: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_storm_of_signals(make_handle: HandleFactory, folder: Path, lanes: int) -> None:
+    handled: list[None] = []
+    signal.signal(signal.SIGALRM, lambda *_: handled.append(None))
+    handle, data = make_handle(block_size=65536, queue_depth=4, num_threads=lanes, cache="direct"), pattern(8 * MIB)
+    back = torch.zeros_like(data)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    for _ in range(3):
+        handle.sync_pwrite(data, folder / "file")
+        back.zero_()
+        handle.async_pread(back, folder / "file")
+        assert handle.wait() == 1
+        assert torch.equal(back, data)
+        handle.pread(back, folder / "file", True, False)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert handled
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("call", ["read", "sync_pread", "validated", "wait", "result"])
+def test_a_handler_that_raises_ends_the_wait(make_handle: HandleFactory, folder: Path, lanes: int, call: str) -> None:
+    """512-byte requests, one at a time: hours of work for a file of holes, without the memory for it touched."""
+    handle = make_handle(block_size=512, queue_depth=1, intra_op_parallelism=lanes, cache="direct")
+    size = GIB
+    path, target = sparse(folder / "file", size), torch.empty(size, dtype=torch.uint8)
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    signal.signal(signal.SIGALRM, stop)
+    future = handle.submit_pread(target[: 32 * MIB], path) if call == "result" else None
+    if call == "wait":
+        handle.async_pread(target[: 32 * MIB], path)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(Stop):  # noqa: PT012  (one of these)
+        if call == "read":
+            handle.read(target, path)
+        elif call == "sync_pread":
+            handle.sync_pread(target[: 32 * MIB], path)
+        elif call == "validated":
+            handle.pread(target[: 32 * MIB], path, True, False)
+        elif call == "wait":
+            handle.wait()
+        elif future is not None:
+            future.result()
+    if future is not None:
+        assert future.result() == 32 * MIB
+    handle.wait()  # nothing of the interrupted call is left but what goes on in the background
+    assert handle.wait() == 0
+    data = pattern(100_000)
+    back = torch.zeros_like(data)
+    handle.sync_pwrite(data, path)
+    assert handle.sync_pread(back, path) == 1
+    assert torch.equal(back, data)
+
+
+@pytest.mark.usefixtures("alarm")
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_signal_at_the_very_end(folder: Path, cached: bool) -> None:
+    """Either the call returns or the handler's exception comes through, whenever the signal arrives."""
+    handle, data = aio_handle(cache="auto" if cached else "direct"), pattern(64 * MIB)
+    path, back = store(folder / "file", data), handle.new_cpu_locked_tensor(64 * MIB, data)
+    if cached:
+        path.read_bytes()
+    start = time.monotonic()
+    handle.read(back, path)
+    duration = time.monotonic() - start
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    signal.signal(signal.SIGALRM, stop)
+    for i in range(50):
+        with contextlib.suppress(Stop):
+            signal.setitimer(signal.ITIMER_REAL, duration * (0.7 + i / 100))
+            handle.read(back, path)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            time.sleep(0)  # a handler that is due runs here, not after the block
+    handle.read(back, path)
+    assert torch.equal(back, data)
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_handler_may_use_the_handle(make_handle: HandleFactory, folder: Path) -> None:
+    handle = make_handle(block_size=4096, queue_depth=1, cache="direct")
+    path, inner = sparse(folder / "file", 32 * MIB), store(folder / "inner", pattern(10_000))
+    target, seen = torch.ones(32 * MIB, dtype=torch.uint8), []
+
+    def use(*_: object) -> None:
+        back = torch.zeros(10_000, dtype=torch.uint8)
+        handle.read(back, inner)
+        seen.append(torch.equal(back, pattern(10_000)))
+
+    signal.signal(signal.SIGALRM, use)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.02)
+    handle.read(target, path)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert seen
+    assert all(seen)
+    assert not target.any()
+
+
+def test_ctrl_c(backend: str, folder: Path) -> None:
+    program = """
+import sys, torch, nvme_ops
+handle = nvme_ops.aio_handle(block_size=512, queue_depth=1, cache="direct", backend=sys.argv[2])
+target = torch.empty(1 << 30, dtype=torch.uint8)
+try:
+    print("reading", flush=True)
+    while True:
+        handle.read(target, sys.argv[1])
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+back = torch.ones(1000, dtype=torch.uint8)
+assert handle.sync_pread(back, sys.argv[1]) == 1 and not back.any()
+print("reading on", flush=True)
+while True:
+    handle.sync_pread(target, sys.argv[1])
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(sparse(folder / "file", GIB)), backend],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        rescue = threading.Timer(120, process.kill)
+        rescue.start()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "reading\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "interrupted\n"
+            assert process.stdout.readline() == "reading on\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate()
+        finally:
+            rescue.cancel()
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors

@@ -1,0 +1,386 @@
+"""The life of cuFile's driver: opened once and late, refused with a reason, closed at the end, lost in a fork.
+
+The library is a double made for these tests; each of them meets it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops.gds import gds_handle
+from nvme_ops.op_builder import GDSBuilder
+from tests.conftest import MIB, contents, in_child, pattern, run_python, store
+from tests.fake_cufile import INCOMPLETE, NVIDIA_FS, OLD, WITHOUT_MARKER, FakeCuFile, Function, build
+from tests.private_device import PrivateDevice
+
+pytest_plugins = ("tests.fake_cufile.fixtures",)
+
+ODD = 2 * MIB + 5
+OPEN = Function.DRIVER_OPEN
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, library: object) -> None:
+    """Has the op load another library."""
+    monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(library))
+
+
+def moves(device: PrivateDevice, handle: gds_handle, path: Path) -> str | None:
+    """Writes and reads a tensor; the way it took."""
+    back = device.empty(ODD)
+    handle.write(device.tensor(pattern(ODD)), path)
+    handle.read(back, path)
+    assert torch.equal(device.peek(back), pattern(ODD))
+    return handle.last_path
+
+
+def refusal() -> str:
+    """Why no handle can be made: the same at every try."""
+    said = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError) as caught:
+            gds_handle()
+        said.append(str(caught.value))
+    assert len(set(said)) == 1
+    return said[0]
+
+
+# Opened
+
+
+def test_what_was_opened(cufile: FakeCuFile) -> None:
+    assert GDSBuilder().load().open_driver([]) == {
+        "path": str(cufile.path),
+        "version": 1150,
+        "why_not_direct": "",
+        "fake": True,
+    }
+
+
+def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    assert cufile.calls(OPEN) == 0  # the op is loaded already
+    handles = [gds_handle(intra_op_parallelism=2) for _ in range(5)]
+    for handle in handles:
+        moves(device, handle, folder / "file")
+    del handle, handles
+    gds_handle()
+    assert cufile.calls(OPEN) == 1
+    assert cufile.calls(Function.DRIVER_CLOSE) == 0
+
+
+def test_it_is_opened_once_by_many_threads(cufile: FakeCuFile) -> None:
+    made: list[gds_handle] = []
+    threads = [threading.Thread(target=lambda: made.append(gds_handle())) for _ in range(8)]
+    with cufile.held(OPEN):
+        for thread in threads:
+            thread.start()
+        cufile.wait_for_held_up(OPEN)
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8
+    assert cufile.calls(OPEN) == 1
+
+
+def test_opening_holds_up_no_other_thread(cufile: FakeCuFile, folder: Path) -> None:
+    path, made = store(folder / "file", pattern(ODD)), list[gds_handle]()
+    thread = threading.Thread(target=lambda: made.append(gds_handle()))
+    with cufile.held(OPEN):
+        thread.start()
+        cufile.wait_for_held_up(OPEN)
+        back = torch.zeros(ODD, dtype=torch.uint8)
+        aio_handle().read(back, path)
+        assert made == []
+    thread.join()
+    assert torch.equal(back, pattern(ODD))
+    assert len(made) == 1
+
+
+def test_an_old_library(
+    cufile: FakeCuFile,
+    device: PrivateDevice,
+    folder: Path,
+    libraries: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before cuFile 1.14: no parameters, no version, and another name for closing."""
+    old = FakeCuFile(build(libraries, OLD))
+    old.offer(nvidia_fs=NVIDIA_FS)
+    instead(monkeypatch, old.path)
+    monkeypatch.chdir(folder)
+    assert moves(device, gds_handle(), folder / "file") == "gds"
+    module = GDSBuilder().load()
+    assert module.open_driver([])["version"] == 0
+    assert os.listdir(folder) == ["file"]
+    module.shut_down()
+    assert old.calls(Function.DRIVER_CLOSE) == 1
+    old.check_idle(0)
+
+
+# Refused
+
+
+def test_a_driver_that_cannot_be_opened(cufile: FakeCuFile) -> None:
+    cufile.fail(OPEN, 5033, count=-1)
+    said = refusal()
+    assert "cuFile cannot work here: cuFileDriverOpen: cuFile error 5033" in said
+    assert "no CUDA driver, or no GPU" in said
+    assert "NVME_OPS_GDS=off" in said
+    assert cufile.calls(OPEN) == 2  # with and without compatibility mode, and not once more by the later handles
+
+
+def test_without_it_where_it_cannot_be_opened(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cufile.fail(OPEN, 5033, count=-1)
+    refusal()
+    monkeypatch.setenv("NVME_OPS_GDS", "off")
+    assert moves(device, gds_handle(), folder / "file") == "bounce"
+
+
+@pytest.mark.skipif(Path("/proc/modules").exists(), reason="the kernel has modules, so there is nothing to refuse")
+def test_a_kernel_without_modules(cufile: FakeCuFile, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the real library would wait for ever; this one does not say that it is a double."""
+    real = FakeCuFile(build(libraries, WITHOUT_MARKER))
+    instead(monkeypatch, real.path)
+    assert "/proc/modules is missing" in refusal()
+    assert real.calls(OPEN) == 0
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        ("/nowhere/libcufile.so.0", "/nowhere/libcufile.so.0"),
+        ("libcufile.so.0", "NVME_OPS_CUFILE_LIBRARY='libcufile.so.0' is not an absolute path"),
+        ("./libcufile.so", "is not an absolute path"),
+        (__file__, "invalid ELF header"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded(
+    cufile: FakeCuFile, monkeypatch: pytest.MonkeyPatch, library: str, reason: str
+) -> None:
+    instead(monkeypatch, library)
+    said = refusal()
+    assert "cuFile is not usable: NVME_OPS_CUFILE_LIBRARY" in said
+    assert reason in said
+
+
+def test_a_library_that_lacks_functions(cufile: FakeCuFile, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    incomplete = FakeCuFile(build(libraries, INCOMPLETE))
+    instead(monkeypatch, incomplete.path)
+    assert refusal() == f"cuFile is not usable: {incomplete.path} lacks cuFileRead"
+    assert incomplete.calls(OPEN) == 0
+
+
+# Settings
+
+
+def test_nothing_is_written_to_the_working_folder(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    moves(device, gds_handle(), folder / "file")
+    assert os.listdir(folder) == ["file"]
+
+
+def test_the_users_log(cufile: FakeCuFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(folder / "log"))
+    gds_handle()
+    assert (folder / "log").read_text() == "opened\n"
+
+
+def test_the_users_configuration(cufile: FakeCuFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may say where the log goes, so nothing is set beside it."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(folder / "cufile.json"))
+    gds_handle()
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"CUFILE_ENV_PATH_JSON") == bytes(folder / "cufile.json")
+    assert getenv(b"CUFILE_LOGFILE_PATH") is None
+    assert os.listdir(folder) == ["cufile.log"]  # what the library does when nobody tells it otherwise
+
+
+def test_compatibility_mode_is_off_where_cufile_can_do_without(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path
+) -> None:
+    """With it cuFile takes any file, and does not tell that it goes through host memory."""
+    assert moves(device, gds_handle(), folder / "file") == "gds"
+    assert cufile.statistics().compatible == 0
+    assert cufile.calls(OPEN) == 1
+
+
+def test_compatibility_mode_is_on_where_cufile_needs_it(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path
+) -> None:
+    cufile.offer()
+    handle = gds_handle()
+    moves(device, handle, folder / "file")
+    assert "cuFile opens in compatibility mode only: cuFile error 5001" in handle.path_statistics()["why"]
+    assert cufile.statistics().compatible == 1
+    assert cufile.calls(OPEN) == 2
+
+
+def test_a_library_that_keeps_its_mode(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    cufile.fail(Function.SET_FLAG, 5022, count=-1)
+    assert moves(device, gds_handle(), folder / "file") == "gds"
+    assert cufile.calls(OPEN) == 1
+
+
+# Forks
+
+
+def test_no_handle_after_a_fork(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    handle, path = gds_handle(65536, intra_op_parallelism=2), folder / "file"
+    moves(device, handle, path)
+    tensor, calls = device.tensor(pattern(ODD)), list(cufile.statistics().calls)
+    handle.pin_device_tensor(tensor)
+
+    def child() -> None:
+        before = list(cufile.statistics().calls)
+        assert "forked after cuFile was used; fix: start processes with spawn" in refusal()
+        back = torch.zeros(ODD, dtype=torch.uint8)
+        handle.read(back, path)  # host memory needs no cuFile
+        assert torch.equal(back, pattern(ODD))
+        handle.unpin_device_tensor(tensor)
+        GDSBuilder().load().shut_down()
+        assert list(cufile.statistics().calls) == before
+
+    in_child(child)
+    assert list(cufile.statistics().calls)[Function.DRIVER_OPEN] == calls[Function.DRIVER_OPEN]
+    assert moves(device, handle, path) == "gds"
+    assert moves(device, gds_handle(), path) == "gds"
+    handle.unpin_device_tensor(tensor)
+
+
+def test_the_parents_handle_in_a_child_where_gds_is_required(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVME_OPS_GDS", "require")
+    handle, path, tensor = gds_handle(), folder / "file", device.tensor(pattern(ODD))
+    moves(device, handle, path)
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require, but cuFile's driver is not open"):
+            handle.read(tensor, path)
+
+    in_child(child)
+    assert moves(device, handle, path) == "gds"
+
+
+def test_a_fork_with_work_pending(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    handle, path, back = gds_handle(65536), store(folder / "file", pattern(ODD)), device.empty(ODD)
+    handle.pin_device_tensor(back)
+    with cufile.held(Function.READ):
+        future = handle.submit_pread(back, path)
+        cufile.wait_for_held_up(Function.READ)
+
+        def child() -> None:
+            signal.alarm(10)
+            assert handle.is_pinned(back)
+            handle.unpin_device_tensor(back)  # the transfer is the parent's: nobody here would end it
+            with pytest.raises(RuntimeError, match="only the parent can wait"):
+                future.result()
+            with pytest.raises(RuntimeError, match="forked after cuFile was used"):
+                gds_handle()
+
+        in_child(child)
+    assert future.result() == ODD
+    assert torch.equal(device.peek(back), pattern(ODD))
+    assert handle.unpin_device_tensor(back) is True
+
+
+def test_a_fork_before_cufile_is_used(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    in_child(lambda: moves(device, gds_handle(), folder / "child"))
+    assert cufile.calls(OPEN) == 0
+    assert moves(device, gds_handle(), folder / "file") == "gds"
+
+
+# The end
+
+
+def test_after_it_was_closed(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    handle, tensor = gds_handle(), device.empty(ODD)
+    handle.pin_device_tensor(tensor)
+    moves(device, handle, folder / "file")
+    for _ in range(2):
+        GDSBuilder().load().shut_down()
+    assert cufile.calls(Function.DRIVER_CLOSE) == 1
+    assert cufile.calls(Function.DEREGISTER_MEMORY) == 1
+    assert handle.unpin_device_tensor(tensor) is False
+    assert moves(device, handle, folder / "file") == "bounce"
+    assert "its driver has been closed" in refusal()
+
+
+PROGRAM = """
+import atexit, os, sys, torch
+from pathlib import Path
+from tests.conftest import pattern
+from tests.fake_cufile import NVIDIA_FS, FakeCuFile, Function
+from tests.private_device import private_device
+cufile = FakeCuFile(Path(os.environ["NVME_OPS_CUFILE_LIBRARY"]))
+cufile.offer(nvidia_fs=NVIDIA_FS)
+def look():
+    cufile.check_idle(0)
+    print("closed", cufile.calls(Function.DRIVER_CLOSE), os.listdir())
+atexit.register(look)  # before the op is loaded: runs after the op's own
+from nvme_ops import aio_handle
+from nvme_ops.gds import gds_handle
+device = private_device()
+"""
+
+
+def ends(libraries: Path, folder: Path, program: str, code: int = 0) -> str:
+    library = build(libraries)
+    (folder / "empty").mkdir()
+    begin = f"import os; os.chdir({str(folder / 'empty')!r})\n"
+    result = run_python(begin + PROGRAM + program, folder, check=False, NVME_OPS_CUFILE_LIBRARY=str(library))
+    assert (result.returncode, result.stderr) == (code, "")
+    return result.stdout
+
+
+def test_the_interpreter_ends_with_work_pending(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
+    program = """
+handle, kept = gds_handle(65536, intra_op_parallelism=2), []
+for i in range(3):
+    handle.async_pwrite(device.tensor(pattern(5 << 20, i)), f"{sys.argv[1]}/file{i}")
+    kept.append(handle.submit_pwrite(device.tensor(pattern(5 << 20, i)), f"{sys.argv[1]}/future{i}"))
+"""
+    assert ends(libraries, folder, program) == "closed 1 []\n"
+    for i in range(3):
+        assert torch.equal(contents(folder / f"file{i}"), pattern(5 * MIB, i))
+        assert torch.equal(contents(folder / f"future{i}"), pattern(5 * MIB, i))
+
+
+def test_the_interpreter_ends_with_memory_pinned(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
+    program = """
+handle = gds_handle()
+kept = handle.new_pinned_device_tensor(5 << 20, device.empty(1))
+handle.pin_device_tensor(device.empty(33 << 20, index=1))
+assert cufile.statistics().memories == 2
+sys.exit(3)
+"""
+    assert ends(libraries, folder, program, 3) == "closed 1 []\n"
+
+
+def test_a_driver_that_hangs(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
+    """It holds up neither the handle, the second one least of all, nor the end of the program."""
+    program = """
+cufile.fail(Function.DRIVER_OPEN, delay=100_000)
+for _ in range(3):
+    try:
+        gds_handle()
+    except RuntimeError as error:
+        print(error)
+"""
+    *said, end = ends(libraries, folder, program).splitlines()
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert f"cuFileDriverOpen of {build(libraries)} has not returned after" in said[0]
+    assert end == "closed 0 []"

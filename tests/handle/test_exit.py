@@ -1,0 +1,171 @@
+"""Handles dropped and interpreters ended with work pending: the data arrive all the same, nothing hangs or aborts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from tests.conftest import MIB, HandleFactory, contents, pattern, run_python, store
+
+SLOW = 'nvme_ops.aio_handle(block_size=4096, queue_depth=1, cache="direct", backend=sys.argv[1])'
+
+
+def test_dropped_with_writes_pending(make_handle: HandleFactory, folder: Path) -> None:
+    for lanes in (1, 3):
+        handle = make_handle(block_size=4096, queue_depth=1, cache="direct", intra_op_parallelism=lanes)
+        tensors = [pattern(MIB + i, i) for i in range(8)]
+        for i, tensor in enumerate(tensors):
+            handle.async_pwrite(tensor.clone(), folder / str(i))  # only the handle keeps the copy
+            handle.submit_pwrite(tensor.clone(), folder / f"future{i}")
+        del handle
+        gc.collect()
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(contents(folder / str(i)), tensor)
+            assert torch.equal(contents(folder / f"future{i}"), tensor)
+
+
+def test_dropped_with_reads_pending(make_handle: HandleFactory, folder: Path) -> None:
+    data = pattern(4 * MIB)
+    path, back = store(folder / "file", data), torch.zeros_like(data)
+    handle = make_handle(block_size=4096, queue_depth=1, cache="direct")
+    handle.async_pread(back, path)
+    del handle
+    assert torch.equal(back, data)
+
+
+def test_a_future_outlives_its_handle(make_handle: HandleFactory, folder: Path) -> None:
+    data = pattern(4 * MIB)
+    path, back = store(folder / "file", data), torch.zeros_like(data)
+    future = make_handle(block_size=4096, queue_depth=1, cache="direct").submit_pread(back, path)
+    assert future.done()  # dropping the handle waited
+    assert future.result() == len(data)
+    assert torch.equal(back, data)
+
+
+def test_memory_lent_to_a_transfer_stays_until_its_end(make_handle: HandleFactory, folder: Path) -> None:
+    handle = make_handle(block_size=4096, queue_depth=1, cache="direct")
+    tensor = pattern(4 * MIB)
+    expected, watcher = tensor.clone(), weakref.ref(tensor)
+    future = handle.submit_pwrite(tensor, folder / "file")
+    del tensor
+    gc.collect()
+    noise = [torch.zeros(4 * MIB, dtype=torch.uint8) for _ in range(4)]  # would take the memory if it were free
+    assert future.result() == 4 * MIB
+    assert torch.equal(contents(folder / "file"), expected)
+    assert watcher() is None
+    del noise
+
+
+def test_dropped_from_another_thread(make_handle: HandleFactory, folder: Path) -> None:
+    data, handles = pattern(MIB), [make_handle(block_size=4096, queue_depth=1) for _ in range(4)]
+    for i, handle in enumerate(handles):
+        handle.async_pwrite(data, folder / str(i))
+    del handle
+    threads = [threading.Thread(target=handles.pop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        assert torch.equal(contents(folder / str(i)), data)
+
+
+def test_the_interpreter_ends_with_work_pending(backend: str, folder: Path) -> None:
+    program = f"""
+import sys, torch, nvme_ops
+from pathlib import Path
+from tests.conftest import pattern
+handle = {SLOW}
+folder = Path(sys.argv[2])
+kept = []
+for i in range(4):
+    handle.async_pwrite(pattern(1 << 20, i), folder / str(i))
+    kept.append(handle.submit_pwrite(pattern(1 << 20, i), folder / f"future{{i}}"))
+handle.submit_pwrite(pattern(1000), folder / "callback").add_done_callback(lambda f: print("called", f.result()))
+handle.pwrite(pattern(1000), folder / "validated", True, True)
+"""
+    result = run_python(program, backend, folder)
+    assert result.stdout == "called 1000\n"
+    assert result.stderr == ""
+    for i in range(4):
+        assert torch.equal(contents(folder / str(i)), pattern(MIB, i))
+        assert torch.equal(contents(folder / f"future{i}"), pattern(MIB, i))
+    assert torch.equal(contents(folder / "validated"), pattern(1000))
+
+
+def test_the_interpreter_ends_by_an_exception_with_work_pending(folder: Path) -> None:
+    program = f"""
+import sys, torch, nvme_ops
+from tests.conftest import pattern
+handle = {SLOW}
+handle.async_pwrite(pattern(1 << 22), sys.argv[2])
+sys.exit(3)
+"""
+    assert run_python(program, "auto", folder / "file", check=False).returncode == 3
+    assert torch.equal(contents(folder / "file"), pattern(4 * MIB))
+
+
+def test_the_interpreter_ends_while_other_threads_are_at_it(folder: Path) -> None:
+    """Daemon threads in blocking calls, and making and dropping handles."""
+    path = store(folder / "file", pattern(MIB))
+    program = """
+import sys, threading, time, torch, nvme_ops
+handle, path = nvme_ops.aio_handle(intra_op_parallelism=2), sys.argv[1]
+rounds = [0] * 4
+def use(index):
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    while True:
+        if index == 0:
+            handle.read(tensor, path)
+        elif index == 1:
+            handle.submit_pread(tensor, path).result()
+        elif index == 2:
+            handle.pread(tensor, path, True, False)
+        else:
+            others = [nvme_ops.aio_handle() for _ in range(20)]
+            for other in others:
+                other.async_pread(tensor, path)
+        rounds[index] += 1
+for index in range(4):
+    threading.Thread(target=use, args=(index,), daemon=True).start()
+while not all(rounds):
+    time.sleep(0.01)
+"""
+    for _ in range(2):
+        result = run_python(program, path, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_work_started_by_an_exit_handler(folder: Path) -> None:
+    program = """
+import atexit, sys
+started = []
+def late():
+    import torch
+    handle = started[0]
+    handle.async_pwrite(torch.arange(100_000), sys.argv[1])
+    handle.submit_pwrite(torch.arange(100_000), sys.argv[1] + "2").result()
+atexit.register(late)  # before the op is loaded: runs after the op's own
+import nvme_ops
+started.append(nvme_ops.aio_handle())
+started[0].async_pwrite(b"first", sys.argv[1] + "1")
+"""
+    run_python(program, folder / "file")
+    for name in ("file", "file2"):
+        assert torch.equal(contents(folder / name).clone().view(torch.int64), torch.arange(100_000))
+    assert (folder / "file1").read_bytes() == b"first"
+
+
+def test_a_failure_at_exit_is_told(folder: Path) -> None:
+    program = """
+import resource, sys, torch, nvme_ops
+handle = nvme_ops.aio_handle()
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+handle.async_pwrite(torch.zeros(10_000), sys.argv[1])
+"""
+    result = run_python(program, folder / "file")
+    assert "File too large" in result.stderr

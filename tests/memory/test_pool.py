@@ -1,0 +1,341 @@
+"""Memory of a bounded size: who gets it, who waits, and who is told that no wait will help."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.errors import DeadlockError
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory import Lease, Pool
+from tests.conftest import KIB, MIB, in_child, in_threads
+
+
+def started(target: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def alarm(seconds: float, handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# What a lease is
+
+
+def test_a_lease_is_memory_of_its_size() -> None:
+    pool = Pool(8 * MIB)
+    with pool.lease(3 * MIB) as memory:
+        assert memory.dtype == torch.uint8
+        assert memory.shape == (3 * MIB,)
+        assert memory.data_ptr() % 4096 == 0
+        memory.fill_(7)
+        assert pool.bytes_in_use == 4 * MIB  # whole huge pages
+    del memory
+    assert pool.bytes_in_use == 0
+    assert pool.peak == 4 * MIB
+
+
+@pytest.mark.parametrize(("nbytes", "charge"), [(1, 4096), (4096, 4096), (5000, 8192), (MIB, MIB), (3 * MIB, 4 * MIB)])
+def test_a_lease_counts_with_what_it_takes(nbytes: int, charge: int) -> None:
+    pool = Pool(4 * MIB)
+    lease = pool.lease(nbytes)
+    assert pool.bytes_in_use == charge
+    del lease
+    assert pool.bytes_in_use == 0
+
+
+def test_memory_comes_back_with_the_last_tensor_over_it() -> None:
+    pool = Pool(4 * MIB)
+    part = pool.lease(2 * MIB).tensor[100:200].view(torch.int32)
+    assert pool.bytes_in_use == 2 * MIB
+    del part
+    assert pool.bytes_in_use == 0
+
+
+def test_a_released_lease_waits_for_its_tensors() -> None:
+    pool = Pool(4 * MIB)
+    lease = pool.lease(2 * MIB)
+    kept = lease.tensor
+    lease.release()
+    lease.release()
+    assert pool.bytes_in_use == 2 * MIB
+    with pytest.raises(ValueError, match="ended"):
+        print(lease.tensor)
+    del kept
+    assert pool.bytes_in_use == 0
+
+
+def test_a_transfer_holds_what_it_moves(folder: Any) -> None:
+    pool, handle = Pool(16 * MIB), aio_handle()
+    future = handle.submit_pwrite(pool.lease(16 * MIB).tensor.fill_(3), folder / "file")
+    with pool.lease(16 * MIB, timeout=60):  # which there is when that has ended
+        pass
+    assert future.result() == 16 * MIB
+    assert set((folder / "file").read_bytes()) == {3}
+
+
+def test_a_tensor_in_a_cycle_comes_back_with_it() -> None:
+    pool = Pool(2 * MIB)
+    cycle: list[Any] = [pool.lease(2 * MIB).tensor]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert pool.bytes_in_use == 0
+
+
+# Wrong arguments
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
+    with pytest.raises(ValueError, match="budget must be at least 1"):
+        Pool(budget)
+
+
+def test_a_budget_that_is_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="budget must be an int"):
+        Pool(1.5)  # type: ignore[arg-type]
+
+
+def test_no_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="nbytes must be at least 1"):
+        Pool(MIB).lease(0)
+
+
+def test_more_than_the_budget_can_never_be() -> None:
+    pool = Pool(3 * MIB)
+    with pytest.raises(MemoryError, match=r"3 MiB, in whole pages 4 MiB, do not fit the pool's budget of 3 MiB"):
+        pool.lease(3 * MIB)
+    assert pool.largest == 2 * MIB
+    with pool.lease(pool.largest):
+        pass
+
+
+def test_a_budget_that_the_system_cannot_give() -> None:
+    pool = Pool(1 << 60)
+    with pytest.raises(MemoryError):
+        pool.lease(1 << 59)
+    assert pool.bytes_in_use == 0
+
+
+# Waiting
+
+
+def test_who_asks_waits_until_there_is_some() -> None:
+    pool, order = Pool(2 * MIB), list[str]()
+
+    def second() -> None:
+        with pool.lease(2 * MIB):
+            order.append("second")
+
+    with pool.lease(2 * MIB) as memory:
+        thread = started(second)
+        time.sleep(0.05)
+        order.append("first")
+        del memory
+    thread.join(60)
+    assert order == ["first", "second"]
+
+
+def test_who_asks_first_is_served_first() -> None:
+    pool, order, threads = Pool(4 * MIB), list[int](), []
+
+    def ask(number: int, size: int) -> None:
+        with pool.lease(size):
+            order.append(number)
+
+    lease = pool.lease(4 * MIB)
+    for number, size in enumerate((4 * MIB, 4096, 4096)):  # the small ones would fit before
+        threads.append(started(ask, number, size))
+        while len(pool._waiting) <= number:
+            time.sleep(0.001)
+    del lease
+    for thread in threads:
+        thread.join(60)
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2]
+
+
+def test_a_wait_ends_with_its_timeout() -> None:
+    pool = Pool(2 * MIB)
+    lease = pool.lease(2 * MIB)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="2 MiB of 2 MiB are in use"):
+            pool.lease(4096, timeout=timeout)
+    del lease
+    with pool.lease(4096, timeout=0):
+        pass
+
+
+def test_who_gave_up_is_in_nobodys_way() -> None:
+    pool = Pool(4 * MIB)
+    lease = pool.lease(2 * MIB)
+    with pytest.raises(TimeoutError):
+        pool.lease(4 * MIB, timeout=0.01)
+    with pool.lease(2 * MIB, timeout=0):
+        pass
+    del lease
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    pool = Pool(2 * MIB)
+    lease = pool.lease(2 * MIB)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with alarm(0.05, interrupt), pytest.raises(KeyboardInterrupt):
+        pool.lease(2 * MIB)
+    del lease
+    with pool.lease(2 * MIB, timeout=0):
+        pass
+
+
+def test_a_signal_handler_may_release_what_is_waited_for() -> None:
+    pool = Pool(2 * MIB)
+    leases: list[Lease] = [pool.lease(2 * MIB)]
+    with alarm(0.05, lambda *_: leases.clear()):
+        assert pool.lease(2 * MIB, timeout=60).tensor.numel() == 2 * MIB
+
+
+def test_threads_never_have_more_than_the_budget() -> None:
+    pool, most = Pool(8 * MIB), [0]
+    in_use, lock = [0], threading.Lock()
+
+    def work(number: int) -> None:
+        for step in range(50):
+            size = (number * 31 + step * 17) % 6 * MIB + 1
+            with pool.lease(size) as memory:
+                with lock:
+                    in_use[0] += size
+                    most[0] = max(most[0], in_use[0])
+                memory[-1] = 1
+                with lock:
+                    in_use[0] -= size
+                del memory
+
+    in_threads(work, 8)
+    assert most[0] <= 8 * MIB
+    assert pool.peak <= 8 * MIB
+    assert pool.bytes_in_use == 0
+
+
+# Waits that would never end
+
+
+def test_a_thread_that_waits_for_its_own_memory_is_told() -> None:
+    pool = Pool(4 * MIB)
+    with pool.lease(4 * MIB), pytest.raises(DeadlockError, match="will never be free"):
+        pool.lease(4096)
+    assert pool.bytes_in_use == 0
+
+
+def test_two_threads_that_wait_for_each_other_are_told() -> None:
+    pool, both = Pool(4 * MIB), threading.Barrier(2)
+    told: list[BaseException] = []
+    served: list[int] = []
+
+    def work(number: int) -> None:
+        try:
+            with pool.lease(2 * MIB):
+                both.wait(60)
+                with pool.lease(2 * MIB, timeout=60):
+                    served.append(number)
+        except DeadlockError as error:
+            told.append(error)
+
+    in_threads(work, 2)
+    assert len(told) == len(served) == 1  # the memory of the one who was told is the other's
+    assert "held by 2 threads" in str(told[0])
+
+
+def test_memory_that_a_transfer_holds_is_waited_for(folder: Any) -> None:
+    """It comes back by itself, whoever waits."""
+    pool, handle = Pool(4 * MIB), aio_handle()
+    for _ in range(20):
+        handle.submit_pwrite(pool.lease(2 * MIB).tensor, folder / "file")
+    handle.wait()
+
+
+# Beside others
+
+
+def test_a_forked_child_has_an_empty_pool() -> None:
+    pool = Pool(4 * MIB)
+    leases = [pool.lease(4 * MIB)]
+
+    def child() -> None:
+        assert pool.bytes_in_use == 0
+        with pool.lease(4 * MIB, timeout=0):
+            pass
+        leases.clear()  # the parent's
+        assert pool.bytes_in_use == 0
+
+    in_child(child)
+    assert pool.bytes_in_use == 4 * MIB
+    leases.clear()
+    assert pool.bytes_in_use == 0
+
+
+def test_a_fork_while_others_wait() -> None:
+    pool = Pool(2 * MIB)
+    lease = pool.lease(2 * MIB)
+
+    def wait_for_it() -> None:
+        with pool.lease(2 * MIB):
+            pass
+
+    thread = started(wait_for_it)
+    while not pool._waiting:
+        time.sleep(0.001)
+
+    def child() -> None:
+        with pool.lease(2 * MIB, timeout=1):
+            pass
+
+    in_child(child)
+    del lease
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_what_is_kept_for_reuse_does_not_come_on_top() -> None:
+    from nvme_ops._native import native
+
+    native().trim_pool()
+    pool = Pool(64 * MIB)
+    with pool.lease(64 * MIB):
+        pass
+    leases = [pool.lease(2 * MIB) for _ in range(32)]  # of a size that the kept memory does not fit
+    statistics = native().pool_statistics()
+    assert statistics["cached_bytes"] + pool.bytes_in_use <= 64 * MIB + 2 * MIB
+    del leases
+
+
+def test_a_pinned_pool_leases_memory_where_there_is_no_accelerator() -> None:
+    pool = Pool(2 * MIB, pinned=True)
+    with pool.lease(10 * KIB) as memory:
+        memory.fill_(1)
+        del memory
+    assert pool.bytes_in_use == 0
+
+
+def test_a_pool_shows_itself() -> None:
+    assert repr(Pool(2 * MIB)) == "Pool(2097152): 0 bytes in use"

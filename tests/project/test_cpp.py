@@ -1,0 +1,124 @@
+"""The engine's C++ tests: every program of tests/cpp, plain and under the sanitizers that the compiler here has."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "cpp"
+PROGRAMS = sorted(path.stem for path in SOURCES.glob("test_*.cpp"))
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+
+#: As in tests/cpp/Makefile: what each configuration is compiled with.
+CONFIGURATIONS = {"plain": [], "address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"]}
+
+#: What a program links against and does under every sanitizer: a thread that allocates.
+PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"
+
+#: What make test runs; make test-all runs all, and make -C tests/cpp test all of the plain ones.
+SHORT = {("plain", "test_split"), ("plain", "test_planner")}
+
+
+def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    # A make that runs these tests must not hand its own flags and job slots on.
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    }
+    words = [f"{name}={value}" for name, value in variables.items()]
+    command = ["make", "--no-print-directory", "-C", str(SOURCES), *words, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+
+
+@cache
+def missing(configuration: str, folder: Path) -> str:
+    """Why programs of ``configuration`` cannot be built or run here; empty when they can."""
+    if not shutil.which("make"):
+        return "make is not installed"
+    source, program = folder / f"{configuration}.cpp", folder / configuration
+    source.write_text(PROBE)
+    command = [*COMPILER, *CONFIGURATIONS[configuration], str(source), "-o", str(program), "-pthread"]
+    runner = ["setarch", "-R"] if configuration == "thread" and randomisation_can_be_turned_off() else []
+    for step in (command, [*runner, str(program)]):
+        try:
+            result = subprocess.run(step, capture_output=True, text=True, errors="replace", check=False)
+        except OSError as error:
+            return f"{step[0]}: {error.strerror}"
+        if result.returncode != 0:
+            said = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
+            return f"{' '.join(CONFIGURATIONS[configuration])}: {said[0]}"
+    return ""
+
+
+def randomisation_can_be_turned_off() -> bool:
+    try:
+        return subprocess.run(["setarch", "-R", "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def run_program(configuration: str, program: str, **variables: str) -> str:
+    """Builds a program, with what of it an earlier run left, and runs it: what it says."""
+    result = make(f"run-{configuration}-{program}", **variables)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
+    return result.stdout
+
+
+@pytest.mark.timeout(900)  # the first of each configuration compiles the engine
+@pytest.mark.parametrize(
+    ("configuration", "program"),
+    [
+        pytest.param(name, program, marks=[] if (name, program) in SHORT else pytest.mark.slow)
+        for name in CONFIGURATIONS
+        for program in PROGRAMS
+    ],
+)
+def test_program(configuration: str, program: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if reason := missing(configuration, tmp_path_factory.getbasetemp()):
+        pytest.skip(reason)
+    run_program(configuration, program)
+
+
+def test_there_are_programs() -> None:
+    assert len(PROGRAMS) > 10
+    assert {program for _, program in SHORT} < set(PROGRAMS)
+
+
+# libaio's header, there and not there
+
+
+@pytest.fixture
+def without_libaio(tmp_path: Path) -> str:
+    """A compiler that finds no libaio.h, wherever it is installed."""
+    if not shutil.which("make"):
+        pytest.skip("make is not installed")
+    subprocess.run([str(SOURCES / "hide-header"), str(tmp_path), "libaio.h"], check=True)
+    return str(tmp_path / "c++")
+
+
+def defines_libaio(folder: Path, **variables: str) -> bool:
+    """Whether the engine is compiled with libaio, going by the command alone."""
+    core = f"{folder}/build/plain/core.o"
+    planned = make("--dry-run", core, BUILD=f"{folder}/build", **variables)
+    assert planned.returncode == 0, planned.stderr
+    assert f"-o {core}" in planned.stdout
+    return "-DNVME_OPS_HAVE_LIBAIO=1" in planned.stdout
+
+
+def test_libaio_is_compiled_in_where_the_compiler_finds_its_header(without_libaio: str, tmp_path: Path) -> None:
+    assert not defines_libaio(tmp_path, CXX=without_libaio)
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "libaio.h").touch()
+    assert defines_libaio(tmp_path, CXX=without_libaio, CXXFLAGS=f"-I{tmp_path}/installed")
+
+
+@pytest.mark.slow
+def test_without_libaios_header_the_other_backends_are_tested(without_libaio: str, tmp_path: Path) -> None:
+    said = run_program("plain", "test_backends", CXX=without_libaio, BUILD=f"{tmp_path}/build")
+    assert "libaio: built without libaio's headers" in said

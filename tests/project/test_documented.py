@@ -1,0 +1,42 @@
+"""What a user has to know about is on a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+OURS = re.compile(r"\b(NVME_OPS_(?!HAVE_)[A-Z_]+|NVME_BUILD_[A-Z]+)\b")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def sources() -> list[Path]:
+    folders = [REPOSITORY / name for name in ("nvme_ops", "op_builder", "report", "csrc")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    return [REPOSITORY / "setup.py", *found]
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    read = {name for path in sources() for name in OURS.findall(path.read_text())}
+    page = (REPOSITORY / "docs" / "environment.md").read_text()
+    assert {name for name in read if f"`{name}`" not in page} == set()
+    assert set(OURS.findall(page)) <= read | {"NVME_BUILD_OPS"}
+
+
+def test_every_link_leads_somewhere() -> None:
+    broken = []
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]:
+        broken += [
+            f"{page.name}: {target}"
+            for target in LINK.findall(page.read_text())
+            if not target.startswith("http") and not (page.parent / target).exists()
+        ]
+    assert broken == []
+
+
+def test_the_readme_names_every_page() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    internal = {"benchmarks.md", "bench-explain.md", "gpu-results.md", "index.md"}
+    pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
+    assert {name for name in pages - internal if f"docs/{name}" not in readme} == set()

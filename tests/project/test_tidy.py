@@ -1,0 +1,345 @@
+"""Style as a test: directions of includes and imports, dead files, sizes, and what must not be left in the code.
+
+Every failure names the file and the line. Formatting is ruff's and clang-format's business, not this file's.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nvme_ops.op_builder import ALL_OPS
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "nvme_ops"
+LIBRARY = ("nvme_ops", "op_builder", "report")  # folders of Python that is installed
+LINE_LENGTH = 120
+MOST_LINES = 500  # of a file; beyond 400 only now and then
+LONG_LINES, LONG_SHARE = 400, 0.05
+
+# Which layers the files of each layer of csrc may include.
+LAYERS = {
+    "base": {"base"},
+    "backends": {"backends", "base"},
+    "engine": {"engine", "backends", "base"},
+    "binding": {"binding", "engine", "backends", "base"},
+}
+BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
+
+# What the modules of each part may import of the package.
+PARTS = {
+    "op_builder": {"op_builder"},
+    "report": {"op_builder", "report", "host", "storage.device", "storage.mounts"},
+}
+
+# What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
+# moves data imports what measures. A dotted name is a module that is meant for others.
+SUBPACKAGES: dict[str, set[str]] = {
+    "memory": set(),
+    "storage": {"memory"},
+    "stream": {"memory"},
+    "formats": {"memory", "storage"},
+    "checkpoint": {"memory", "storage", "formats"},
+    "dcp": {"memory", "storage", "formats"},
+    "inspection": {"memory", "storage", "formats", "checkpoint", "dcp.contents"},
+    "offload": {"memory", "storage", "formats", "measuring.energy"},
+    "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
+    "measuring": {"storage.mounts", "storage.owner"},
+    "bench": {"measuring", "storage.device", "storage.mounts"}
+    | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
+    "tune": {"measuring", "storage.atomic", "storage.identity"},
+}
+# What the single modules may import of the subpackages: nvme_ops.open has its stream, and nothing else any.
+OF_SINGLE_MODULES = {"file": {"stream"}}
+FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
+
+MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
+    f"nvme_ops/{name}/cli.py" for name in ("bench", "inspection", "offload", "tune")
+}
+ENTRY_POINTS = {"__init__", "__main__"}
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
+NOT_IN_A_LIBRARY = re.compile(r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b")
+SOMEONES_HOME = re.compile(r"/(?:home|Users)/\w+/|/root\b/")
+IGNORED = {".git", ".venv", "venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+TEXT = {".py", ".pyi", ".h", ".cpp", ".md", ".toml", ".in", ".yml", ".yaml", ".sh", ".cfg", ".txt", ".json"}
+
+
+def listed() -> list[Path]:
+    """The files that git knows or would add; without git, all that are no leftovers of a build."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    paths = [ROOT / name for name in names if name] or list(walk(ROOT))
+    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.is_symlink() or entry.name in IGNORED or entry.name.endswith(".egg-info"):
+            continue
+        if entry.is_dir():
+            yield from walk(Path(entry.path))
+        else:
+            yield Path(entry.path)
+
+
+FILES = listed()
+PYTHON = [path for path in FILES if path.suffix == ".py"]
+NATIVE = [path for path in FILES if path.suffix in (".h", ".cpp")]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def inside(path: Path, *folders: str) -> bool:
+    return path.relative_to(ROOT).parts[0] in folders
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def clean(problems: list[str]) -> None:
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def includes(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and operand of every ``#include``, brackets or quotes kept."""
+    for number, line in enumerate(lines_of(path), 1):
+        if found := re.match(r'\s*#\s*include\s*(<[^>]+>|"[^"]+")', line):
+            yield number, found[1]
+
+
+def test_includes_point_from_binding_to_base() -> None:
+    problems = []
+    for path in NATIVE:
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "csrc":
+            continue
+        layer = parts[1]
+        if layer not in LAYERS or len(parts) < 3:
+            problems.append(f"{name_of(path)}:1: lies in no layer of csrc ({', '.join(LAYERS)})")
+            continue
+        for number, operand in includes(path):
+            place = f"{name_of(path)}:{number}"
+            target = operand[1:-1]
+            if operand[0] == '"' and not (ROOT / "csrc" / target).is_file():
+                problems.append(f"{place}: {operand} is not a path below csrc")
+            elif operand[0] == '"' and target.split("/")[0] not in LAYERS[layer]:
+                problems.append(f"{place}: {layer} must not include {target}")
+            elif layer != "binding" and BINDING_ONLY.match(operand):
+                problems.append(f"{place}: only binding includes {operand}")
+    clean(problems)
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of every module that ``path`` imports, and of every name taken from one."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    package = (parts if parts[0] == PACKAGE else [PACKAGE, *parts])[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            if module != PACKAGE:  # from nvme_ops import x imports x, no more
+                yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def is_among(module: str, allowed: set[str]) -> bool:
+    return any(f"{module}.".startswith(f"{each}.") for each in allowed)
+
+
+def test_imports_point_to_op_builder() -> None:
+    problems = []
+    for path in PYTHON:
+        part = path.relative_to(ROOT).parts[0]
+        if part not in LIBRARY:
+            continue
+        for number, module in imports(path):
+            first, _, rest = module.partition(".")
+            if first in PARTS:
+                problems.append(f"{name_of(path)}:{number}: import {PACKAGE}.{module}, not the folder {first}")
+            if first != PACKAGE:
+                continue
+            allowed = PARTS.get(part)
+            if allowed is not None and not is_among(rest, allowed) and name_of(path) not in FOR_TYPE_CHECKERS:
+                problems.append(f"{name_of(path)}:{number}: {part} must not import {module}")
+    clean(sorted(set(problems)))
+
+
+def test_subpackages_import_what_is_below_them() -> None:
+    problems = []
+    for path in PYTHON:
+        part, *inner = path.relative_to(ROOT).with_suffix("").parts
+        if part != PACKAGE or inner == ["__init__"] or inner[0] == "ops":
+            continue
+        subpackage = inner[0] if len(inner) > 1 else None
+        allowed = SUBPACKAGES[subpackage] if subpackage else OF_SINGLE_MODULES.get(inner[0], set())
+        found = list(imports(path))
+        for number, module in found:
+            if any(line == number and other.startswith(f"{module}.") for line, other in found):
+                continue  # `from package import module` imports the module
+            first, _, rest = module.partition(".")
+            wanted = rest.split(".")[0]
+            others = first == PACKAGE and wanted != subpackage and wanted in {*SUBPACKAGES, "report"}
+            if others and not is_among(rest, allowed):
+                problems.append(f"{name_of(path)}:{number}: {subpackage or inner[0]} must not import {module}")
+    clean(sorted(set(problems)))
+
+
+def test_where_a_handle_keeps_its_engine_is_known_to_handles_alone() -> None:
+    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py", "nvme_ops/tune/handle.py"}
+    problems = []
+    for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in known]:
+        for number, line in enumerate(lines_of(path), 1):
+            if re.search(r"(?<!self)\._engine\b", line):
+                problems.append(f"{name_of(path)}:{number}: nvme_ops.engine.engine_of(handle) gives it")
+    clean(problems)
+
+
+def test_every_header_is_included() -> None:
+    used = {operand[1:-1] for path in NATIVE for _, operand in includes(path)}
+    headers = [path for path in NATIVE if path.suffix == ".h" and inside(path, "csrc")]
+    clean([f"{name_of(path)}:1: nothing includes it" for path in headers if name_of(path)[len("csrc/") :] not in used])
+
+
+def test_every_native_source_is_compiled() -> None:
+    compiled = {Path(source).resolve() for builder in ALL_OPS.values() for source in builder.sources()}
+    sources = [path for path in NATIVE if path.suffix == ".cpp" and inside(path, "csrc")]
+    clean([f"{name_of(path)}:1: no builder compiles it" for path in sources if path.resolve() not in compiled])
+
+
+def test_every_python_module_is_used() -> None:
+    library = [path for path in PYTHON if inside(path, *LIBRARY)]
+    used = {module for path in library for _, module in imports(path)}
+    words: set[str] = set()  # a package's lazy names, and the commands of pyproject.toml
+    for path in library:
+        if path.name == "__init__.py":
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    words |= set(re.findall(r'"([\w.]+):\w+"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    problems = []
+    for path in library:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts if parts[0] == PACKAGE else (PACKAGE, *parts))
+        known = {module, f".{path.stem}", path.stem}
+        by_users = path.stem in ENTRY_POINTS or "integrations" in parts
+        if not by_users and module not in used and not known & words:
+            problems.append(f"{name_of(path)}:1: nothing imports {module}")
+    clean(problems)
+
+
+def test_lines_are_short_and_clean() -> None:
+    problems = []
+    for path in FILES:
+        if path.suffix not in TEXT:
+            continue
+        for number, line in enumerate(lines_of(path), 1):
+            place = f"{name_of(path)}:{number}"
+            if "\t" in line:
+                problems.append(f"{place}: a tab")
+            if line != line.rstrip():
+                problems.append(f"{place}: blanks at the end")
+            if len(line) > LINE_LENGTH and path.suffix in (".py", ".pyi", ".h", ".cpp"):
+                problems.append(f"{place}: {len(line)} characters, at most {LINE_LENGTH}")
+    clean(problems)
+
+
+def test_files_end_with_one_newline() -> None:
+    problems = []
+    for path in FILES:
+        text = path.read_bytes()
+        if path.suffix in TEXT and text and (not text.endswith(b"\n") or text.endswith(b"\n\n")):
+            problems.append(f"{name_of(path)}:{len(text.splitlines())}: must end with one newline")
+    clean(problems)
+
+
+def test_files_are_small() -> None:
+    sizes = {path: len(lines_of(path)) for path in [*PYTHON, *NATIVE]}
+    clean([f"{name_of(path)}:{MOST_LINES}: {size} lines" for path, size in sizes.items() if size > MOST_LINES])
+    long = [f"{name_of(path)}:{LONG_LINES}: {size} lines" for path, size in sizes.items() if size > LONG_LINES]
+    clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
+
+
+def test_nothing_unfinished_is_left() -> None:
+    problems = []
+    for path in [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]:
+        for number, line in enumerate(lines_of(path), 1):
+            if found := UNFINISHED.search(line):
+                problems.append(f"{name_of(path)}:{number}: {found[0]}")
+    clean(problems)
+
+
+def test_the_library_does_not_print() -> None:
+    problems = []
+    for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in MAY_PRINT]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("print", "breakpoint")
+            ):
+                problems.append(f"{name_of(path)}:{node.lineno}: {node.func.id}()")
+    clean(problems)
+
+
+def test_nothing_is_checked_by_an_assertion() -> None:
+    """``python -O`` leaves them out. In tests they are what pytest makes of them."""
+    problems = []
+    for path in [path for path in PYTHON if not inside(path, "tests")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert):
+                problems.append(
+                    f"{name_of(path)}:{node.lineno}: assert, which python -O leaves out: raise what is wrong"
+                )
+            elif isinstance(node, ast.Name) and node.id == "__debug__":
+                problems.append(f"{name_of(path)}:{node.lineno}: __debug__, which python -O changes")
+    clean(problems)
+
+
+def test_native_code_neither_prints_nor_exits_nor_asserts() -> None:
+    problems = []
+    for path in [path for path in NATIVE if inside(path, "csrc")]:
+        for number, line in enumerate(lines_of(path), 1):
+            if found := NOT_IN_A_LIBRARY.search(line.partition("//")[0]):
+                problems.append(f"{name_of(path)}:{number}: {found[0]}")
+    clean(problems)
+
+
+def test_no_file_names_someones_home() -> None:
+    problems = []
+    for path in FILES:
+        if path.suffix in TEXT or path.suffix == "":
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+                if found := SOMEONES_HOME.search(line):
+                    problems.append(f"{name_of(path)}:{number}: {found[0]}")
+    clean(problems)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "caught", "passed"),
+    [
+        (BINDING_ONLY, ["<torch/all.h>", "<c10/core/Event.h>", "<Python.h>"], ["<vector>", '"base/io.h"']),
+        (
+            NOT_IN_A_LIBRARY,
+            ["std::exit(1)", "  assert(x)", "printf (1)", "std::cerr"],
+            ["static_assert(x)", "snprintf(x)"],
+        ),
+        (SOMEONES_HOME, ["/home/" + "ann/x", "/root" + "/x"], ["/home", "at the /rooted/ tree"]),
+        (UNFINISHED, ["# TO" + "DO later"], ["TODOS", "mkdtemp-XXXXXX"]),
+    ],
+)
+def test_the_patterns_catch_what_they_should(pattern: re.Pattern[str], caught: list[str], passed: list[str]) -> None:
+    assert [text for text in caught if not pattern.search(text)] == []
+    assert [text for text in passed if pattern.search(text)] == []

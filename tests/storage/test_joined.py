@@ -1,0 +1,160 @@
+"""``JoinedOperation``: the end of several transfers, which happens once, whoever learns of it first."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import IoFuture, aio_handle
+from nvme_ops.storage.joined import JoinedOperation, as_operation
+from tests.conftest import in_child, in_threads, pattern
+from tests.storage.slow_store import Slow
+
+
+@functools.cache
+def shared() -> aio_handle:
+    """Made by the first test that needs it: collecting compiles nothing."""
+    return aio_handle()
+
+
+def writes(folder: Path, count: int = 3, handle: aio_handle | None = None) -> list[IoFuture]:
+    return [(handle or shared()).submit_pwrite(pattern(10_000), folder / str(number)) for number in range(count)]
+
+
+def failing(folder: Path, count: int) -> list[IoFuture]:
+    return [shared().submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
+
+
+def test_its_bytes_are_those_of_all(folder: Path) -> None:
+    future = IoFuture(as_operation(JoinedOperation(writes(folder), lambda failure: None)))
+    assert future.result() == 30_000
+    assert future.done()
+
+
+def test_it_ends_without_transfers() -> None:
+    ended: list[Any] = []
+    future = IoFuture(as_operation(JoinedOperation([], ended.append)))
+    called: list[Any] = []
+    future.add_done_callback(called.append)
+    assert future.result() == 0
+    assert (ended, called) == ([None], [future])
+
+
+def test_all_failures_are_there(folder: Path) -> None:
+    ended: list[Any] = []
+    operation = JoinedOperation([*writes(folder, 1), *failing(folder, 2)], ended.append)
+    failure = IoFuture(as_operation(operation)).exception()
+    assert isinstance(failure, FileNotFoundError)
+    assert ended == [failure]
+    names = [Path(each.filename).name for each in failure.failures]  # type: ignore[attr-defined]
+    assert names == ["none0", "none1"]
+
+
+def test_what_is_raised_at_the_end_is_its_failure(folder: Path) -> None:
+    def finish(_: object) -> None:
+        raise ValueError("at the end")
+
+    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="at the end"):
+            future.result()
+
+
+def test_the_end_happens_once_among_threads_and_calls_back_each_once(folder: Path, eager_switches: None) -> None:
+    for _ in range(30):
+        ended: list[Any] = []
+        operation = JoinedOperation(writes(folder), ended.append)
+        called, all_called = list[int](), threading.Event()
+
+        def callback(number: int, called: list[int] = called, all_called: threading.Event = all_called) -> None:
+            called.append(number)
+            if len(called) == 4:
+                all_called.set()
+
+        def ask(number: int, operation: JoinedOperation = operation, callback: Any = callback) -> None:
+            if number % 2:
+                assert operation.wait(None)
+            operation.add_callback(lambda: callback(number))
+            operation.done()
+
+        in_threads(ask, 4)
+        assert all_called.wait(60)
+        assert sorted(called) == [0, 1, 2, 3]
+        assert ended == [None]
+
+
+def test_an_end_that_ctrl_c_interrupts_is_made_up_for(folder: Path) -> None:
+    calls: list[int] = []
+
+    def finish(_: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
+    with pytest.raises(KeyboardInterrupt):
+        future.result()
+    assert future.result() == 30_000
+    assert len(calls) == 2
+
+
+def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
+    """As a signal handler or the garbage collector may in the middle of it."""
+    calls: list[bool] = []
+
+    def finish(_: object) -> None:
+        calls.append(operation.done())
+        calls.append(operation.wait(0.1))
+
+    operation = JoinedOperation(writes(folder), finish)
+    assert operation.wait(None)
+    assert calls == [False, False]
+
+
+def test_a_timeout_leaves_it_to_go_on(folder: Path) -> None:
+    handle = Slow("pwrite")
+    operation = JoinedOperation([*writes(folder, 1), *writes(folder, 1, handle)], lambda failure: None)
+    future = IoFuture(as_operation(operation))
+    for timeout in (0, 0.01, -1):
+        with pytest.raises(TimeoutError):
+            future.result(timeout)
+    with pytest.raises(ValueError, match="nan"):
+        future.result(float("nan"))
+    handle.go.set()
+    assert future.result(60) == 20_000
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_failure_that_nobody_asks_for_is_reported(folder: Path, unraisable: list[Any], asked: bool) -> None:
+    operation = JoinedOperation(failing(folder, 1), lambda failure: None)
+    while not operation.done():
+        pass
+    if asked:
+        operation.exception()
+    del operation
+    gc.collect()
+    assert [type(each) for each in unraisable] == ([] if asked else [FileNotFoundError])
+
+
+def test_a_forked_child_ends_nothing(folder: Path) -> None:
+    ended: list[Any] = []
+    transfers = writes(folder)
+    operation = JoinedOperation(transfers, ended.append)
+    for transfer in transfers:
+        transfer.result()
+
+    def child() -> None:
+        assert not operation.done()
+        with pytest.raises(RuntimeError, match="the parent's"):
+            operation.wait(None)
+        assert ended == []
+
+    in_child(child)
+    assert operation.done()
+    assert ended == [None]

@@ -1,0 +1,362 @@
+"""``Slab``: extents of one file, of which no two overlap and none gets lost."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nvme_ops.storage import Extent, Slab
+from tests.conftest import KIB, MIB, in_threads, pattern
+
+PAGE = 4 * KIB
+
+
+@pytest.fixture
+def fd(folder: Path) -> Iterator[int]:
+    number = os.open(folder / "slab", os.O_RDWR | os.O_CREAT)
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def slab(fd: int) -> Slab:
+    return Slab(fd, "the slab", step=MIB)
+
+
+def blocks(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_extents_are_whole_pages_with_blocks(slab: Slab, fd: int) -> None:
+    first, second = slab.allocate(1), slab.allocate(PAGE + 1)
+    assert (first, second) == (Extent(0, PAGE), Extent(PAGE, 2 * PAGE))
+    assert (slab.bytes_in_use, slab.size) == (3 * PAGE, MIB)
+    assert blocks(fd) >= MIB
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_no_extent_of_nothing(slab: Slab, wrong: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        slab.allocate(wrong)
+    assert slab.size == 0
+
+
+def test_the_smallest_hole_that_fits_is_taken(slab: Slab) -> None:
+    sizes = [5, 1, 3, 1, 4, 1]
+    extents = [slab.allocate(size * PAGE) for size in sizes]
+    slab.allocate(MIB - 15 * PAGE)
+    for index in (0, 2, 4):
+        slab.free(extents[index])
+    assert slab.allocate(3 * PAGE) == extents[2]
+    assert slab.allocate(2 * PAGE).start == extents[4].start
+    assert slab.allocate(5 * PAGE) == extents[0]
+    assert slab.size == MIB
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_neighbours_become_one_hole(slab: Slab, order: tuple[int, ...]) -> None:
+    extents = [slab.allocate(PAGE) for _ in range(3)]
+    slab.allocate(MIB - 3 * PAGE)
+    for index in order:
+        slab.free(extents[index])
+    assert slab.allocate(3 * PAGE) == Extent(0, 3 * PAGE)
+
+
+def test_it_grows_by_steps_and_by_what_is_missing(slab: Slab, fd: int) -> None:
+    slab.allocate(MIB - PAGE)
+    slab.allocate(2 * PAGE)
+    assert slab.size == 2 * MIB
+    assert slab.allocate(5 * MIB).start == MIB + PAGE  # begins with the hole at the end
+    assert slab.size == os.fstat(fd).st_size == 6 * MIB + PAGE
+
+
+def test_what_is_free_is_not_freed_again(slab: Slab) -> None:
+    extent = slab.allocate(3 * PAGE)
+    for wrong in (Extent(PAGE, PAGE), Extent(0, PAGE), Extent(0, 4 * PAGE), Extent(MIB, PAGE), Extent(-PAGE, PAGE)):
+        with pytest.raises(ValueError, match="the slab is not in use"):
+            slab.free(wrong)
+    slab.free(extent)
+    with pytest.raises(ValueError, match="not in use"):
+        slab.free(extent)
+    assert slab.bytes_in_use == 0
+    assert slab.allocate(MIB) == Extent(0, MIB)
+
+
+def test_trim_gives_blocks_back_and_allocate_takes_them_again(slab: Slab, fd: int) -> None:
+    extents = [slab.allocate(MIB) for _ in range(4)]
+    data = pattern(MIB).numpy().tobytes()
+    for extent in extents:
+        os.pwrite(fd, data, extent.start)
+    os.fsync(fd)
+    before = blocks(fd)
+    slab.free(extents[1])
+    slab.free(extents[3])
+    slab.trim()
+    assert slab.size == os.fstat(fd).st_size == 3 * MIB
+    assert blocks(fd) <= before - 2 * MIB
+    assert slab.allocate(MIB) == extents[1]
+    assert blocks(fd) >= 3 * MIB
+    assert os.pread(fd, MIB, extents[0].start) == os.pread(fd, MIB, extents[2].start) == data
+    assert os.pread(fd, MIB, extents[1].start) == bytes(MIB)
+
+
+def test_trim_of_nothing_in_use_leaves_an_empty_file(slab: Slab, fd: int) -> None:
+    slab.free(slab.allocate(3 * MIB))
+    slab.trim()
+    assert (slab.size, os.fstat(fd).st_size, blocks(fd)) == (0, 0, 0)
+    assert slab.allocate(PAGE) == Extent(0, PAGE)
+
+
+def test_a_file_that_is_there_is_one_hole_and_gets_blocks(fd: int) -> None:
+    os.ftruncate(fd, MIB + 100)
+    slab = Slab(fd, "the slab", step=MIB)
+    assert slab.size == MIB
+    assert slab.allocate(MIB) == Extent(0, MIB)
+    assert blocks(fd) >= MIB
+
+
+def test_reserve_hands_out_what_is_in_use_already(fd: int) -> None:
+    os.ftruncate(fd, MIB)
+    slab = Slab(fd, "the slab", step=MIB)
+    taken = [Extent(8 * PAGE, PAGE), Extent(PAGE, 2 * PAGE), Extent(3 * PAGE, PAGE)]
+    slab.reserve(taken)
+    assert slab.bytes_in_use == 4 * PAGE
+    assert slab.allocate(4 * PAGE).start == 4 * PAGE
+    assert slab.allocate(PAGE).start == 0
+    for extent in taken:
+        slab.free(extent)
+    slab.free(Extent(4 * PAGE, 4 * PAGE))
+    slab.free(Extent(0, PAGE))
+    assert slab.allocate(MIB) == Extent(0, MIB)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [Extent(0, 2 * PAGE), Extent(PAGE, PAGE)],
+        [Extent(0, PAGE), Extent(0, PAGE)],
+        [Extent(MIB, PAGE)],
+        [Extent(MIB - PAGE, 2 * PAGE)],
+        [Extent(-PAGE, PAGE)],
+        [Extent(0, 0)],
+        [Extent(0, -PAGE)],
+        [Extent(1, PAGE)],
+        [Extent(0, 1)],
+    ],
+)
+def test_reserve_refuses_what_cannot_be(fd: int, wrong: list[Extent]) -> None:
+    os.ftruncate(fd, MIB)
+    slab = Slab(fd, "the slab")
+    with pytest.raises(ValueError, match=r"pages|overlaps another one or lies beyond"):
+        slab.reserve(wrong)
+    assert slab.allocate(MIB) == Extent(0, MIB)
+    with pytest.raises(ValueError, match="in use"):
+        slab.reserve([])
+
+
+# A full disk
+
+
+MakeFileSystem = Callable[..., Path]
+
+
+@pytest.fixture
+def small(make_file_system: MakeFileSystem) -> Iterator[int]:
+    place = make_file_system(16 * MIB)
+    number = os.open(place / "slab", os.O_RDWR | os.O_CREAT)
+    yield number
+    os.close(number)
+
+
+def test_a_full_disk_changes_nothing(small: int) -> None:
+    slab = Slab(small, "the slab", step=MIB)
+    first = slab.allocate(3 * MIB)
+    before, space = os.fstat(small), os.fstatvfs(small).f_bfree
+    with pytest.raises(OSError, match=r"No space left on device: making room for .*MiB") as caught:
+        slab.allocate(64 * MIB)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "the slab")
+    after = os.fstat(small)
+    assert (after.st_size, slab.size, slab.bytes_in_use) == (before.st_size, before.st_size, 3 * MIB)
+    assert os.fstatvfs(small).f_bfree >= space - 4  # ext4 may keep a block that named the others
+    slab.free(first)
+    assert slab.allocate(3 * MIB) == first
+
+
+def test_where_there_is_no_room_for_a_step_it_grows_by_less(small: int) -> None:
+    slab = Slab(small, "the slab", step=64 * MIB)
+    slab.allocate(3 * MIB)
+    assert slab.size == 3 * MIB
+    slab.allocate(PAGE)
+    assert slab.size == 3 * MIB + PAGE
+
+
+@pytest.mark.parametrize("place", ["a hole", "the end"])
+def test_a_disk_that_others_filled_after_trim_changes_nothing(small: int, place: str) -> None:
+    slab = Slab(small, "the slab", step=PAGE)
+    first, second = slab.allocate(6 * MIB), slab.allocate(PAGE)
+    slab.free(first)
+    slab.trim()
+    if place == "the end":
+        slab.free(second)
+        slab = Slab(small, "the slab", step=PAGE)  # of one hole with one block
+    wanted = 6 * MIB if place == "a hole" else 7 * MIB
+    other = os.open(_beside(small), os.O_RDWR | os.O_CREAT)
+    try:
+        os.posix_fallocate(other, 0, os.fstatvfs(small).f_bavail * 4 * KIB - 2 * MIB)
+        size, used = os.fstat(small).st_size, blocks(small)
+        with pytest.raises(OSError, match="No space left"):
+            slab.allocate(wanted)
+        assert (os.fstat(small).st_size, slab.size) == (size, size)
+        assert blocks(small) <= used + 4 * PAGE
+        os.ftruncate(other, 0)
+        assert slab.allocate(wanted).start == 0
+    finally:
+        os.close(other)
+
+
+def _beside(fd: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{fd}")).with_name("other")
+
+
+def test_the_limit_of_a_file_is_a_full_disk(fd: int) -> None:
+    slab = Slab(fd, "the slab", step=4 * MIB)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        slab.allocate(MIB)
+        with pytest.raises(OSError, match="File too large"):
+            slab.allocate(PAGE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert slab.size == MIB
+
+
+# Models
+
+
+class Model(RuleBasedStateMachine):
+    """The pages that are handed out, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fd = os.memfd_create("slab")
+        self.slab = Slab(self.fd, "the slab", step=8 * PAGE)
+        self.extents: list[Extent] = []
+
+    def teardown(self) -> None:
+        os.close(self.fd)
+
+    @rule(nbytes=st.integers(1, 12 * PAGE))
+    def allocate(self, nbytes: int) -> None:
+        holes = self.holes()
+        extent = self.slab.allocate(nbytes)
+        assert extent.start % PAGE == 0
+        assert extent.nbytes == -(-nbytes // PAGE) * PAGE
+        fitting = [size for _, size in holes if size >= extent.nbytes]
+        if fitting:
+            assert (extent.start, min(fitting)) in holes
+        self.extents.append(extent)
+
+    @precondition(lambda self: self.extents)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.slab.free(self.extents.pop(data.draw(st.integers(0, len(self.extents) - 1))))
+
+    @rule()
+    def trim(self) -> None:
+        self.slab.trim()
+        assert self.slab.size == max((extent.end for extent in self.extents), default=0)
+
+    @rule()
+    def reopen(self) -> None:
+        self.slab = Slab(self.fd, "the slab", step=8 * PAGE)
+        self.slab.reserve(self.extents)
+
+    def holes(self) -> list[tuple[int, int]]:
+        found, end = [], 0
+        for extent in [*sorted(self.extents), Extent(self.slab.size, 0)]:
+            if extent.start > end:
+                found.append((end, extent.start - end))
+            end = extent.end
+        return found
+
+    @invariant()
+    def nothing_overlaps_and_nothing_is_lost(self) -> None:
+        ordered = sorted(self.extents)
+        assert all(first.end <= second.start for first, second in itertools.pairwise(ordered))
+        assert self.slab.bytes_in_use == sum(extent.nbytes for extent in ordered)
+        assert self.slab.size == os.fstat(self.fd).st_size
+        assert sorted(self.slab._holes) == self.holes()
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def churn(slab: Slab, turns: int, seed: int, most: int) -> list[Extent]:
+    """Random sizes, allocated and freed; checks each against a bitmap of its own."""
+    numbers = random.Random(seed)
+    held: list[Extent] = []
+    used = bytearray(4 * MIB)  # a byte for each page
+    for _ in range(turns):
+        if held and (len(held) > most or numbers.random() < 0.5):
+            index = numbers.randrange(len(held))
+            held[index], held[-1] = held[-1], held[index]
+            extent = held.pop()
+            used[extent.start // PAGE : extent.end // PAGE] = bytes(extent.nbytes // PAGE)
+            slab.free(extent)
+        else:
+            extent = slab.allocate(numbers.choice((1, PAGE, 3 * PAGE, 10 * PAGE, numbers.randrange(1, 50 * PAGE))))
+            assert not any(used[extent.start // PAGE : extent.end // PAGE])
+            used[extent.start // PAGE : extent.end // PAGE] = b"\1" * (extent.nbytes // PAGE)
+            held.append(extent)
+    assert slab.bytes_in_use == sum(extent.nbytes for extent in held)
+    return held
+
+
+def all_free(slab: Slab) -> None:
+    assert slab.bytes_in_use == 0
+    slab.trim()
+    assert slab.size == 0
+
+
+@pytest.mark.parametrize("turns", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_random_use_neither_overlaps_nor_leaks(slab: Slab, turns: int) -> None:
+    for extent in churn(slab, turns, 5, 1000):
+        slab.free(extent)
+    all_free(slab)
+
+
+def test_threads_share_a_slab(slab: Slab, eager_switches: None) -> None:
+    owners: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        numbers, held = random.Random(number), list[Extent]()
+        for _ in range(1500):
+            if held and numbers.random() < 0.5:
+                extent = held.pop(numbers.randrange(len(held)))
+                for page in range(extent.start, extent.end, PAGE):
+                    assert owners.pop(page) == number
+                slab.free(extent)
+            else:
+                extent = slab.allocate(numbers.randrange(1, 5 * PAGE))
+                for page in range(extent.start, extent.end, PAGE):
+                    assert owners.setdefault(page, number) == number
+                held.append(extent)
+        for extent in held:
+            for page in range(extent.start, extent.end, PAGE):
+                del owners[page]
+            slab.free(extent)
+
+    in_threads(work, 4)
+    all_free(slab)

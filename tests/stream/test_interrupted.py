@@ -1,0 +1,290 @@
+"""A stream that is interrupted between any two of its statements: what calls that returned have done stays done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.memory import blocks, read_ahead, write_behind
+from nvme_ops.stream import stream
+from tests.conftest import KIB, MIB, in_child, in_threads, pattern
+
+MODULES = (nvme_ops.file, stream, blocks, read_ahead, write_behind)
+CODE = tuple(str(module.__file__) for module in MODULES)
+RECORD = 10_000
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, or what a signal handler raises."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK", 64 * KIB)
+    monkeypatch.setattr(read_ahead, "BLOCK", 64 * KIB)
+    for module in (write_behind, read_ahead):
+        monkeypatch.setattr(module, "SMALL", 16 * KIB)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[list[int]]:
+    """Raises Interrupt before the line of that number that runs in the stream or the file object; counts them."""
+    count = [0]
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            count[0] += 1
+            if count[0] == line:
+                raise Interrupt  # which ends the tracing too
+        return local
+
+    def each(frame: FrameType, event: str, _: Any) -> Any:
+        # not in the function around a ``with``: signals do not come between its block and its __exit__ (bpo-29988)
+        wanted = frame.f_code.co_filename.startswith(CODE) and frame.f_code.co_name != "call"
+        return local if wanted else None
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def again(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Once more when it was interrupted, which happens once."""
+    try:
+        return call(*arguments)
+    except Interrupt:
+        return call(*arguments)
+
+
+def write_records(path: Path, mode: str, line: int) -> tuple[int, list[tuple[int, bytes]], int]:
+    """How many lines there were, where whole records are to be found, and how many calls were interrupted."""
+    kept, interrupted = [], 0
+    with interrupted_at(line) as count:
+        file = again(nvme_ops.open, path, mode)
+        for number in range(1, 45):
+            data = bytes([number]) * RECORD
+            position = again(file.tell)
+            try:
+                file.write(data)
+            except Interrupt:
+                interrupted += 1
+            else:
+                kept.append((position, data))
+            if number == 20:
+                again(file.flush)
+        again(file.close)
+    assert file.closed
+    return count[0], kept, interrupted
+
+
+def lines_of(run: Callable[[int], int]) -> range:
+    """Every line there is, or so many of them as there is time for; all of them: STREAM_LINES=all."""
+    total = run(0)
+    assert total > 50  # or nothing was interrupted
+    return range(1, total + 1, 1 if os.environ.get("STREAM_LINES") == "all" else 5)
+
+
+def test_what_was_written_is_in_the_file(folder: Path) -> None:
+    path = folder / "file"
+    for line in lines_of(lambda line: write_records(path, "w", line)[0]):
+        _, kept, interrupted = write_records(path, "w", line)
+        content = path.read_bytes()
+        assert len(kept) == 44 - interrupted >= 43
+        for position, data in kept:
+            assert content[position : position + RECORD] == data, (line, position, data[0])
+
+
+def test_what_was_appended_is_in_the_file_in_order(folder: Path) -> None:
+    path = folder / "file"
+    for line in lines_of(lambda line: write_records(path, "a", line)[0]):
+        path.unlink(missing_ok=True)
+        path.write_bytes(b"before")
+        _, kept, interrupted = write_records(path, "a", line)
+        content, place = path.read_bytes(), 0
+        assert len(kept) == 44 - interrupted >= 43
+        assert content.startswith(b"before")
+        for _, data in kept:
+            place = content.find(data, place)
+            assert place >= 0, (line, data[0])
+            place += RECORD
+        assert content.count(kept[-1][1]) == 1
+        assert len(content) <= len(b"before") + (len(kept) + interrupted) * RECORD
+
+
+def test_what_is_read_is_where_the_position_says(folder: Path) -> None:
+    path, expected = folder / "file", pattern(MIB).numpy().tobytes()
+    path.write_bytes(expected)
+
+    def read_all(line: int) -> int:
+        with interrupted_at(line) as count:
+            file = again(nvme_ops.open, path)
+            while (position := again(file.tell)) < len(expected):
+                try:
+                    data = file.read(RECORD)
+                except Interrupt:
+                    continue
+                assert data == expected[position : position + len(data)], (line, position)
+                assert data, (line, position)
+            again(file.close)
+        assert file.closed
+        return count[0]
+
+    for line in lines_of(read_all):
+        read_all(line)
+
+
+def test_interrupted_again_and_again_it_goes_on(folder: Path) -> None:
+    """More often than there are blocks: none is lost."""
+    path = folder / "file"
+    kept = []
+    file = nvme_ops.open(path, "w")
+    for number in range(1, 200):
+        data = bytes([number]) * RECORD
+        position = file.tell()
+        with interrupted_at(number % 41 + 3):
+            try:
+                file.write(data)
+            except Interrupt:
+                continue
+        kept.append((position, data))
+    file.close()
+    content = path.read_bytes()
+    for position, data in kept:
+        assert content[position : position + RECORD] == data
+    file = nvme_ops.open(path)
+    for number in range(200):
+        with interrupted_at(number % 41 + 3):
+            try:
+                file.read(RECORD)
+            except Interrupt:
+                continue
+    file.seek(0)
+    assert file.read() == content
+    file.close()
+
+
+def test_tensors_under_way_are_waited_for(folder: Path) -> None:
+    """Whatever line is interrupted, after ``close`` nothing is written any more."""
+    path, data = folder / "file", pattern(256 * KIB)
+
+    def write(line: int) -> int:
+        with interrupted_at(line) as count:
+            file = again(nvme_ops.open, path, "w")
+            for _ in range(3):
+                with suppress(Interrupt):
+                    file.pwrite_async(data, 0)
+            again(file.sync)
+            again(file.close)
+        assert file.closed
+        return count[0]
+
+    for line in lines_of(write):
+        write(line)
+        assert path.read_bytes() == data.numpy().tobytes(), line
+
+
+def test_an_interrupted_close_is_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, data = folder / "file", pattern(300 * KIB).numpy().tobytes()
+    file = nvme_ops.open(path, "w")
+    file.write(data)
+    inner, calls = write_behind.WriteBehind.flush, []
+
+    def flush(behind: write_behind.WriteBehind) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise TimeoutError("from a signal handler")
+        inner(behind)
+
+    monkeypatch.setattr(write_behind.WriteBehind, "flush", flush)
+    with pytest.raises(TimeoutError):
+        file.close()
+    assert not file.closed
+    file.close()
+    assert file.closed
+    assert path.read_bytes() == data
+
+
+def test_a_signal_that_comes_while_a_thread_takes_its_turn_leaves_no_lock(folder: Path) -> None:
+    """Real signals, as fast as they come."""
+
+    def raise_it(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_filename.startswith(CODE):
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    interrupted = 0
+    try:
+        with nvme_ops.open(folder / "file", "w") as file:
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0003)
+            while interrupted < 300:
+                try:
+                    while True:
+                        file.tell()
+                except Interrupt:
+                    interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            in_threads(lambda _: file.write(b"x"), 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (folder / "file").read_bytes() == b"xx"
+
+
+def test_close_waits_for_what_all_threads_have_begun(folder: Path) -> None:
+    data = [pattern(64 * KIB, number) for number in range(4)]
+    begun: list[Any] = []
+    with nvme_ops.open(folder / "file", "w") as file:
+
+        def work(number: int) -> None:
+            for place in range(50):
+                begun.append(file.pwrite_async(data[number], (50 * number + place) * 64 * KIB))
+
+        in_threads(work, 4)
+    assert len(begun) == 200
+    assert all(future.done() for future in begun)
+    content = (folder / "file").read_bytes()
+    assert content == b"".join(each.numpy().tobytes() * 50 for each in data)
+
+
+def test_threads_of_a_forked_child_share_what_it_writes(folder: Path) -> None:
+    path = folder / "file"
+    file = nvme_ops.open(path, "w")
+    file.write(b"parent")
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with file._stream._turn:
+            entered.set()
+            leave.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait()  # at the time of the fork another thread has the turn
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        in_threads(lambda _: file.write(b"child."), 4)
+        file.close()
+        assert path.read_bytes()[6:] == b"child." * 4
+
+    try:
+        in_child(body)
+    finally:
+        leave.set()
+        holder.join()
+    file.close()
+    assert path.read_bytes() == b"parent" + b"child." * 4

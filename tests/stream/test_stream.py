@@ -1,0 +1,436 @@
+"""The stream of nvme_ops.open: what is gathered before it is written, and what is read before it is asked for."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import random
+import resource
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops._native import native
+from nvme_ops.memory.blocks import BLOCK, BLOCKS
+from tests.conftest import KIB, MIB, in_child, in_threads, pattern, run_python
+
+SIZES = [0, 1, 100, 4095, 4096, 70_000, 256 * KIB, MIB + 1, BLOCK - 1, BLOCK, BLOCK + 1, 9 * MIB + 17]
+DATA = bytes(pattern(24 * MIB).numpy())
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return folder / "file"
+
+
+@pytest.fixture
+def filled(path: Path) -> Path:
+    path.write_bytes(DATA)
+    return path
+
+
+# As any other file
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_does_what_a_file_of_python_does(seed: int, path: Path) -> None:
+    chance = random.Random(seed)
+    content = DATA[: chance.choice(SIZES)]
+    path.write_bytes(content)
+    expected = io.BytesIO(content)
+    with nvme_ops.open(path, "r+") as file:
+        for _ in range(60):
+            size = chance.choice(SIZES)
+            match chance.randrange(8):
+                case 0 | 1 | 2:
+                    for stream in (file, expected):
+                        stream.write(DATA[size : 2 * size])
+                case 3 | 4:
+                    assert file.read(size) == expected.read(size)
+                case 5:
+                    place = chance.randrange(len(expected.getvalue()) + 10)
+                    assert file.seek(place) == expected.seek(place)
+                case 6:
+                    assert file.seek(0, os.SEEK_END) == expected.seek(0, os.SEEK_END)
+                case 7:
+                    size = chance.randrange(len(expected.getvalue()) + 1)
+                    assert file.truncate(size) == expected.truncate(size)
+            assert file.tell() == expected.tell()
+    assert path.read_bytes() == expected.getvalue()
+
+
+@pytest.mark.parametrize("size", [1, 5000, 256 * KIB, 3 * MIB, 11 * MIB])
+def test_reads_of_one_size_come_to_the_end(size: int, filled: Path) -> None:
+    with nvme_ops.open(filled) as file:
+        start = 0 if size > 1 else len(DATA) - 50_000
+        file.seek(start)
+        pieces = list(iter(lambda: file.read(size), b""))
+    assert {len(piece) for piece in pieces[:-1]} <= {size}
+    assert b"".join(pieces) == DATA[start:]
+
+
+@pytest.mark.parametrize("size", [1, 5000, 256 * KIB, 3 * MIB, 11 * MIB])
+def test_writes_of_one_size_arrive_in_order(size: int, path: Path) -> None:
+    data = DATA if size > 1 else DATA[:50_000]
+    with nvme_ops.open(path, "w") as file:
+        for start in range(0, len(data), size):
+            file.write(data[start : start + size])
+    assert path.read_bytes() == data
+
+
+def test_a_very_large_write_between_small_ones(path: Path) -> None:
+    large = pattern(65 * MIB).numpy().tobytes()
+    with nvme_ops.open(path, "w") as file:
+        file.write(b"before")
+        file.write(large)
+        file.write(b"after")
+        assert file.tell() == 65 * MIB + 11
+    content = path.read_bytes()
+    assert content[:6] + content[-5:] == b"beforeafter"
+    assert content[6:-5] == large
+
+
+def test_what_was_written_may_change_at_once(path: Path) -> None:
+    data = bytearray(DATA)
+    with nvme_ops.open(path, "w") as file:
+        file.write(data)
+        data[:] = bytes(len(data))
+    assert path.read_bytes() == DATA
+
+
+def test_lines_and_what_comes_next_are_read(path: Path) -> None:
+    path.write_bytes(b"one\ntwo\nthree")
+    with nvme_ops.open(path) as file:
+        assert file.readline() == b"one\n"
+        assert file.peek(3) == b"two"
+        assert list(file) == [b"two\n", b"three"]
+        assert file.peek(3) == b""
+
+
+# torch, numpy and pickle
+
+
+def state() -> dict[str, Any]:
+    return {"large": pattern(9 * MIB), "small": [torch.randn(3) for _ in range(50)], "step": 3}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return (
+        found["step"] == expected["step"]
+        and torch.equal(found["large"], expected["large"])
+        and all(torch.equal(a, b) for a, b in zip(found["small"], expected["small"], strict=True))
+    )
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_torch_saves_to_it_and_loads_from_it(zipped: bool, path: Path) -> None:
+    expected, plain = state(), path.with_suffix(".pt")
+    with nvme_ops.open(path, "w") as file:
+        torch.save(expected, file, _use_new_zipfile_serialization=zipped)
+    torch.save(expected, plain, _use_new_zipfile_serialization=zipped)
+    assert abs(path.stat().st_size - plain.stat().st_size) < 64 * KIB  # names in the archive differ
+    for saved in (path, plain):
+        with nvme_ops.open(saved) as file:
+            assert same(torch.load(file, weights_only=True), expected)
+    assert same(torch.load(path, weights_only=True), expected)
+
+
+def test_pickle_dumps_to_it_and_loads_from_it(path: Path) -> None:
+    value = {"bytes": DATA[: 5 * MIB], "many": list(range(100_000))}
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        with nvme_ops.open(path, "w") as file:
+            pickle.dump(value, file, protocol)
+            pickle.dump("second", file, protocol)
+        with nvme_ops.open(path) as file:
+            assert pickle.load(file) == value
+            assert pickle.load(file) == "second"
+
+
+def test_numpy_saves_to_it_and_loads_from_it(path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    array = numpy.arange(3 * MIB).reshape(3, MIB)
+    with nvme_ops.open(path, "w") as file:
+        numpy.save(file, array)
+        numpy.save(file, array[:, ::2])
+    with nvme_ops.open(path) as file:
+        assert numpy.array_equal(numpy.load(file), array)
+        assert numpy.array_equal(numpy.load(file), array[:, ::2])
+
+
+# When it is in the file
+
+
+def test_small_writes_are_in_the_file_after_a_flush(path: Path) -> None:
+    with nvme_ops.open(path, "w") as file:
+        for number in range(3):
+            file.write(b"abc")
+            assert path.stat().st_size == 3 * number
+            file.flush()
+            assert path.read_bytes() == b"abc" * (number + 1)
+
+
+@pytest.mark.parametrize("size", [10, BLOCK + 10, 9 * MIB])
+@pytest.mark.parametrize("how", ["flush", "sync", "seek", "pread", "pwrite", "truncate", "close"])
+def test_whatever_needs_the_file_finds_it_whole(how: str, size: int, path: Path) -> None:
+    path.touch()
+    file = nvme_ops.open(path, "w" if how not in ("pread",) else "r+")
+    file.write(DATA[:size])
+    tensor = torch.zeros(10, dtype=torch.uint8)
+    {
+        "flush": file.flush,
+        "sync": file.sync,
+        "seek": lambda: file.seek(0),
+        "pread": lambda: file.pread(tensor, 0),
+        "pwrite": lambda: file.pwrite(torch.frombuffer(bytearray(DATA[:10]), dtype=torch.uint8), 0),
+        "truncate": file.truncate,
+        "close": file.close,
+    }[how]()
+    assert path.read_bytes() == DATA[:size]
+    file.close()
+    assert path.read_bytes() == DATA[:size]
+
+
+def test_what_others_write_behind_the_end_is_kept(path: Path) -> None:
+    with nvme_ops.open(path, "w") as file:
+        file.write(DATA[: 2 * BLOCK])
+        with path.open("r+b") as other:
+            other.seek(12 * MIB)
+            other.write(b"other")
+        file.write(DATA[2 * BLOCK : 9 * MIB])
+    content = path.read_bytes()
+    assert content[: 9 * MIB] == DATA[: 9 * MIB]
+    assert content[12 * MIB :][:5] == b"other"
+
+
+def test_tensors_under_way_behind_the_end_are_kept(path: Path) -> None:
+    tensor = torch.frombuffer(bytearray(DATA[: 4 * MIB]), dtype=torch.uint8)
+    with nvme_ops.open(path, "w") as file:
+        file.pwrite_async(tensor, 20 * MIB)
+        file.write(DATA[: 9 * MIB])
+    content = path.read_bytes()
+    assert (content[: 9 * MIB], content[20 * MIB :]) == (DATA[: 9 * MIB], DATA[: 4 * MIB])
+
+
+def test_appending_takes_turns_with_others(path: Path) -> None:
+    with nvme_ops.open(path, "a") as file, path.open("ab") as other:
+        for number in range(3):
+            file.write(b"ours")
+            other.write(b"others")
+            other.flush()
+            file.flush()
+            assert path.read_bytes() == b"othersours" * (number + 1)
+            assert file.tell() == path.stat().st_size
+        file.write(DATA)
+    assert path.read_bytes() == b"othersours" * 3 + DATA
+
+
+def test_a_file_that_grows_is_read_to_its_new_end(filled: Path) -> None:
+    with nvme_ops.open(filled) as file, filled.open("ab") as other:
+        for size in (100, 5 * MIB, 100, 20 * MIB):
+            file.read(size)
+        assert file.read(100) == b""
+        other.write(DATA[: 6 * MIB])
+        other.flush()
+        assert file.read(10) + file.read() == DATA[: 6 * MIB]
+        assert file.read(10) == b""
+
+
+def test_what_others_changed_is_read_after_a_flush(filled: Path) -> None:
+    with nvme_ops.open(filled) as file, filled.open("r+b") as other:
+        for _ in range(4):
+            file.read(100)
+        other.seek(400)
+        other.write(b"changed")
+        other.flush()
+        file.flush()
+        assert file.read(7) == b"changed"
+
+
+def test_a_file_that_shrinks_ends_where_it_ends_now(filled: Path) -> None:
+    with nvme_ops.open(filled) as file:
+        for _ in range(4):
+            file.read(100 * KIB)
+        os.truncate(filled, 20 * MIB)
+        file.seek(19 * MIB)
+        assert file.read(5 * MIB) == DATA[19 * MIB : 20 * MIB]
+        assert file.read(1) == b""
+
+
+# Memory
+
+
+def taken() -> int:
+    return int(native().pool_statistics()["live_bytes"])
+
+
+def test_memory_is_bounded_taken_at_first_use_and_given_back(path: Path) -> None:
+    gc.collect()
+    before = taken()
+    with nvme_ops.open(path, "w") as file:
+        assert taken() == before
+        for _ in range(3):
+            file.write(DATA)
+            assert taken() - before <= BLOCKS * BLOCK
+    assert taken() == before
+    with nvme_ops.open(path) as file:
+        file.read(10)
+        assert taken() == before
+        while file.read(300 * KIB):
+            assert taken() - before <= BLOCKS * BLOCK
+    assert taken() == before
+
+
+# Errors
+
+
+def write_much(file: nvme_ops.File) -> None:
+    for start in range(0, len(DATA), MIB):
+        file.write(DATA[start : start + MIB])
+    file.sync()
+
+
+def test_an_error_in_the_background_is_told_once_and_ends_the_writing(folder: Path) -> None:
+    path = folder / "file"
+
+    def body() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, 10 * MIB))
+        file = nvme_ops.open(path, "w")
+        with pytest.raises(OSError, match="too large"):
+            write_much(file)
+        for call in (file.flush, file.sync, lambda: file.write(b"x")):
+            with pytest.raises(OSError):  # noqa: PT011  (the same)
+                call()
+        file.close()
+        assert file.closed
+
+    in_child(body)
+
+
+def test_an_error_that_nobody_was_told_is_raised_by_close(folder: Path) -> None:
+    def body() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+        for size in (2 * MIB, 100 * KIB):
+            file = nvme_ops.open(folder / "file", "w")
+            if size < MIB:
+                file.seek(MIB)
+            file.write(DATA[:size])
+            with pytest.raises(OSError):  # noqa: PT011  (whatever the kernel says)
+                file.close()
+            assert file.closed
+
+    in_child(body)
+
+
+def test_a_full_disk_is_told(make_file_system: Callable[..., Path]) -> None:
+    path = make_file_system(40 * MIB) / "file"
+    with nvme_ops.open(path, "w") as file:
+        file.write(DATA)  # which fits
+    assert path.read_bytes() == DATA
+    file = nvme_ops.open(path, "r+")
+    file.seek(0, os.SEEK_END)
+    with pytest.raises(OSError, match="No space left"):
+        write_much(file)
+    file.close()
+    assert path.read_bytes()[: len(DATA)] == DATA
+
+
+# Threads, processes and the end of the program
+
+
+def test_threads_take_turns(path: Path) -> None:
+    record, count = 10_001, 400
+    with nvme_ops.open(path, "w") as file:
+        in_threads(lambda number: [file.write(bytes([number]) * record) for _ in range(count)], 4)
+    content = path.read_bytes()
+    records = [content[start : start + record] for start in range(0, len(content), record)]
+    assert sorted(records) == sorted(bytes([number]) * record for number in range(4) for _ in range(count))
+    found: list[bytes] = []
+    with nvme_ops.open(path) as file:
+        in_threads(lambda _: found.extend(iter(lambda: file.read(record), b"")), 4)
+    assert sorted(found) == sorted(records)
+
+
+def test_a_forked_child_does_not_write_what_its_parent_had_written(path: Path) -> None:
+    file = nvme_ops.open(path, "w")
+    file.write(DATA[: 2 * BLOCK + 100])
+
+    def body() -> None:
+        file.close()
+
+    in_child(body)
+    file.write(b"more")
+    file.close()
+    assert path.read_bytes() == DATA[: 2 * BLOCK + 100] + b"more"
+
+
+def test_a_forked_child_goes_on_reading_and_writing(filled: Path) -> None:
+    file = nvme_ops.open(filled, "r+")
+    file.read(1000)
+    file.read(1000)
+    held = threading.Event()
+
+    def body() -> None:
+        assert file.read(5 * MIB) == DATA[2000 : 2000 + 5 * MIB]
+        file.seek(0)
+        file.write(b"child")
+        file.close()
+
+    in_child(body)
+    held.set()
+    assert file.read(1000) == DATA[2000:3000]
+    file.close()
+    assert filled.read_bytes() == b"child" + DATA[5:]
+
+
+def test_a_file_that_is_dropped_is_written_with_a_warning(path: Path) -> None:
+    files = [nvme_ops.open(path, "w")]
+    files[0].write(DATA[:MIB])
+    with pytest.warns(ResourceWarning, match="unclosed file"):
+        files.clear()
+    assert path.read_bytes() == DATA[:MIB]
+
+
+def test_an_error_of_a_file_that_is_dropped_is_told(folder: Path, unraisable: list[Any]) -> None:
+    file = nvme_ops.open(folder / "file", "w")
+    file.write(b"lost")
+    os.close(file.fileno())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        del file
+        gc.collect()
+    assert [type(error) for error in unraisable] == [OSError]
+
+
+def test_a_file_that_is_open_when_the_program_ends_is_written(path: Path) -> None:
+    program = """
+        import sys, nvme_ops
+        file = nvme_ops.open(sys.argv[1], "w")
+        for _ in range(10):
+            file.write(bytes(1 << 20))
+        file.write(b"end")
+        kept = {"itself": file}
+        kept["kept"] = kept
+    """
+    run_python(program, path)
+    assert path.read_bytes() == bytes(10 * MIB) + b"end"
+
+
+def test_a_signal_handler_that_uses_the_file_while_it_is_at_work_is_told(path: Path) -> None:
+    file = nvme_ops.open(path, "w")
+    file.write(b"x")
+    turn = file._stream._turn
+    with turn, pytest.raises(RuntimeError, match="signal handler"):
+        file.write(b"y")
+    file.close()
+    assert path.read_bytes() == b"x"

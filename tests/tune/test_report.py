@@ -1,0 +1,146 @@
+"""The result in words and as JSON, of made-up devices; and what is best for several at once."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import Identity
+from nvme_ops.text import MIB
+from nvme_ops.tune import devices, options, report
+from nvme_ops.tune.devices import Result, Tuned
+from nvme_ops.tune.duel import Duel
+from nvme_ops.tune.search import DEFAULT, Axis, Outcome
+from tests.tune.test_search import BUDGET, MadeUpDevice
+
+DEVICE = Identity(("nvme made up 1 TiB",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")
+FAST = replace(DEFAULT, block_size=8 * MIB, queue_depth=16)
+FEW = [Axis("block_size", [MIB, 8 * MIB]), Axis("queue_depth", [16, 128])]
+RATES = {DEFAULT: {"write": 1e9, "read": 2e9}, FAST: {"write": 1.2e9, "read": 2.4e9}}
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Namespace:
+    return options.parse(["--nvme_dir", str(tmp_path), "--explain"])
+
+
+def outcome(best: Settings, *ratios: float, challenger: Settings = FAST, baseline: Settings = DEFAULT) -> Outcome:
+    final = Duel(challenger, ratios, 0.02) if ratios else None
+    return Outcome(best, baseline, challenger, final, FEW, RATES, {DEFAULT: 5, FAST: 7}, {}, True)
+
+
+def result(given: Namespace, *outcomes: Outcome) -> Result:
+    names = ["/mnt/a", "/mnt/b", "/mnt/c"]
+    return Result(
+        given, [Tuned([name], DEVICE, each, 41.2, 400 * MIB) for name, each in zip(names, outcomes, strict=False)]
+    )
+
+
+def test_the_best_stands_beside_the_default_with_the_reason(given: Namespace) -> None:
+    text = report.text(result(given, outcome(FAST, 1.2, 1.21, 1.19)))
+    lines = text.splitlines()
+    assert lines[0] == "/mnt/a: ext4 on nvme made up 1 TiB"
+    assert " ".join(lines[1].split()) == "best 8 MiB x 16, 1 lane write 1.20 GB/s read 2.40 GB/s"
+    assert " ".join(lines[2].split()) == "default 1 MiB x 128, 1 lane write 1.00 GB/s read 2.00 GB/s"
+    assert lines[3].startswith("  8 MiB x 16, 1 lane: 1.200 of the default's rate, +- 0.020")
+    assert lines[3].endswith(" in 3 rounds")
+    assert lines[4] == "  12 passes in 41 s"
+
+
+def test_a_default_that_stays_says_why(given: Namespace) -> None:
+    text = report.text(result(given, outcome(DEFAULT, 1.1, 0.9, 1.05)))
+    assert "best (default)  1 MiB x 128, 1 lane" in text
+    assert "challenger      8 MiB x 16, 1 lane" in text
+    assert "1.050 of the default's rate" in text
+    assert "in 3 rounds: inside the noise, so the default stays" in text
+
+
+def test_a_default_that_nothing_challenges_says_so(given: Namespace) -> None:
+    text = report.text(result(given, outcome(DEFAULT, challenger=DEFAULT)))
+    assert "nothing is faster than the default by more than 1 %" in text
+    assert "challenger" not in text
+
+
+def test_what_was_not_confirmed_is_marked(given: Namespace) -> None:
+    assert "not confirmed: no time was left" in report.text(result(given, outcome(FAST)))
+
+
+def test_a_search_without_the_default_names_what_is_nearest(given: Namespace) -> None:
+    nearest = replace(DEFAULT, queue_depth=16)
+    found = replace(outcome(FAST, 1.2, 1.2, 1.2, baseline=nearest), rates={FAST: RATES[FAST], nearest: RATES[DEFAULT]})
+    assert "nearest to the default  1 MiB x 16, 1 lane" in report.text(result(given, found))
+
+
+def test_explain_shows_how_flat_the_optimum_is(given: Namespace) -> None:
+    for kind, words in (("flat", "a flat optimum"), ("cliffs", "a narrow optimum")):
+        device = MadeUpDevice(kind, 1, noise=0.01)
+        found = device.search().find()
+        text = report.text(result(given, found))
+        assert words in text
+        assert device.now < 1.1 * BUDGET
+        for axis in found.axes:
+            assert axis.name in text
+        assert text.count("the best ") >= len(found.axes)
+        assert "+- 0.0" in text
+        if found.final:
+            assert f"the final, round by round: {found.final.ratios[0]:.3f}" in text
+
+
+def test_without_passes_there_is_nothing_to_explain(given: Namespace) -> None:
+    assert "why: too little was measured" in report.text(result(given, outcome(DEFAULT)))
+
+
+def test_the_text_ends_with_the_section_in_the_order_of_ds_nvme_tune(given: Namespace) -> None:
+    section = report.text(result(given, outcome(FAST, 1.2, 1.2, 1.2))).rpartition("\n\n")[2]
+    assert json.loads(section) == {"aio": FAST.as_json()}
+    assert list(json.loads(section)["aio"]) == [
+        "single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size"
+    ]  # fmt: skip
+
+
+def test_the_document_can_be_written(given: Namespace) -> None:
+    document = json.loads(json.dumps(report.as_document(result(given, outcome(FAST, 1.2, 1.21, 1.19)))))
+    assert document["aio"] == FAST.as_json()
+    device = document["devices"][0]
+    assert device["rounds"] == [1.2, 1.21, 1.19]
+    assert device["ratio"] == 1.2
+    assert device["bytes_per_second"] == {"best": RATES[FAST], "default": RATES[DEFAULT]}
+    assert device["challenger"] == FAST.as_json()
+
+
+def test_devices_that_agree_need_no_comparison(given: Namespace) -> None:
+    assert result(given, outcome(FAST), outcome(FAST)).best == FAST
+
+
+def test_for_several_devices_the_best_is_what_won_on_all_at_once(given: Namespace) -> None:
+    other = replace(DEFAULT, queue_depth=16)
+    found = result(given, outcome(FAST), outcome(other), outcome(DEFAULT))
+    assert found.best == DEFAULT  # as long as nothing is known
+    found.together = [Duel(FAST, [1.1, 1.11, 1.1], 0.01), Duel(other, [1.2, 1.21, 1.2], 0.01)]
+    assert found.best == other
+    assert "all devices at once, against the default" in report.text(found)
+    found.together = [Duel(FAST, [1.1, 0.9, 1.1], 0.2), Duel(other, [0.9, 0.9, 0.9], 0.01)]
+    assert found.best == DEFAULT
+
+
+def test_devices_are_measured_at_once_and_their_rates_added(given: Namespace) -> None:
+    class MadeUpPasses:
+        def __init__(self, rates: dict[Settings, float]) -> None:
+            self.rates = rates
+
+        def measure(self, settings: Settings, full: bool) -> dict[str, float]:
+            assert full
+            return {"read": self.rates[settings]}
+
+    found = result(given, outcome(FAST), outcome(DEFAULT))
+    ready: list[Any] = [MadeUpPasses({FAST: 3.0, DEFAULT: 1.0}), MadeUpPasses({FAST: 2.0, DEFAULT: 3.0})]
+    duels = devices._compare_together(found, ready, lambda _: None)
+    assert [duel.challenger for duel in duels] == [FAST]
+    assert duels[0].ratio == pytest.approx(5 / 4)
+    assert devices._compare_together(result(given, outcome(FAST), outcome(FAST)), ready, lambda _: None) == []
