@@ -1,0 +1,42 @@
+"""Models, contexts and training states larger than memory, which come from files while a model computes.
+
+model = nvme_ops.offload.from_pretrained("Llama-70B", memory_budget="16G")
+model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
+model.generate(**inputs, past_key_values=nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G"))
+optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
+from nvme_ops.offload.pager import CacheStats as CacheStats
+from nvme_ops.offload.pretrained import from_pretrained as from_pretrained
+from nvme_ops.offload.states import OptimizerStats as OptimizerStats
+from nvme_ops.offload.stream_weights import stream_weights as stream_weights
+from nvme_ops.offload.window import WindowStats as WindowStats
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.cache import NvmeCache as NvmeCache
+
+__all__ = [
+    "CacheStats",
+    "NvmeCache",
+    "NvmeOptimizer",
+    "OptimizerStats",
+    "WindowStats",
+    "from_pretrained",
+    "stream_weights",
+]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "NvmeCache":
+            raise AttributeError(f"module 'nvme_ops.offload' has no attribute {name!r}")
+        try:
+            from nvme_ops.offload.cache import NvmeCache  # imports transformers, which takes seconds
+        except ImportError as error:
+            raise ImportError("nvme_ops.offload.NvmeCache needs transformers 5: pip install transformers") from error
+        return NvmeCache

@@ -1,0 +1,285 @@
+"""The command ``nvme-offload``: what a model larger than memory will do, and what it does."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nvme_ops import __version__
+from nvme_ops.arguments import command_line, positive
+from nvme_ops.arguments import size as size_argument
+from nvme_ops.measuring.energy import Meter, total, used
+from nvme_ops.offload import page
+from nvme_ops.offload.generation import generate
+from nvme_ops.offload.plan import Computing, plan
+from nvme_ops.offload.pretrained import from_pretrained, weight_files
+from nvme_ops.offload.probe import Layers, rates, read_rate, sizes_of
+from nvme_ops.progress import progress_bar
+
+_BATCHES = [1, 4, 16, 64]
+_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+_EPILOG = """\
+examples:
+  nvme-offload plan Llama-70B --memory 16G                   tokens per second, and the best batch size
+  nvme-offload plan Llama-70B --memory 16G --device /mnt/b   with the weights on another device
+  nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --price-per-hour 1.20 --watts 350
+  nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
+  nvme-offload generate Llama-70B --memory 16G --ids 1,2,3 --batch 16 --json
+
+Plan measures the storage and the computer for some seconds; it reads a part of the model and changes nothing.
+
+exit status: 0; 2 for wrong arguments and models that cannot be used; 130 after Ctrl-C
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = command_line(
+        "nvme-offload", "Runs transformers models that are larger than memory, with their weights on NVMe.", _EPILOG
+    )
+    made.add_argument("--version", action="version", version=f"nvme-offload {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    words = "what to expect of a model with so much memory: speed, batch sizes, what limits it"
+    command = _command(commands, "plan", words)
+    command.add_argument("--memory", type=size_argument, required=True, help="for weights, such as 16G")
+    command.add_argument("--device", metavar="DIR", help="a folder on the storage that is meant (that of MODEL)")
+    command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="(1 4 16 64)")
+    command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
+    command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
+    command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
+    command.add_argument("--watts", type=_amount, metavar="X", help="what the machine takes (measured where it can be)")
+    command.add_argument("--compute-device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
+
+    words = "generate text, and compare what was reached with what storage and computing allow"
+    command = _command(commands, "generate", words)
+    given = command.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", metavar="TEXT", help="what to go on with")
+    given.add_argument("--ids", type=_ids, metavar="1,2,3", help="the same as ids of tokens, without a tokenizer")
+    command.add_argument("--memory", type=size_argument, default=4 << 30, help="for weights (4G)")
+    command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
+    command.add_argument("--batch", type=positive, default=1, metavar="N", help="the prompt so many times at once (1)")
+    command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
+    command.add_argument(
+        "--device", "--compute-device", dest="compute_device", default="cpu", metavar="cpu|cuda",
+        help="where it computes (cpu)",
+    )  # fmt: skip
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    given = parser().parse_args(words)
+    try:
+        _calm_transformers()
+        return {"plan": _plan, "generate": _generate}[given.command](given)
+    except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
+        _say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
+    made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+    made.add_argument("model", metavar="MODEL", help="a folder of save_pretrained, or a safetensors file in one")
+    made.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return made
+
+
+def _plan(given: argparse.Namespace) -> int:
+    device, files = _device(given.compute_device), weight_files(given.model)
+    batches = sorted(set(given.batch))
+    with progress_bar(2 + len(batches)) as step:
+        step("sizes")
+        with _opened(given, device) as model:
+            sizes, about = sizes_of(model)
+        _require_context(model.config, given.prompt_length + given.new_tokens)
+        step("storage")
+        measured = rates(files, given.device, device)
+        try:
+            layers = Layers(model, given.memory, device, measured.device_free)
+            sizes = replace(sizes, cache=layers.cache_bytes())
+        except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
+            raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
+        context = given.prompt_length + given.new_tokens // 2
+        computing: dict[int, Computing] = {}
+        energy = _Energy(device)
+        for batch in batches:
+            step(f"batch {batch}")
+            if sizes.beside(batch, given.prompt_length, given.new_tokens) <= measured.device_free:
+                computing[batch] = layers.computing(batch, given.prompt_length, context)
+    found = plan(sizes, measured, computing, given.prompt_length, given.new_tokens)
+    watts = energy.watts() if given.watts is None else given.watts
+    left_out = [batch for batch in batches if batch not in computing]
+    shown = page.Shown(about, sizes, measured, found, left_out, given.memory, given.price_per_hour, watts)
+    print(json.dumps(shown.document(), indent=2) if given.json else shown.text())
+    return 0
+
+
+def _generate(given: argparse.Namespace) -> int:
+    device, files = _device(given.compute_device), weight_files(given.model)
+    tokenizer = _tokenizer(os.path.dirname(files[0]))
+    if given.prompt is not None and tokenizer is None:
+        raise ValueError(f"{given.model} has no tokenizer: give the prompt as ids of tokens, --ids 1,2,3")
+    prompt = given.ids if given.prompt is None else tokenizer(given.prompt)["input_ids"]
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    text = _Text(tokenizer, silent=given.json)
+    with contextlib.ExitStack() as bar:
+        step = bar.enter_context(progress_bar(2 + given.new_tokens))
+        step("load the model")
+        rate = read_rate(files, cached=True)
+        with _opened(given, device) as model:
+            _require_context(model.config, len(prompt) + given.new_tokens)
+            step("read the prompt")
+
+            energy = _Energy(device)
+
+            def on_token(tokens: list[int]) -> None:
+                if sys.stdout.isatty() and not given.json:
+                    bar.close()  # both would be on one line
+                else:
+                    step("generate")
+                text.add(tokens[0])
+
+            found = generate(
+                model, prompt, given.batch, given.new_tokens, rate=rate, sample=given.sample, on_token=on_token
+            )
+            joules = energy.joules()
+        found = replace(found, rate=max(rate, read_rate(files, cached=True)))
+    text.end()
+    if given.json:
+        texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in found.tokens]
+        print(json.dumps(page.reached_document(found, texts, joules), indent=2))
+        return 0
+    if given.sample:
+        for each in found.tokens[1:]:
+            print(_decoded(tokenizer, each) if tokenizer is not None else ",".join(map(str, each)))
+    if tokenizer is None:
+        _say("no tokenizer in the folder: these are ids of tokens")
+    _say(page.reached_text(found, joules))
+    return 0
+
+
+class _Energy:
+    """Joules of the machine from now on, where it has counters that may be read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = Meter([] if device.type == "cpu" else [device.index or 0])
+        self._before, self._begin = self._meter.read(), time.perf_counter()
+
+    def joules(self) -> float | None:
+        """Returns them; None without counters."""
+        spent = used(self._before, self._meter.read())
+        return total(spent) if spent else None
+
+    def watts(self) -> float | None:
+        """Returns their mean rate; None without counters."""
+        joules = self.joules()
+        return None if joules is None else joules / (time.perf_counter() - self._begin)
+
+
+class _Text:
+    """Prints text as it grows, or ids of tokens where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Any, silent: bool) -> None:
+        self._tokenizer, self._silent = tokenizer, silent
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def add(self, token: int) -> None:
+        """Prints what this token makes certain."""
+        self._tokens.append(token)
+        if self._tokenizer is None:
+            self._print(f"{',' if len(self._tokens) > 1 else ''}{token}")
+            return
+        text = _decoded(self._tokenizer, self._tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be of several tokens
+            self._print(text[self._shown :])
+            self._shown = len(text)
+
+    def end(self) -> None:
+        """Prints what is left."""
+        rest = "" if self._tokenizer is None else _decoded(self._tokenizer, self._tokens)[self._shown :]
+        self._print(rest + "\n")
+
+    def _print(self, text: str) -> None:
+        if not self._silent:
+            print(text, end="", flush=True)
+
+
+def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _tokenizer(folder: str) -> Any:
+    if not any(os.path.exists(os.path.join(folder, name)) for name in _NAMES):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _calm_transformers() -> None:
+    """Keeps its warnings and its progress bars from the output. Raises ImportError where it is missing."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("transformers is not installed: pip install 'nvme-ops[offload]'") from error
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _opened(given: argparse.Namespace, device: torch.device) -> Any:
+    return from_pretrained(given.model, memory_budget=given.memory, device=device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--compute-device {name}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _require_context(config: Any, tokens: int) -> None:
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most and tokens > most:
+        raise ValueError(f"prompt and new tokens are {tokens} together, and the model takes {most}")
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids; example: 1,2,3") from None
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

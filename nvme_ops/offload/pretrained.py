@@ -1,0 +1,179 @@
+"""``from_pretrained``: a transformers model whose weights stay in its safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.formats import safetensors_format
+from nvme_ops.formats.sharded_index import read_index
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.quantized import KINDS, SCALES
+from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.stored import StoredTensor, Weights
+from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.streamed import stream
+from nvme_ops.offload.window import read_now
+
+Path = str | os.PathLike[str]
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def from_pretrained(
+    path: Path | Sequence[Path],
+    *,
+    memory_budget: int | str,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    model_class: type[Any] | None = None,
+    handle: aio_handle | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Returns a transformers model that reads its weights while it computes, in bounded memory.
+
+        model = nvme_ops.offload.from_pretrained("Mixtral-8x7B", memory_budget="16G")
+        model.generate(**inputs)
+
+    Its files are used as they are and where they are: loading reads their headers alone. The model is what
+    transformers' own ``from_pretrained`` returns, in eval mode, with ``stats()`` and ``close()``, and is a context
+    manager. Its weights cannot be trained or changed.
+
+    Args:
+        path: a folder of ``save_pretrained``, or its safetensors files; the configuration lies beside them, unless
+            ``config=`` gives it.
+        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
+            comes on top of it, a key-value cache too.
+        device: where it computes; the CPU when None.
+        dtype: what it computes in; that of the files, as transformers chooses it, when None.
+        model_class: of the model; the one that the configuration names when None.
+        handle: reads the files; one for the whole process when None.
+        kwargs: for transformers' ``from_pretrained``, such as ``config`` and ``attn_implementation``.
+
+    Raises:
+        ImportError: transformers is not installed.
+        FileNotFoundError: no safetensors file, or no configuration.
+        FormatError: a file is damaged.
+        ValueError: the budget is too small (the message says what is needed), or weights are missing or of another
+            shape than the configuration says.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
+        ) from error
+    budget = budget_of(memory_budget)
+    target = torch.device(device or "cpu")
+    paths = weight_files(path)
+    folder = os.path.dirname(paths[0])
+    config = kwargs.pop("config", None)
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    chosen: Any = model_class or _class_of(transformers, config)
+    weights = Weights()
+    with contextlib.ExitStack() as undo:
+        files: list[WeightFile] = []
+        state: dict[str, StoredTensor] = {}
+        for each in paths:
+            files.append(WeightFile(os.open(each, os.O_RDONLY | os.O_CLOEXEC), each, handle or shared_handle()))
+            undo.callback(files[-1].close)
+            state.update(_stored(files[-1], weights, target))
+        state = _with_scales(state, dtype if isinstance(dtype, torch.dtype) else _dtype_of(config))
+        if any(each._scale is not None for each in state.values()):
+            config = copy.deepcopy(config)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # or transformers would look for kernels of its own
+        if "experts_implementation" not in kwargs:
+            kwargs["experts_implementation"] = "eager"  # which takes the experts that are asked for alone
+        model, info = chosen.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
+        )
+        _require_complete(info, folder)
+        with contextlib.suppress(OSError):  # where there is none
+            if model.can_generate():
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, StoredTensor):
+                    module._buffers[name] = buffer.to(target)
+        stream(model, weights, files, budget, target)
+        undo.pop_all()
+    return model
+
+
+def weight_files(path: Path | Sequence[Path]) -> list[str]:
+    """Returns the safetensors files of a model. Raises FileNotFoundError."""
+    if not isinstance(path, str | os.PathLike):
+        return [os.path.abspath(each) for each in path]
+    folder = os.path.abspath(path)
+    if not os.path.isdir(folder):
+        os.stat(folder)  # says that it does not exist
+        return [folder]
+    index = os.path.join(folder, _INDEX)
+    if os.path.exists(index):
+        return sorted(read_index(index).shards(read_index(index).places))
+    single = os.path.join(folder, _FILE)
+    if os.path.exists(single):
+        return [single]
+    raise FileNotFoundError(f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert makes such files")
+
+
+def _stored(file: WeightFile, weights: Weights, device: torch.device) -> Iterator[tuple[str, StoredTensor]]:
+    header = safetensors_format.read(file.file.fileno(), file.path)
+    for name, entry in header.entries.items():
+        dtype, shape = entry.in_torch(file.path, name)
+        if entry.end > file.size:
+            raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
+        source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
+        yield name, StoredTensor(weights, source, device=device)
+
+
+def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """Joins weights of 8 bits with their scales, which come into memory."""
+    scales: dict[str, tuple[str, float]] = {}
+    for name, each in state.items():
+        module, _, last = name.rpartition(".")
+        weight = f"{module}.weight"
+        if last in SCALES and weight in state and state[weight].dtype in KINDS and each is not state[weight]:
+            scales[weight] = name, SCALES[last]
+    values = read_now([state[name].source for name, _ in scales.values()])
+    found = {name: each for name, each in state.items() if name not in {scale for scale, _ in scales.values()}}
+    for (weight, (_, factor)), scale in zip(scales.items(), values, strict=True):
+        stored = state[weight]
+        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale=scale.float() * factor)
+    return found
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def _class_of(transformers: Any, config: Any) -> Any:
+    for name in config.architectures or ():
+        if (found := getattr(transformers, name, None)) is not None:
+            return found
+    return transformers.AutoModelForCausalLM
+
+
+def _require_complete(info: Any, folder: str) -> None:
+    missing = sorted(info["missing_keys"])
+    other = sorted(str(each[0]) for each in info["mismatched_keys"])
+    problems = [
+        *info.get("error_msgs", ()),
+        *(str(each) for each in dict(info.get("conversion_errors") or {}).values()),
+    ]
+    if missing:
+        problems.append(f"weights are missing: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+    if other:
+        problems.append(f"weights have another shape than the configuration says: {', '.join(other[:5])}")
+    if problems:
+        raise ValueError(f"{folder}: {'; '.join(problems)}")

@@ -1,0 +1,58 @@
+"""Weights of 8 bits and a scale, which make a weight of more when they are multiplied."""
+
+from __future__ import annotations
+
+import torch
+
+KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_MOST = 127  # of int8, and its negative
+_CHUNK = 1 << 18  # elements that are multiplied at once, in float32
+
+#: How files name the scale of a weight, and what it is multiplied with: compressed-tensors and static FP8; FP8 in
+#: blocks as of DeepSeek-V3, whose "inverse" is what the weight is multiplied with; bitsandbytes' LLM.int8().
+SCALES = {"weight_scale": 1.0, "weight_scale_inv": 1.0, "SCB": 1 / _MOST}
+
+
+def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a tensor as int8, and the scale of each row: its largest absolute value over 127, in float32.
+
+    Each value is off by at most half the scale of its row. A row that is not finite cannot be quantized: ValueError.
+    """
+    largest = tensor.detach().abs().amax(dim=-1, keepdim=True).float()
+    if not bool(largest.isfinite().all()):
+        raise ValueError("a weight that is not finite cannot be quantized")
+    scale = (largest / _MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    values = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device)
+    for part in _parts(tensor):
+        values[part] = (tensor[part].detach().float() / scale[part]).round_().to(torch.int8)
+    return values, scale
+
+
+def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns ``values`` times ``scale``, multiplied in float32.
+
+    The scale is one number, or as the values with 1 where it is shared, or one number for each block of a matrix.
+    """
+    made = torch.empty(values.shape, dtype=dtype, device=values.device)
+    scale = scale.to(values.device)
+    if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
+        scale = scale.view(-1, *(1,) * (values.dim() - 1))
+    elif scale.dim() == values.dim() and not _broadcasts(scale, values):
+        for dim in range(scale.dim()):
+            block = -(-values.shape[dim] // scale.shape[dim])
+            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
+    scale = scale.float().expand(values.shape)
+    for part in _parts(values):
+        made[part] = values[part].float().mul_(scale[part])
+    return made
+
+
+def _broadcasts(scale: torch.Tensor, values: torch.Tensor) -> bool:
+    return all(one in (1, other) for one, other in zip(scale.shape, values.shape, strict=True))
+
+
+def _parts(tensor: torch.Tensor) -> list[slice]:
+    """Rows of the first dimension, as many as are worked at together."""
+    rows = tensor.shape[0]
+    step = max(1, _CHUNK * rows // max(1, tensor.numel()))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,0 +1,190 @@
+"""``stream_weights``: a model in memory whose weights move to files, from which they are read while it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.file import shared_handle
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory.ring import InFlight
+from nvme_ops.offload import quantized
+from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.stored import StoredTensor, Weights
+from nvme_ops.offload.streamed import StreamedModel, stream
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.storage.values import to_store
+from nvme_ops.text import parse_size
+
+_AHEAD = 8  # weights that are being written at once
+_LEAST = 1 << 16  # elements of a matrix that is quantized
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+Path = str | os.PathLike[str]
+
+
+def budget_of(memory_budget: int | str) -> int:
+    """Return bytes. Raises ValueError for what is no size."""
+    budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"memory_budget must be bytes or a size such as '4G', not {type(budget).__name__}")
+    if budget < 1:
+        raise ValueError(f"memory_budget must be at least 1 byte, not {budget}")
+    return budget
+
+
+def stream_weights(
+    model: Model,
+    folder: Path | Sequence[Path],
+    *,
+    memory_budget: int | str,
+    device: str | torch.device | None = None,
+    quantize: Literal["int8"] | None = None,
+    handle: aio_handle | None = None,
+) -> Model:
+    """Moves the weights of a model to storage, from where it reads them while it computes, in bounded memory.
+
+        model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
+
+    The same model is returned, in eval mode, with ``stats()`` and ``close()``, and is a context manager. The files are
+    removed when it is closed, at the latest when the program ends. If anything fails the model is as it was.
+
+    Args:
+        model: any module. Its parameters and buffers are in memory, on one device.
+        folder: where the weights go; several, of one device each, share them by their measured rates.
+        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
+            comes on top of it.
+        device: where it computes; where it is when None.
+        quantize: ``"int8"`` stores matrices in 8 bits a value with a scale for each row, and expands them when they are
+            used: half the bytes to read of bfloat16, which is what limits a model that waits for storage. The output
+            changes: each value is off by up to 1/254 of the largest of its row. ``stats().quantization_error`` has
+            the relative error. Embeddings, vectors and what is small stay as they are.
+        handle: moves the weights; one for the whole process when None.
+
+    Raises:
+        ValueError: the budget is too small (the message says what is needed), the model is on several devices or has no
+            weights, or it is streamed already.
+        OSError: ENOSPC: not enough room in the folder, and what else can be wrong with it.
+    """
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
+    budget = budget_of(memory_budget)
+    if isinstance(model, StreamedModel):
+        raise ValueError("the weights of this model are streamed already")
+    tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    devices = {each.device for each in tensors.values()}
+    if len(devices) != 1:
+        raise ValueError(f"the model is on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
+    (own,) = devices
+    if own.type == "meta":
+        raise ValueError("the model has no weights: it is on the meta device")
+    target = own if device is None else torch.device(device)
+    with contextlib.ExitStack() as undo:
+        session = undo.enter_context(Session(folder, name="weights"))
+        slabs = StripedSlabs(session, "weights", handle or shared_handle(), None)
+        undo.callback(slabs.close)
+        slabs.measure()
+        files = []
+        for path, its_handle in zip(slabs.paths, slabs.handles, strict=True):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            files.append(WeightFile(fd, path, its_handle, checked=False))
+            undo.callback(files[-1].close)
+        weights = Weights()
+        matrices = _matrices(model) if quantize else set[int]()
+        stored, error = _write(slabs, files, tensors, matrices, weights, target)
+        before = _replace(model, stored)
+        try:
+            choose: Any = getattr(model, "set_experts_implementation", None)
+            if choose is not None:
+                choose("eager")  # which takes the experts that are asked for alone
+            stream(model, weights, files, budget, target)
+        except BaseException:
+            _put_back(before)
+            raise
+        kept = undo.pop_all()
+    streamed = cast(StreamedModel, model)
+    streamed.on_close(kept.close)
+    streamed._nvme_window.note_error(error)
+    return model
+
+
+def _matrices(model: torch.nn.Module) -> set[int]:
+    """The parameters that may be quantized."""
+    embeddings = {
+        id(each)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        for each in module.parameters(recurse=False)
+    }
+    return {
+        id(each)
+        for each in model.parameters()
+        if each.dim() > 1 and each.is_floating_point() and each.numel() >= _LEAST and id(each) not in embeddings
+    }
+
+
+def _write(
+    slabs: StripedSlabs,
+    files: Sequence[WeightFile],
+    tensors: dict[int, torch.Tensor],
+    matrices: set[int],
+    weights: Weights,
+    device: torch.device,
+) -> tuple[dict[int, StoredTensor], float]:
+    """Writes all tensors, in their order; returns them, and the relative error of those that are quantized."""
+    stored: dict[int, StoredTensor] = {}
+    lost = there = 0.0
+    with InFlight(_AHEAD) as in_flight:
+        for key, tensor in tensors.items():
+            dtype, scale = tensor.dtype, None
+            if key in matrices:
+                values, scale = quantized.quantize(tensor)
+                lost += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
+                there += float(tensor.detach().float().pow(2).sum())
+                tensor = values
+            pieces = slabs.allocate(tensor.nbytes)
+            transfers: list[IoFuture] = []
+            slabs.move(pieces, to_store(tensor.contiguous()), transfers, write=True, priority=Priority.WRITEBACK)
+            for transfer in transfers:
+                in_flight.add(transfer)
+            extents = [Extent(files[piece.folder], piece.extent.start, piece.nbytes) for piece in pieces]
+            source = Source(extents, tensor.dtype, tensor.shape)
+            stored[key] = StoredTensor(weights, source, dtype, device, scale=scale)
+    for file in files:
+        file.note_size()
+    return stored, (lost / there) ** 0.5 if there else 0.0
+
+
+Place = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[Place]:
+    """Puts stored tensors in the places of those in memory, and returns what was there."""
+    before: list[Place] = []
+    parameters: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and id(value) in stored:
+                before.append((module, name, value))
+                made = parameters.setdefault(id(value), torch.nn.Parameter(stored[id(value)], False))
+                module._parameters[name] = made
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in stored:
+                before.append((module, name, buffer))
+                module._buffers[name] = stored[id(buffer)]
+    return before
+
+
+def _put_back(before: Sequence[Place]) -> None:
+    for module, name, value in before:
+        if name in module._buffers:
+            module._buffers[name] = value
+        else:
+            module._parameters[name] = cast(torch.nn.Parameter, value)

@@ -1,0 +1,360 @@
+"""``nvme-offload`` on a small Llama: what it prints, and how it refuses. No time is asserted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.offload import cli, from_pretrained, page
+from nvme_ops.offload.generation import Reached
+from nvme_ops.offload.plan import step_bytes
+from nvme_ops.offload.probe import Layers, rates, sizes_of
+from nvme_ops.text import MIB
+from tests.conftest import REPOSITORY, refusal, run_python
+from tests.offload.llama import saved_llama, saved_tokenizer
+
+pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+BUDGET = 8 * MIB
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model") / "with_tokenizer"
+    shutil.copytree(llama, found)
+    saved_tokenizer(found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvme_ops.offload.probe._SECONDS", 0.01)
+    monkeypatch.setattr("nvme_ops.offload.probe._SCRATCH", 32 * MIB)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    assert cli.main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def in_memory(folder: Path, prompt: list[int], count: int) -> list[int]:
+    import transformers
+
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+# Plan
+
+
+def test_the_plan_says_what_each_step_will_read(llama: Path) -> None:
+    with from_pretrained(llama, memory_budget=BUDGET) as model:
+        read, kept = step_bytes(sizes_of(model)[0], 1)
+        ids = torch.tensor([[1]])
+        with torch.no_grad():
+            for _ in range(6):
+                model(ids)
+            before = model.stats()
+            for _ in range(5):
+                model(ids)
+            after = model.stats()
+    assert 0 < kept < BUDGET
+    assert after.bytes_kept <= kept <= after.bytes_kept + 64 * 4096, "whole pages are counted"
+    assert (after.bytes_read - before.bytes_read) / 5 == pytest.approx(read, rel=0.01)
+
+
+def test_the_plan_of_experts_has_those_that_a_token_asks_for(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, num_local_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).save_pretrained(folder / "mixtral")
+    with from_pretrained(folder / "mixtral", memory_budget=BUDGET) as model:
+        sizes, _ = sizes_of(model)
+        experts = [each for each in sizes.streamed if each.experts > 1]
+        assert {(each.experts, each.used) for each in experts} == {(8, 2)}
+        assert step_bytes(sizes, 1)[0] < step_bytes(sizes, 16)[0] <= sizes.model
+        layers = Layers(model, BUDGET, CPU, 1 << 30)
+    assert layers.computing(2, 8, 16).step > 0
+
+
+def test_the_cache_of_a_token(llama: Path) -> None:
+    with from_pretrained(llama, memory_budget=BUDGET) as model:
+        layers = Layers(model, BUDGET, CPU, 1 << 30)
+        with pytest.raises(ValueError, match=r"a layer takes .* too much to time one in 1 MiB"):
+            Layers(model, MIB, CPU, 2 * MIB)
+    assert layers.cache_bytes() == 6 * 2 * 2 * 64 * 4  # layers, keys and values, heads, elements, bytes
+    found = layers.computing(3, 40, 60)
+    assert found.step > 0
+    assert found.prompt > 0
+
+
+def test_a_plan_as_text(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(llama), "--memory", "8M", "--batch", "4", "1", "--price-per-hour", "1.2", "--watts", "80"]
+    assert cli.main([*words, "--prompt-length", "8", "--new-tokens", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "LlamaForCausalLM: 6 layers" in out
+    assert re.search(r"^batch +reads.*energy/1000 +cost/1000$", out, re.MULTILINE)
+    assert re.search(r"^1 .* J +[\d.]+", out, re.MULTILINE)
+    assert re.search(r"^NVMe +8 MiB +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^CPU memory, no offload +[\d.]+ MiB +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^online: +batch [14],", out, re.MULTILINE)
+
+
+def test_a_plan_as_a_document(llama: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "plan", llama, "--memory", "8M", "--device", folder, "--batch", 2, "--watts", 100)
+    (each,) = found["batches"]
+    assert each["batch"] == 2
+    assert found["cache_bytes_per_token"] * 2 * 256 == each["cache_bytes"] < each["beside_bytes"]
+    way = each["nvme"]
+    assert way["tokens_per_second"] == pytest.approx(2 / max(way["reading"], way["computing"]))
+    assert way["joules_per_1000_tokens"] == pytest.approx(1e5 / way["tokens_per_second"])
+    assert "cost_per_1000_tokens" not in way
+    assert each["no_offload"]["bytes_per_step"] == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or os.stat(shared).st_dev == os.stat(llama).st_dev:
+        pytest.skip("needs a second file system")
+    before = set(shared.iterdir())
+    assert rates([str(llama / "model.safetensors")], str(shared), CPU).storage > 0
+    assert {path for path in set(shared.iterdir()) - before if path.name.startswith(".nvme_ops-")} == set()
+
+
+def test_batches_whose_cache_does_not_fit_are_not_timed(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvme_ops.offload.probe.free_memory", lambda: 64 * MIB)
+    found = document(capsys, "plan", llama, "--memory", "8M", "--batch", 1, 100000)
+    assert found["batches_that_do_not_fit"] == [100000]
+    assert found["offline_batch"] == 1
+    assert cli.main(["plan", str(llama), "--memory", "8M", "--batch", "100000"]) == 0
+    assert "no batch fits" in capsys.readouterr().out
+
+
+# Generate
+
+
+def test_text_is_that_of_the_model_in_memory(with_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(with_tokenizer), "--memory", "8M", "--new-tokens", "6", "--prompt", "memory1 model2"]
+    assert cli.main(words) == 0
+    out, err = capsys.readouterr()
+    from tests.offload.llama import WORDS
+
+    wanted = in_memory(with_tokenizer, [1, 2], 6)
+    assert out.split() == [f"{WORDS[token % 8]}{token}" for token in wanted]
+    assert re.search(r"^[\d.]+ tokens/s, (< 1|\d+) % of what is possible: ", err, re.MULTILINE)
+    assert "peak memory: weights " in err
+
+
+def test_without_a_tokenizer_it_takes_and_prints_ids(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(llama), "--memory", "8M", "--new-tokens", "5", "--ids", "1,2,3"]
+    assert cli.main(words) == 0
+    out, err = capsys.readouterr()
+    assert [int(each) for each in out.split(",")] == in_memory(llama, [1, 2, 3], 5)
+    assert err.startswith("no tokenizer in the folder: these are ids of tokens\n")
+
+
+@pytest.mark.parametrize("sample", [(), ("--sample",)])
+def test_a_batch_as_a_document(sample: tuple[str, ...], llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(
+        capsys, "generate", llama, "--memory", "8M", "--ids", "1,2", "--batch", 3, "--new-tokens", 8, *sample
+    )
+    assert [len(each) for each in found["tokens"]] == [8] * 3
+    assert (len({tuple(each) for each in found["tokens"]}) == 1) == (not sample)
+    assert found["steps"] == 7
+    assert found["texts"] is None
+    assert 0 < found["peak_weights"] <= 8 * MIB
+    assert found["bytes_per_step"] * 7 == pytest.approx(found["bytes_read"])
+    assert found["tokens_per_second"] == pytest.approx(3 * 7 / found["seconds"])
+
+
+def test_one_token_has_no_rate(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", str(llama), "--memory", "8M", "--ids", "1", "--new-tokens", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "first token after" in err
+    assert "tokens/s" not in err
+
+
+def test_what_was_reached_is_compared_with_the_lower_bound() -> None:
+    # two sequences, ten steps of 0.5 s: 1 GB at 4 GB/s would take 0.25 s, computing took 4 s of the five
+    found = Reached([[1] * 11] * 2, 1.0, 10, 5.0, 1.0, 1_000_000_000, 4e9, 1, 2)
+    assert found.tokens_per_second == 4.0
+    assert found.bytes_per_step == 1e8
+    assert found.rate_reached == 2e8
+    assert found.reading_bound == 80.0
+    assert found.computing_bound == 5.0
+    assert found.share == pytest.approx(0.8)
+    text = page.reached_text(found)
+    assert "4 tokens/s, 80 % of what is possible: 80.0 if reading were all, 5 if computing were" in text.replace(
+        ".00", ""
+    )
+
+
+def test_nothing_read_is_no_limit() -> None:
+    found = Reached([[1, 2]], 1.0, 1, 0.5, 0.0, 0, 4e9, 1, 2)
+    assert found.reading_bound is None
+    assert found.share == pytest.approx(1.0)
+    assert "no limit if reading were all" in page.reached_text(found)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose counter has grown by 84 joules at each reading."""
+    joules = itertools.count(0, 84)
+    monkeypatch.setattr("nvme_ops.offload.cli.Meter.read", lambda _: {"package-0": float(next(joules))})
+
+
+@pytest.mark.usefixtures("counting")
+def test_energy_is_told_where_the_machine_counts_it(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", llama, "--memory", "8M", "--ids", "1", "--new-tokens", 7, "--batch", 3]
+    assert document(capsys, *words)["joules_per_1000_tokens"] == pytest.approx(4000)
+    assert cli.main([*map(str, words)]) == 0
+    assert "4000 J for 1,000 tokens" in capsys.readouterr().err
+    (each,) = document(capsys, "plan", llama, "--memory", "8M", "--batch", 1)["batches"]
+    assert each["nvme"]["joules_per_1000_tokens"] > 0
+
+
+# Refusals: status 2, one line
+
+
+@pytest.mark.parametrize("command", [("plan", "--memory", "8M"), ("generate", "--memory", "8M", "--ids", "1")])
+def test_what_is_no_model(command: tuple[str, ...], llama: Path, folder: Path, capsys: Any) -> None:
+    name, *words = command
+    (folder / "empty").mkdir()
+    only_weights = folder / "only_weights"
+    only_weights.mkdir()
+    shutil.copy(llama / "model.safetensors", only_weights)
+    damaged = folder / "damaged"
+    shutil.copytree(llama, damaged)
+    (damaged / "model.safetensors").write_bytes(b"x" * 100)
+    for path, reason in {
+        folder / "missing": "No such file",
+        folder / "empty": "has neither model.safetensors nor",
+        only_weights: "config.json",
+        damaged: "model.safetensors",
+    }.items():
+        assert cli.main([name, str(path), *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("nvme-offload: ")
+        assert reason in err
+        assert err.count("\n") == 1
+
+
+def test_a_memory_that_is_too_small_says_what_is_needed(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, *words in (["plan"], ["generate", "--ids", "1"]):
+        assert cli.main([name, str(llama), "--memory", "100K", *words]) == 2
+        assert re.search(r"too small for this model: at least [\d.]+ MiB", capsys.readouterr().err)
+
+
+def test_a_model_without_keys_and_values(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(hidden_size=256, num_hidden_layers=2, vocab_size=512)
+    transformers.MambaForCausalLM(config).save_pretrained(folder / "mamba")
+    assert cli.main(["plan", str(folder / "mamba"), "--memory", "9M"]) == 2
+    assert "no layer of MambaForCausalLM can be timed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--prompt", "hello"], "no tokenizer: give the prompt as ids of tokens, --ids 1,2,3"),
+        (["--ids", "1,2000"], "token 2000 is not in the vocabulary of the model, which has 2000"),
+        (["--ids", "1", "--new-tokens", "512"], "513 together, and the model takes 512"),
+        (["--ids", "1", "--device", "nowhere"], "--compute-device nowhere: "),
+    ],
+)
+def test_a_prompt_that_cannot_be(words: list[str], reason: str, llama: Path, capsys: Any) -> None:
+    assert cli.main(["generate", str(llama), "--memory", "8M", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_generate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
+    transformers.BertModel(config).save_pretrained(folder / "bert")
+    assert cli.main(["plan", str(folder / "bert"), "--memory", "64M"]) == 2
+    assert "BertModel is not supported: " in capsys.readouterr().err
+    assert cli.main(["generate", str(folder / "bert"), "--memory", "64M", "--ids", "1"]) == 2
+    assert "BertModel is not supported: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["plan"],
+        ["plan", "x"],
+        ["plan", "x", "--memory", "much"],
+        ["plan", "x", "--memory", "1G", "--watts", "-1"],
+        ["generate", "x"],
+        ["generate", "x", "--ids", "one"],
+        ["generate", "x", "--ids", "1", "--prompt", "one"],
+        ["generate", "x", "--ids", "1", "--batch", "0"],
+    ],
+)
+def test_wrong_arguments(words: list[str]) -> None:
+    status, message = refusal(cli.main, words)
+    assert status == 2
+    assert "error: " in message
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert "examples:\n  nvme-offload plan " in capsys.readouterr().out
+
+
+def test_without_transformers(folder: Path) -> None:
+    code = """
+        import sys
+        sys.modules["transformers"] = None
+        from nvme_ops.offload import cli
+        sys.exit(cli.main(["generate", "x", "--ids", "1"]))
+    """
+    done = run_python(code, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'nvme-ops[offload]'\n"
+
+
+def test_ctrl_c_ends_it_quietly(llama: Path) -> None:
+    words = ["generate", str(llama), "--memory", "8M", "--ids", "1,2", "--new-tokens", "500", "--batch", "8"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "nvme_ops.offload.cli", *words],
+        cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)  # the first token
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        for _ in range(600):
+            if process.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert process.returncode == 130
+        assert "Traceback" not in rest
