@@ -1,0 +1,425 @@
+"""``NvmeOptimizer``: any elementwise optimizer of torch, with its states on storage.
+
+A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
+The states have two places on storage. A step reads one and writes the other, so those of the step before are whole
+until the new ones are: what is written is the states once, what is needed is their space twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from nvme_ops.file import shared_handle
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.backward import BackwardPass
+from nvme_ops.offload.chunks import ELEMENTWISE, MASTER, Chunk, Region, Slice, copied, divide, local, regions_of
+from nvme_ops.offload.state_dicts import exported, load_states, own
+from nvme_ops.offload.states import OptimizerStats, States
+from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.text import MIB, size_words
+
+_LEAST = 1 * MIB  # bytes of a budget
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+Path = str | os.PathLike[str]
+
+
+class NvmeOptimizer(torch.optim.Optimizer):
+    """An elementwise ``torch.optim`` optimizer whose states are on storage.
+
+        optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", memory_budget="1G", lr=1e-4)
+
+    It is used as the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits. Only
+    ``optimizer.state`` has an empty dict for each parameter that has states: these are in ``state_dict``.
+
+    If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
+    step before or those of this one. The exception says how many are done; calling ``step`` again with the same
+    gradients updates the others.
+
+    Args:
+        optimizer: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
+        params: parameters or groups of them, as of any optimizer.
+        folder: where the states go; several, of one device each, share them by their measured rates.
+        memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
+        master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
+        keep: leave the states to the next program that makes the same optimizer in this folder: it continues with the
+            last completed step. Its parameters are then to be those of that step, see ``steps``.
+        name: tells apart the optimizers that are kept in one folder. Each rank has its own.
+        overlap: ``"backward"``: begin the step during the backward pass, for each chunk as soon as its gradients are
+            complete. ``step`` ends it. Gradients can then not be clipped or scaled between the two, and several
+            backward passes for one step need ``accumulate``.
+        free_gradients: set each gradient to None when its parameter is updated; with ``overlap`` they are then never
+            all in memory.
+        checksum: keep a CRC-32C of each chunk and compare it when it comes back.
+        handle: moves the bytes; one for the whole process when None.
+        kwargs: of ``optimizer``.
+
+    Raises:
+        TypeError: an optimizer that is not elementwise, such as ``LBFGS``.
+        ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``keep``, states of
+            other parameters or of another optimizer, or a smaller budget than theirs.
+        BlockingIOError: another program has these kept states.
+        OSError: what else can be wrong with the folder.
+    """
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        folder: Path | Sequence[Path],
+        *,
+        memory_budget: int | str = "256M",
+        master_weights: bool = True,
+        keep: bool = False,
+        name: str = "optimizer",
+        overlap: Literal["backward"] | None = None,
+        free_gradients: bool = False,
+        checksum: bool = False,
+        handle: aio_handle | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._class, self._options, self._master = _elementwise(optimizer), kwargs, master_weights
+        if overlap not in (None, "backward"):
+            raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
+        budget = budget_of(memory_budget)
+        if budget < _LEAST:
+            raise ValueError(f"memory_budget must be at least {size_words(_LEAST)}, not {size_words(budget)}")
+        self._divided = 0  # groups that are in chunks
+        self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
+        self._overlap = overlap is not None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._pass: BackwardPass | None = None
+        self._order: list[Chunk] = []  # of the last backward pass
+        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}
+        self._handle = handle or shared_handle()
+        super().__init__(params, optimizer([torch.zeros(1)], **kwargs).defaults)
+        with contextlib.ExitStack() as undo:
+            pinned = any(each.device.type != "cpu" for each in self._parameters())
+            self._states = States(
+                folder, _ranked(name), keep=keep, budget=budget, pinned=pinned, checksum=checksum, handle=self._handle
+            )
+            undo.callback(self._states.close)
+            if free_gradients:
+                self._states.when_done = self._free_gradients
+            record = self._states.committed()
+            self._buffer = self._states.buffer if record is None else self._fitting(record, name)
+            self._arrange()
+            if record is not None:
+                if record["made"] != self._made():
+                    raise ValueError(
+                        f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
+                    )
+                self._states.resume(record)
+                self._show_states()
+                self._states.stats.steps = record["steps"]
+            undo.pop_all()
+
+    def _fitting(self, record: dict[str, Any], name: str) -> int:
+        """Returns the bytes of buffers for which kept chunks were made."""
+        wanted: int = record["buffer"]
+        if wanted > self._states.buffer:
+            raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {size_words(4 * wanted)}")
+        return wanted
+
+    def _made(self) -> list[Any]:
+        """Returns what kept states must have been made for."""
+        parameters = [
+            [[str(local(each).dtype), list(local(each).shape)] for each in group["params"]]
+            for group in self.param_groups
+        ]
+        regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
+        return [self._class.__name__, self._master, parameters, regions]
+
+    # What users call
+
+    @property
+    def steps(self) -> int:
+        """Steps completed; with ``keep``, since the states were made."""
+        return self._states.stats.steps
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient.
+
+        Raises:
+            OSError: the device fails or is full; the note says what is done, and what can be done about it.
+            RuntimeError: a sparse gradient.
+            ValueError: the optimizer is closed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        begin = time.perf_counter()
+        states = self._states
+        self._require_open()
+        self._arrange()
+        begun, self._pass = self._pass, None
+        if not self._same_gradients() and begun is None:
+            states.done.clear()
+        concerned = [chunk for chunk in states.chunks if _has_gradient(chunk)]
+        try:
+            if begun is not None:
+                self._order = begun.order()
+                begun.finish()
+            waiting = [chunk for chunk in concerned if chunk not in states.done]
+            with contextlib.closing(states.update(waiting)) as updates:
+                for chunk, buffer in updates:
+                    self._update(chunk, buffer)
+            self._commit(states.stats.steps + 1)
+        except BaseException as error:
+            self._failed_with = _identities(self._parameters())
+            done = sum(chunk in states.done for chunk in concerned)
+            error.add_note(
+                f"step {self.steps + 1} of NvmeOptimizer: {done} of {len(concerned)} chunks of parameters are updated, "
+                "the others are as they were; step() with the same gradients goes on with these"
+            )
+            raise
+        states.stats.steps += 1
+        states.stats.seconds += time.perf_counter() - begin
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients. A step that has begun during a backward pass, and was not ended, is given up."""
+        self._give_up()
+        super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Lets backward passes in the block add to the gradients, and begins no step there."""
+        before, self._overlap = self._overlap, False
+        try:
+            yield
+        finally:
+            self._overlap = before
+
+    def stats(self) -> OptimizerStats:
+        """Returns what it has moved until now."""
+        return self._states.measure()
+
+    def close(self) -> None:
+        """Removes the files, or leaves kept ones to the next program. Further calls do nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._give_up()
+        self._states.close()
+
+    def __enter__(self) -> NvmeOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states as the optimizer itself does, ``master_weights`` beside them.
+
+        The tensors are mapped from a nameless file beside the states: they take memory only while it is not needed
+        otherwise. They do not change with later steps.
+
+        Raises:
+            OSError: among others ENOSPC.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        found = exported(self._states, self._handle)
+        self.state.clear()
+        self.state.update(found)
+        try:
+            return super().state_dict()
+        finally:
+            self._show_states()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces the groups' options and all states, for example by those that the optimizer itself has saved.
+
+        Parameters are to be loaded before: where ``master_weights`` are missing they begin with these.
+
+        Raises:
+            ValueError: groups of other sizes; a state of another shape than its parameter, or one that is missing.
+            OSError: the device fails or is full.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        found = state_dict["state"]
+        super().load_state_dict({**state_dict, "state": {}})
+        self._arrange()
+        numbers: dict[int, int] = {}
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            numbers.update(zip(map(id, group["params"]), saved["params"], strict=True))
+        load_states(self._states, lambda parameter: found.get(numbers[id(parameter)]))
+        self._commit(self.steps)
+
+    # A step
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        """Is called when a gradient is complete."""
+        if self._overlap:
+            if self._pass is None:
+                self._states.done.clear()
+                self._pass = BackwardPass(self._states, self._order or self._states.chunks[::-1], self._update)
+            self._pass.arrived(parameter)
+
+    def _give_up(self) -> None:
+        begun, self._pass = self._pass, None
+        if begun is not None:
+            begun.give_up()
+
+    def _update(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Updates a chunk's parameters, and its states in the buffer."""
+        first = any(each.scalars is None for each in chunk.slices)
+        self._compute(chunk, buffer)
+        if first and _malloc_trim is not None:
+            _malloc_trim(0)  # torch has made states, and each chunk's small ones would keep a hole in the heap
+
+    def _compute(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        host = buffer[: chunk.nbytes]
+        on_host = chunk.device.type == "cpu"
+        memory = host if on_host else host.to(chunk.device)
+        views, backup = chunk.views(memory), chunk.backup(buffer)
+        given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
+        for each in chunk.slices:
+            gradient = each.gradient()
+            if gradient is None:
+                continue
+            values = target = each.values()
+            backup[each.place].copy_(values)
+            chunk.updated.append(each)
+            if MASTER in views:
+                target = views[MASTER][each.place]
+                if each.scalars is None:
+                    target.copy_(values)
+                gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
+            target.grad = gradient
+            given.append((each, values, target))
+        if not given:
+            return
+        targets = [target for _, _, target in given]
+        inner = self._class([{**copied(self.param_groups[chunk.group]), "params": targets}], **self._options)
+        for each, _, target in given:
+            if each.scalars is not None:
+                states = {name: view[each.place] for name, view in views.items() if name != MASTER}
+                inner.state[target] = {**states, **{name: own(value) for name, value in each.scalars.items()}}
+        inner.step()
+        for each, values, target in given:
+            each.pending = {}
+            for name, value in inner.state[target].items():
+                if name not in views:
+                    each.pending[name] = value
+                elif value.data_ptr() != (view := views[name][each.place]).data_ptr():
+                    view.copy_(value)
+            if target is not values:
+                values.copy_(target)
+            target.grad = None
+        if not on_host:
+            host.copy_(memory)
+
+    def _show_states(self) -> None:
+        """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
+        self.state.clear()
+        for chunk in self._states.chunks:
+            self.state.update({each.parameter: {} for each in chunk.slices if each.scalars is not None})
+
+    def _commit(self, steps: int) -> None:
+        self._show_states()
+        self._states.commit({"steps": steps, "buffer": self._buffer, "made": self._made()})
+
+    def _free_gradients(self, chunk: Chunk) -> None:
+        """Frees the gradients of parameters of which all chunks are updated."""
+        for each in chunk.slices:
+            if self._states.done.issuperset(self._chunks_of[each.parameter]):
+                each.parameter.grad = None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    def _arrange(self) -> None:
+        """Divides the groups that were added since into chunks."""
+        for number in range(self._divided, len(self.param_groups)):
+            group = self.param_groups[number]
+            found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
+            layouts = {}
+            for each in group["params"]:
+                values = local(each)
+                kind = (values.dtype, values.device)
+                if kind not in found:
+                    low = self._master and values.dtype in (torch.bfloat16, torch.float16)
+                    found[kind] = regions_of(self._class, group, values, low)
+                layouts[each] = found[kind]
+            before = len(self._states.chunks)
+            self._states.add(divide(group["params"], number, layouts, self._buffer))
+            for chunk in self._states.chunks[before:]:
+                for parameter in {each.parameter for each in chunk.slices}:
+                    self._chunks_of.setdefault(parameter, []).append(chunk)
+            self._divided = number + 1
+            self._order = []
+            if self._overlap:
+                hook = _hook_of(weakref.ref(self))
+                self._hooks += [each.register_post_accumulate_grad_hook(hook) for each in group["params"]]
+
+    def _same_gradients(self) -> bool:
+        """Whether the gradients are those of the step that failed."""
+        failed, self._failed_with = self._failed_with, []
+        now = _identities(self._parameters())
+        return len(failed) == len(now) and all(
+            old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())
+            for old, new in zip(failed, now, strict=True)
+        )
+
+    def _require_idle(self) -> None:
+        self._require_open()
+        if self._pass is not None:
+            raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
+
+    def _require_open(self) -> None:
+        if self._states.closed:
+            raise ValueError("the NvmeOptimizer is closed")
+
+
+def _elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
+        name = getattr(optimizer, "__qualname__", repr(optimizer))
+        raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
+    return optimizer
+
+
+def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:
+    """Returns a hook of parameters, which does not keep the optimizer alive."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizer = reference()
+        if optimizer is not None:
+            optimizer._arrived(parameter)
+
+    return hook
+
+
+def _ranked(name: str) -> str:
+    """Returns the name of this rank's session."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return f"{name} of rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
+    return name
+
+
+def _has_gradient(chunk: Chunk) -> bool:
+    return any(each.parameter.grad is not None for each in chunk.slices)
+
+
+def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
+    """Returns what tells each gradient from another, and from itself once changed."""
+    gradients = [each.grad for each in parameters]
+    return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]

@@ -1,0 +1,209 @@
+"""Steps that begin during the backward pass: the same bits, and nothing is lost when something goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops.offload import NvmeOptimizer
+from tests.offload.training import backward, equal, network, values
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert "nvme_ops-optimizer" not in names()
+
+
+def make(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
+    given = {"memory_budget": "1M", "overlap": "backward", **options}
+    return NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, **given)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_bits_are_the_same(folder: Path, free: bool) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    with make(mine, folder, free_gradients=free) as optimizer:
+        for step in range(12):
+            for model, each in ((mine, optimizer), (other, plain)):
+                backward(model, step)
+                each.step()
+                if free and each is optimizer:
+                    assert all(parameter.grad is None for parameter in model.parameters())
+        assert equal(values(mine), values(other))
+        assert optimizer.steps == 12
+
+
+class Slow(aio_handle):
+    """Takes its time before each write."""
+
+    seconds = 0.2
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().submit_pwrite(*arguments, **options)
+
+
+def test_freed_gradients_and_a_step_that_fails(folder: Path) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    with make(mine, folder, overlap=None, free_gradients=True, handle=Failing()) as optimizer:
+        for step in range(2):
+            backward(mine, step)
+            backward(other, step)
+            plain.step()
+            if step == 0:
+                with pytest.raises(OSError, match="Input/output error"):
+                    optimizer.step()
+                assert any(parameter.grad is None for parameter in mine[0].parameters())
+            optimizer.step()
+        assert equal(values(mine), values(other))
+
+
+def test_most_of_it_happens_before_the_step(folder: Path) -> None:
+    model = network()
+    with make(model, folder) as optimizer:
+        before = values(model)
+        backward(model, 0)
+        end = time.monotonic() + 60
+        while equal(before, values(model)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert optimizer.steps == 0
+        optimizer.step()
+        assert optimizer.steps == 1
+
+
+def test_several_backward_passes_for_one_step(folder: Path) -> None:
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 1, 30, generator=torch.Generator().manual_seed(step))
+            if isinstance(optimizer, NvmeOptimizer):
+                with optimizer.accumulate():
+                    model(x).square().mean().backward()
+                    assert optimizer._pass is None
+            else:
+                model(x).square().mean().backward()
+            model(x + 1).square().mean().backward()
+            optimizer.step()
+        return values(model)
+
+    mine, other = network(), network()
+    with make(mine, folder) as optimizer:
+        assert equal(train(mine, optimizer), train(other, torch.optim.AdamW(other.parameters())))
+
+
+def test_a_second_backward_pass_is_refused(folder: Path) -> None:
+    model = network()
+    with make(model, folder) as optimizer:
+        backward(model, 0)
+        with pytest.raises(RuntimeError, match=r"ready twice before step\(\): .* `with optimizer.accumulate\(\):`"):
+            backward(model, 1)
+        optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+
+
+def test_an_exception_in_the_backward_pass(folder: Path) -> None:
+    """What was not updated stays, and the next step is one for all."""
+    model = network()
+    with make(model, folder) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+
+        def fail(_: Any) -> None:
+            raise KeyError("hook")
+
+        hook = next(model[0].parameters()).register_hook(fail)
+        optimizer.zero_grad()
+        with pytest.raises(KeyError):
+            backward(model, 1)
+        hook.remove()
+        optimizer.zero_grad()
+        backward(model, 2)
+        optimizer.step()
+        assert optimizer.steps == 2
+
+
+class Failing(aio_handle):
+    """Fails the fourth write."""
+
+    left = 4
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().submit_pwrite(*arguments, **options)
+
+
+def test_a_failure_is_raised_by_the_step_which_can_go_on(folder: Path) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    with make(mine, folder, handle=Failing()) as optimizer:
+        for model in (mine, other):
+            backward(model, 0)
+        plain.step()
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            optimizer.step()
+        assert "step 1 of NvmeOptimizer" in caught.value.__notes__[0]
+        optimizer.step()
+        assert equal(values(mine), values(other))
+
+
+def test_state_dicts_wait_for_the_end_of_the_step(folder: Path) -> None:
+    model = network()
+    with make(model, folder) as optimizer:
+        backward(model, 0)
+        for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+            with pytest.raises(RuntimeError, match=r"call step\(\) or zero_grad\(\) before this"):
+                call()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_ctrl_c_while_the_step_waits(folder: Path) -> None:
+    """What the thread has not updated is updated when the step is called again."""
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    slow = Slow()
+    with make(mine, folder, handle=slow) as optimizer:
+        for model in (mine, other):
+            backward(model, 0)
+        plain.step()
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        slow.seconds = 0
+        optimizer.step()
+        assert equal(values(mine), values(other))
+
+
+def test_closed_in_between(folder: Path) -> None:
+    model = network()
+    optimizer = make(model, folder)
+    backward(model, 0)
+    optimizer.close()
+    backward(model, 1)  # as any
+    assert list(folder.iterdir()) == []
+
+
+def test_another_way_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="overlap must be None or 'backward', not 'forward'"):
+        make(network(), folder, overlap="forward")

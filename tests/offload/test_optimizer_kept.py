@@ -1,0 +1,131 @@
+"""States kept for the next program, which goes on with the last completed step, whatever ended the one before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops.offload import NvmeOptimizer
+from tests.crashing_save import NoStraceError, kill_at, save_under_strace
+from tests.offload.training import equal, values
+
+
+def kept(folder: Path, model: torch.nn.Module, **options: Any) -> NvmeOptimizer:
+    return NvmeOptimizer(
+        torch.optim.AdamW, model.parameters(), folder, **{"memory_budget": "1M", "keep": True, "lr": 0.01, **options}
+    )
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Linear(300, 301)
+
+
+def pull(model: torch.nn.Module, step: int) -> None:
+    """Gives gradients that depend on the parameters, without autograd's threads, which a forked child lacks."""
+    for each in model.parameters():
+        each.grad = (each.detach() * (step + 1)).sin()
+
+
+def test_kept_states_go_on_where_they_ended(folder: Path) -> None:
+    mine, other = small(), small()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for step in range(6):
+        pull(other, step)
+        plain.step()
+    for step in range(6):
+        with kept(folder, mine) as optimizer:
+            assert optimizer.steps == step
+            pull(mine, step)
+            optimizer.step()
+    assert equal(values(mine), values(other))
+
+
+def test_kept_states_of_something_else_are_refused(folder: Path) -> None:
+    model = small()
+    with kept(folder, model, memory_budget="8M") as optimizer:
+        pull(model, 0)
+        optimizer.step()
+        with pytest.raises(BlockingIOError, match=f"in use by process {os.getpid()}"):
+            kept(folder, small())
+    with pytest.raises(ValueError, match=r"'optimizer' in .* has the states of other parameters"):
+        kept(folder, torch.nn.Linear(10, 10), memory_budget="8M")
+    with pytest.raises(ValueError, match="of another optimizer"):
+        kept(folder, small(), memory_budget="8M", amsgrad=True)
+    with pytest.raises(ValueError, match="memory_budget must be 8 MiB"):
+        kept(folder, small())
+    with kept(folder, small(), memory_budget="16M") as optimizer:
+        assert optimizer.steps == 1
+    with kept(folder, small(), name="another") as optimizer:
+        assert optimizer.steps == 0
+
+
+def one_step(folder: Path) -> None:
+    """Resumes with the parameters of the last step, and saves those of the next one before it is committed."""
+    model = small()
+    optimizer = kept(folder, model, handle=aio_handle(backend="threads"))
+    step = optimizer.steps
+    model.load_state_dict(torch.load(folder / f"{step}.pt"))
+    pull(model, step)
+    commit = optimizer._commit
+
+    def save_and_commit(steps: int) -> None:
+        torch.save(model.state_dict(), folder / f"{steps}.pt")
+        commit(steps)
+
+    optimizer._commit = save_and_commit  # type: ignore[method-assign]
+    optimizer.step()
+    optimizer.close()
+
+
+def prepare(folder: Path) -> None:
+    """One step, in an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    model = small()
+    with kept(folder, model) as optimizer:
+        pull(model, 0)
+        optimizer.step()
+    torch.save(model.state_dict(), folder / "1.pt")
+
+
+CHANGING = {"openat", "pwrite64", "write", "ftruncate", "fallocate", "rename", "unlink", "flock"}
+
+
+@pytest.mark.parametrize("calls", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(folder: Path, calls: str) -> None:
+    place = folder / "place"
+    expected = small()
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    for step in range(3):
+        pull(expected, step)
+        plain.step()
+
+    prepare(place)
+    try:
+        outcome = save_under_strace(lambda: one_step(place), folder)
+    except NoStraceError as error:
+        pytest.skip(f"strace: {error}")
+    assert (outcome.status, outcome.error) == (0, None)
+    points = [point for point in outcome.points() if point[0] in CHANGING]
+    seen = set()
+    for name, number in points if calls == "all" else points[:: max(1, len(points) // 12)]:
+        prepare(place)
+        killed = save_under_strace(lambda: one_step(place), folder, kill_at(name, number))
+        assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
+        model = small()
+        with kept(place, model) as optimizer:
+            seen.add(first := optimizer.steps)
+            model.load_state_dict(torch.load(place / f"{first}.pt"))
+            for step in range(first, 3):
+                pull(model, step)
+                optimizer.step()
+        assert equal(values(model), values(expected)), (name, number)
+    assert seen == {1, 2}
