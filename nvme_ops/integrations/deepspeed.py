@@ -1,0 +1,85 @@
+"""DeepSpeed's NVMe offload through nvme_ops.
+
+    from nvme_ops.integrations import deepspeed as fast_deepspeed
+
+    fast_deepspeed.install()
+    engine, *_ = deepspeed.initialize(model=model, config=config)  # offload to "nvme", as before
+    fast_deepspeed.uninstall()
+
+Configurations and programs stay as they are: wherever DeepSpeed loads the op ``async_io``, ``gds`` or ``pin_memory``,
+for its swappers of parameters and optimizer states, FastFileWriter, ``ds_io`` or ``ds_nvme_tune``, it gets the op of
+this package. Nothing of DeepSpeed's is compiled for them. ``NVME_OPS_DEEPSPEED=1`` installs it where nvme_ops is
+imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from nvme_ops import op_builder
+
+_MODULE = "deepspeed.ops.op_builder"
+_BUILDERS = ("AsyncIOBuilder", "GDSBuilder", "PinMemoryBuilder")
+
+#: Releases whose calls of the ops are known: from the first one to before the second.
+_KNOWN = ((0, 14), (0, 20))
+
+_replaced: list[tuple[type, str, Callable[..., Any], Any]] = []  # class, method, ours, and its own or None
+_NONE = object()
+
+
+def install() -> None:
+    """Makes DeepSpeed use the ops of this package from now on. Further calls do nothing.
+
+    What is replaced are the methods ``load`` and ``is_compatible`` of the builders that DeepSpeed has for the
+    accelerator at hand. Handles that it has made before stay as they are.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        RuntimeError: an unsupported version of DeepSpeed; nothing is changed.
+    """
+    if _replaced:
+        return
+    version: str = importlib.import_module("deepspeed").__version__
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    builders = importlib.import_module(_MODULE)
+    if not _KNOWN[0] <= numbers < _KNOWN[1] or not hasattr(builders, _BUILDERS[0]):
+        known = " up to before ".join(".".join(map(str, each)) for each in _KNOWN)
+        raise RuntimeError(f"DeepSpeed {version} is not known here: {known} is")
+    for name in _BUILDERS:
+        theirs, ours = getattr(builders, name, None), getattr(op_builder, name)
+        if not isinstance(theirs, type) or theirs.__name__ != name:  # the accelerator has no such op
+            continue
+        for method, function in (("load", _loader(ours)), ("is_compatible", _asker(ours))):
+            _replaced.append((theirs, method, function, theirs.__dict__.get(method, _NONE)))
+            setattr(theirs, method, function)
+
+
+def uninstall() -> None:
+    """Restores what ``install`` replaced, unless somebody else has replaced it since. Further calls do nothing."""
+    while _replaced:
+        theirs, method, function, before = _replaced.pop()
+        if theirs.__dict__.get(method) is not function:
+            continue
+        if before is _NONE:
+            delattr(theirs, method)
+        else:
+            setattr(theirs, method, before)
+
+
+def _loader(ours: Any) -> Callable[..., Any]:
+    def load(_self: Any, verbose: bool = True) -> Any:
+        """Loads the op of nvme_ops."""
+        return ours().load(verbose=verbose)
+
+    return load
+
+
+def _asker(ours: Any) -> Callable[..., Any]:
+    def is_compatible(_self: Any, verbose: bool = False) -> bool:
+        """Tells whether the op of nvme_ops can be built here."""
+        return bool(ours().is_compatible(verbose=verbose))
+
+    return is_compatible
