@@ -79,7 +79,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
                 return plans
             return super().prepare_global_plan(plans)
         except BaseException:
-            self._lock.end()
+            self._end()
             raise
 
     def _require_that_it_may_be_replaced(self) -> None:
@@ -96,9 +96,13 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         if plan.items:
             # not decided with the plan, which planners keep from one save to the next
             name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
-            with replacing(os.path.join(self.path, name), self.sync_files) as file:
-                written = DataFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
-                results = written.write(plan.items)
+            try:
+                with replacing(os.path.join(self.path, name), self.sync_files) as file:
+                    written = DataFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
+                    results = written.write(plan.items)
+            except BaseException:
+                self._end()  # nobody calls finish for a save that failed
+                raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -119,8 +123,11 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             kept = {info.relative_path for info in metadata.storage_data.values()} | readers.being_read(path)
             folder.remove_others(path, kept, f"{prefix}_" if prefix else "")
         finally:
-            if self._lock is not None:
-                self._lock.end()
+            self._end()
+
+    def _end(self) -> None:
+        if self._lock is not None:
+            self._lock.end()
 
     def _metadata_name(self) -> str:
         alone = self._rank_that_saves_alone()

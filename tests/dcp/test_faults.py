@@ -236,8 +236,10 @@ def test_a_disk_that_is_full_leaves_the_old_checkpoint(make_file_system: Callabl
     path = make_file_system(32 * MIB) / "checkpoint"
     save(path, 1)
     dcp.save({"new": torch.ones(1)}, storage_writer=NvmeStorageWriter(path.with_name("other")))
+    writer = NvmeStorageWriter(path)
     with pytest.raises(dcp.CheckpointException, match="No space left"):
-        dcp.save({"new": torch.ones(6 * MIB)}, storage_writer=NvmeStorageWriter(path))
+        dcp.save({"new": torch.ones(6 * MIB)}, storage_writer=writer)
+    assert files(path) == [".metadata", "__0_0.distcp"], "the writer is alive, and holds no lock"
     assert equal(load(NvmeStorageReader(path, verify=True)), state(1))
     assert files(path) == [".metadata", "__0_0.distcp"]
 
