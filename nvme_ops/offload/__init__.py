@@ -3,6 +3,8 @@
 model = nvme_ops.offload.from_pretrained("Llama-70B", memory_budget="16G")
 model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
 model.generate(**inputs, past_key_values=nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G"))
+swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="4G")
+gradients = nvme_ops.offload.swap_gradients(model.parameters(), "/mnt/nvme")
 optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)
 """
 
@@ -10,11 +12,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nvme_ops.offload.gradients import SwappedGradients as SwappedGradients
+from nvme_ops.offload.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
 from nvme_ops.offload.pager import CacheStats as CacheStats
 from nvme_ops.offload.pretrained import from_pretrained as from_pretrained
+from nvme_ops.offload.residents import SwapStats as SwapStats
 from nvme_ops.offload.states import OptimizerStats as OptimizerStats
 from nvme_ops.offload.stream_weights import stream_weights as stream_weights
+from nvme_ops.offload.swap import SwappedParams as SwappedParams
+from nvme_ops.offload.swap import swap_params as swap_params
 from nvme_ops.offload.window import WindowStats as WindowStats
 
 if TYPE_CHECKING:
@@ -25,9 +32,14 @@ __all__ = [
     "NvmeCache",
     "NvmeOptimizer",
     "OptimizerStats",
+    "SwapStats",
+    "SwappedGradients",
+    "SwappedParams",
     "WindowStats",
     "from_pretrained",
     "stream_weights",
+    "swap_gradients",
+    "swap_params",
 ]
 
 if not TYPE_CHECKING:

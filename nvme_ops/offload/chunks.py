@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops.memory.carve import dense_bytes, is_dense
+from nvme_ops.offload.gradients import gradient_of, has_swapped_gradient
+from nvme_ops.offload.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32
@@ -56,6 +59,13 @@ def copied(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.copy(value) for name, value in options.items() if name != "params"}
 
 
+class Loan(NamedTuple):
+    """A parameter and its gradient in memory, for as long as a chunk is being updated."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor | None
+
+
 @dataclass(eq=False)
 class Slice:
     """Elements ``begin`` to ``end`` of a parameter, in the order of its memory; they begin at ``at`` in the chunk."""
@@ -66,19 +76,21 @@ class Slice:
     at: int
     scalars: dict[str, Any] | None = None  #: states that have no element for each of these; None before the first step
     pending: dict[str, Any] | None = None  #: those after the step that is being written
+    loan: Loan | None = None  #: the parameter and its gradient, if these are on storage themselves
 
     def values(self) -> torch.Tensor:
-        """Returns these elements of the parameter, as a view of one dimension."""
-        return flat(local(self.parameter))[self.begin : self.end]
+        """Returns these elements of the parameter, as a view of one dimension; of the loan while there is one."""
+        return flat(local(self.parameter) if self.loan is None else self.loan.values)[self.begin : self.end]
 
     def gradient(self) -> torch.Tensor | None:
         """Returns these elements of the gradient, or None without one. Raises RuntimeError for a sparse one."""
-        if self.parameter.grad is None:
+        found = self.parameter.grad if self.loan is None else self.loan.gradient
+        if found is None:
             return None
-        gradient = local(self.parameter.grad)
+        gradient = local(found)
         if gradient.layout != torch.strided:
             raise RuntimeError("NvmeOptimizer does not support sparse gradients")
-        values = local(self.parameter)
+        values = local(self.parameter) if self.loan is None else self.loan.values
         if gradient.stride() != values.stride():
             gradient = torch.empty_like(values, dtype=gradient.dtype).copy_(gradient)
         return flat(gradient)[self.begin : self.end]
@@ -94,6 +106,30 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     to_local: Any = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def outline(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what has shape, strides and dtype of ``local(tensor)``, without fetching it from storage."""
+    if isinstance(tensor, SwappedTensor):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return local(tensor)
+
+
+def is_on_storage(parameter: torch.Tensor) -> bool:
+    """Whether a parameter or its gradient has to be fetched."""
+    return isinstance(parameter, SwappedTensor) or has_swapped_gradient(parameter)
+
+
+@contextlib.contextmanager
+def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
+    with contextlib.ExitStack() as uses:
+        gradient = uses.enter_context(gradient_of(parameter))
+        if isinstance(parameter, SwappedTensor):
+            values = uses.enter_context(parameter.lent(change=gradient is not None))
+            torch.autograd.graph.increment_version(parameter)
+        else:
+            values = local(parameter)
+        yield Loan(values, gradient)
 
 
 def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -125,6 +161,24 @@ class Chunk:
     slices: list[Slice] = field(default_factory=list)
     slot: int | None = None  #: which of the two values is the last step's; None before the first one
     updated: list[Slice] = field(default_factory=list)  #: whose parameters have changed, and are in the backup
+
+    def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
+        """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
+
+        All that are in memory anyway come together, and each that is on storage by itself. Close it, or exhaust it.
+        """
+        lent: list[Slice] = []
+        usual = []
+        for each in self.slices if slices is None else slices:
+            (lent if is_on_storage(each.parameter) else usual).append(each)
+        if usual:
+            yield usual
+        for each in lent:
+            with _loan_of(each.parameter) as each.loan:
+                try:
+                    yield [each]
+                finally:
+                    each.loan = None
 
     @property
     def elements(self) -> int:
@@ -177,10 +231,10 @@ def divide(
     """
     open_chunks: dict[tuple[Any, ...], Chunk] = {}
     for parameter in parameters:
-        values = local(parameter)
+        values = outline(parameter)
         if not is_dense(values):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory")
-        kind = (layouts[parameter], values.dtype, values.device)
+        kind = (layouts[parameter], values.dtype, parameter.device)
         regions = layouts[parameter]
         each = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
         if regions and regions[0].name == MASTER:

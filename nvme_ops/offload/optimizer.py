@@ -20,7 +20,8 @@ import torch
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.backward import BackwardPass
-from nvme_ops.offload.chunks import ELEMENTWISE, MASTER, Chunk, Region, Slice, copied, divide, local, regions_of
+from nvme_ops.offload.chunks import ELEMENTWISE, MASTER, Chunk, Region, Slice, copied, divide, outline, regions_of
+from nvme_ops.offload.gradients import several_ranks
 from nvme_ops.offload.state_dicts import exported, load_states, own
 from nvme_ops.offload.states import OptimizerStats, States
 from nvme_ops.offload.stream_weights import budget_of
@@ -65,7 +66,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: an optimizer that is not elementwise, such as ``LBFGS``.
         ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``keep``, states of
-            other parameters or of another optimizer, or a smaller budget than theirs.
+            other parameters or of another optimizer, or a smaller budget than theirs; with ``overlap``, several ranks
+            whose parameters are no DTensors.
         BlockingIOError: another program has these kept states.
         OSError: what else can be wrong with the folder.
     """
@@ -132,8 +134,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _made(self) -> list[Any]:
         """Returns what kept states must have been made for."""
         parameters = [
-            [[str(local(each).dtype), list(local(each).shape)] for each in group["params"]]
-            for group in self.param_groups
+            [[str(each.dtype), list(outline(each).shape)] for each in group["params"]] for group in self.param_groups
         ]
         regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
         return [self._class.__name__, self._master, parameters, regions]
@@ -282,17 +283,22 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _update(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk's parameters, and its states in the buffer."""
         first = any(each.scalars is None for each in chunk.slices)
-        self._compute(chunk, buffer)
+        host = buffer[: chunk.nbytes]
+        memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
+        with contextlib.closing(chunk.borrowed()) as parts:
+            for slices in parts:
+                self._compute(chunk, buffer, memory, slices)
+        if memory is not host:
+            host.copy_(memory)
         if first and _malloc_trim is not None:
             _malloc_trim(0)  # torch has made states, and each chunk's small ones would keep a hole in the heap
 
-    def _compute(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        host = buffer[: chunk.nbytes]
+    def _compute(self, chunk: Chunk, buffer: torch.Tensor, memory: torch.Tensor, slices: Sequence[Slice]) -> None:
+        """Updates some slices, with the chunk's states in ``memory`` of its device."""
         on_host = chunk.device.type == "cpu"
-        memory = host if on_host else host.to(chunk.device)
         views, backup = chunk.views(memory), chunk.backup(buffer)
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
-        for each in chunk.slices:
+        for each in slices:
             gradient = each.gradient()
             if gradient is None:
                 continue
@@ -325,8 +331,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
             if target is not values:
                 values.copy_(target)
             target.grad = None
-        if not on_host:
-            host.copy_(memory)
+        inner.state.clear()
+        inner.param_groups.clear()  # torch's optimizers are in cycles, and would keep the parameters' memory
 
     def _show_states(self) -> None:
         """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
@@ -354,11 +360,10 @@ class NvmeOptimizer(torch.optim.Optimizer):
             found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
             layouts = {}
             for each in group["params"]:
-                values = local(each)
-                kind = (values.dtype, values.device)
+                kind = (each.dtype, each.device)
                 if kind not in found:
-                    low = self._master and values.dtype in (torch.bfloat16, torch.float16)
-                    found[kind] = regions_of(self._class, group, values, low)
+                    low = self._master and each.dtype in (torch.bfloat16, torch.float16)
+                    found[kind] = regions_of(self._class, group, each, low)
                 layouts[each] = found[kind]
             before = len(self._states.chunks)
             self._states.add(divide(group["params"], number, layouts, self._buffer))
@@ -368,6 +373,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._divided = number + 1
             self._order = []
             if self._overlap:
+                _require_one_rank(group["params"])
                 hook = _hook_of(weakref.ref(self))
                 self._hooks += [each.register_post_accumulate_grad_hook(hook) for each in group["params"]]
 
@@ -395,6 +401,15 @@ def _elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Opt
         name = getattr(optimizer, "__qualname__", repr(optimizer))
         raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
     return optimizer
+
+
+def _require_one_rank(params: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where gradients are reduced later than each is complete: there is no other hook."""
+    if several_ranks() and not all(hasattr(each, "to_local") for each in params):
+        raise ValueError(
+            'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
+            "DistributedDataParallel does: shard them with fully_shard, or leave it out"
+        )
 
 
 def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:

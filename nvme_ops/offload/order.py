@@ -23,10 +23,12 @@ class Order(Generic[Weight]):
 
     Args:
         foreseen: weights in the order in which they are likely used, again and again.
+        together: all threads take part in one order.
     """
 
-    def __init__(self, foreseen: Iterable[Weight] = ()) -> None:
+    def __init__(self, foreseen: Iterable[Weight] = (), together: bool = False) -> None:
         weights = list(foreseen)
+        self._together = together
         following = zip([None, *weights], [*weights, *weights[:1]], strict=False)
         self._after_one: dict[Weight | None, Weight] = dict(following)
         self._after_two: dict[tuple[Weight | None, Weight | None], Weight] = {}
@@ -36,7 +38,7 @@ class Order(Generic[Weight]):
 
     def use(self, weight: Weight) -> bool:
         """Takes note of a use by the calling thread; returns whether it was the one that was predicted."""
-        thread = threading.get_ident()
+        thread = self._thread()
         before, last = self._last.get(thread, (None, None))
         if last is weight:  # of the same module
             return True
@@ -53,8 +55,8 @@ class Order(Generic[Weight]):
         return {last for _, last in self._last.values() if last is not None}
 
     def ahead(self) -> Iterator[Weight]:
-        """What the calling thread will use next, the next one first, each once."""
-        before, last = self._last.get(threading.get_ident(), (None, None))
+        """What the calling thread, or all together, will use next, the next one first, each once."""
+        before, last = self._last.get(self._thread(), (None, None))
         seen = {last}
         for _ in range(2 * len(self._uses)):
             following = self._next(before, last)
@@ -85,6 +87,9 @@ class Order(Generic[Weight]):
     def by_uses(self) -> list[tuple[Weight, float]]:
         """Each weight and how often it is used, in the order of the first use."""
         return list(self._uses.items())
+
+    def _thread(self) -> int:
+        return 0 if self._together else threading.get_ident()
 
     def _next(self, before: Weight | None, last: Weight | None) -> Weight | None:
         return self._after_two.get((before, last)) or self._after_one.get(last)

@@ -12,7 +12,7 @@ import torch
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.chunks import MASTER, Chunk, Region, Slice, flat, local, sharded
+from nvme_ops.offload.chunks import MASTER, Chunk, Region, Slice, flat, local, outline, sharded
 from nvme_ops.offload.states import States
 from nvme_ops.settings import PAGE
 
@@ -33,7 +33,7 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
             found[each.parameter] = {name: own(value) for name, value in each.scalars.items()}
             for region in chunk.regions:
                 places[each.parameter, region.name] = size, region
-                size += -(-local(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
+                size += -(-outline(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
     if not size:
         return found
     fd = states.nameless(size)
@@ -55,7 +55,7 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
     finally:
         os.close(fd)
     for (parameter, name), (place, region) in places.items():
-        values = local(parameter)
+        values = outline(parameter)
         elements = torch.frombuffer(memory, dtype=region.dtype, count=values.numel(), offset=place)
         found[parameter][name] = sharded(elements.as_strided(values.shape, values.stride()), parameter)
     return found
@@ -71,8 +71,9 @@ def load_states(states: States, saved_of: Callable[[torch.Tensor], dict[str, Any
             _require(saved_of(each.parameter) or {}, chunk, each)
     with contextlib.closing(states.update(map(_emptied, states.chunks))) as updates:
         for chunk, buffer in updates:
-            for each in chunk.slices:
-                _load(saved_of(each.parameter), chunk, each, buffer)
+            with contextlib.closing(chunk.borrowed()) as parts:
+                for each in (each for slices in parts for each in slices):
+                    _load(saved_of(each.parameter), chunk, each, buffer)
 
 
 def _emptied(chunk: Chunk) -> Chunk:
@@ -87,7 +88,7 @@ def _require(saved: dict[str, Any], chunk: Chunk, each: Slice) -> None:
         shape = tuple(each.parameter.shape)
         if name not in saved and name != MASTER:
             raise ValueError(f"the state dict has no {name!r} of a parameter of shape {shape}")
-        if name in saved and local(saved[name]).shape != local(each.parameter).shape:
+        if name in saved and local(saved[name]).shape != outline(each.parameter).shape:
             raise ValueError(f"{name!r} of shape {tuple(saved[name].shape)} is for a parameter of shape {shape}")
 
 
@@ -96,12 +97,12 @@ def _load(saved: dict[str, Any] | None, chunk: Chunk, each: Slice, buffer: torch
     if saved is None:
         each.scalars = None
         return
+    whole = outline(each.parameter)
     values = each.values()
     chunk.backup(buffer)[each.place].copy_(values)
     chunk.updated.append(each)
     names = {region.name for region in chunk.regions}
     each.pending = {name: own(value) for name, value in saved.items() if name not in names}
-    whole = local(each.parameter)
     for name, view in chunk.views(buffer).items():
         state = local(saved[name]) if name in saved else None
         if state is None:

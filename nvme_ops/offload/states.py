@@ -116,12 +116,13 @@ class States:
         """Takes the new states for the chunk's, or gives the parameters their old values."""
         backup, updated = chunk.backup(buffer), chunk.updated
         chunk.updated = []
-        for each in updated:
-            if failure is None:
+        if failure is not None:
+            with contextlib.closing(chunk.borrowed(updated)) as parts:
+                for each in (each for slices in parts for each in slices):
+                    each.values().copy_(backup[each.place])
+        else:
+            for each in updated:
                 each.scalars, each.pending = each.pending, None
-            else:
-                each.values().copy_(backup[each.place])
-        if failure is None:
             if updated:
                 chunk.slot = chunk.other_slot
             self.done.add(chunk)

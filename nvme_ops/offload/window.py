@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
-from nvme_ops.memory.arena import Arena
-from nvme_ops.memory.pool import Pool
+from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
 from nvme_ops.offload.source import Extent, Source, WeightFile
 from nvme_ops.settings import ALIGNMENT, PAGE
@@ -26,53 +23,6 @@ from nvme_ops.text import size_words
 #: An embedding of which a larger share than one of so many rows is used is read as a whole.
 MANY_ROWS = 4
 _PATIENCE = 60.0  # seconds after which memory that other threads hold is given up
-
-
-class Memory(Protocol):
-    """Gives memory on a device, a bounded amount of it."""
-
-    peak: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all."""
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes that are handed out."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns ``nbytes`` bytes; None while there are none."""
-
-
-class DeviceMemory:
-    """Memory of an accelerator, by torch's own allocator, which keeps it for what is queued on the current stream."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes, self._device = nbytes, device
-        self._in_use = self.peak = 0
-        self._lock = threading.RLock()
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes that are handed out."""
-        return self._in_use
-
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns ``nbytes`` bytes; None while there are none within the bound."""
-        with self._lock:
-            if self._in_use + nbytes > self.nbytes:
-                return None
-            self._in_use += nbytes
-            self.peak = max(self.peak, self._in_use)
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        weakref.finalize(tensor, self._free, nbytes).atexit = False
-        return tensor
-
-    def _free(self, nbytes: int) -> None:
-        with self._lock:
-            self._in_use -= nbytes
-        native().note_ending()
 
 
 @dataclass
@@ -117,11 +67,7 @@ class Window:
         self._device, self._process = device, os.getpid()
         self._lock = threading.RLock()
         nbytes = max(PAGE, min(budget // PAGE * PAGE, sum(sizes)))
-        self._memory: Memory
-        if device.type == "cpu":
-            self._memory = Arena(Pool(-(-nbytes // (2 << 20)) * (2 << 20)), nbytes)
-        else:
-            self._memory = DeviceMemory(nbytes, device)
+        self._memory = memory_on(device, nbytes)
         self._order = Order(foreseen)
         self._held: dict[Source, _Held] = {}
         self._keep: set[Source] = set()

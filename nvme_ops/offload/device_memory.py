@@ -1,0 +1,69 @@
+"""Bounded memory for tensors that come and go, on the CPU or on an accelerator."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.memory.arena import Arena
+from nvme_ops.memory.pool import Pool
+
+_HUGE = 2 << 20  # bytes in which a pool counts what is large
+
+
+class Memory(Protocol):
+    """Gives memory on a device, a bounded amount of it."""
+
+    peak: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that are handed out."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Returns ``nbytes`` bytes; None while there are none."""
+
+
+def memory_on(device: torch.device, nbytes: int) -> Memory:
+    """Returns memory of so many bytes, in whole pages."""
+    if device.type == "cpu":
+        return Arena(Pool(-(-nbytes // _HUGE) * _HUGE), nbytes)
+    return DeviceMemory(nbytes, device)
+
+
+class DeviceMemory:
+    """Memory of an accelerator, by torch's own allocator, which keeps it for what is queued on the current stream."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self._device = nbytes, device
+        self._in_use = self.peak = 0
+        self._lock = threading.RLock()
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes that are handed out."""
+        return self._in_use
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Returns ``nbytes`` bytes; None while there are none within the bound."""
+        with self._lock:
+            if self._in_use + nbytes > self.nbytes:
+                return None
+            self._in_use += nbytes
+            self.peak = max(self.peak, self._in_use)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        weakref.finalize(tensor, self._free, nbytes).atexit = False
+        return tensor
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self._in_use -= nbytes
+        native().note_ending()

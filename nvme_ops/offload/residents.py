@@ -1,0 +1,444 @@
+"""``Residents``: tensors that live on storage and change; those in memory are the ones that are used next."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.engine import Priority
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory.carve import dense_strides
+from nvme_ops.offload.device_memory import Memory, memory_on
+from nvme_ops.offload.order import Order
+from nvme_ops.settings import PAGE
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.store import TensorStore
+from nvme_ops.text import size_words
+
+_PATIENCE = 30.0  # seconds after which memory that others hold is given up
+_LONG = 0.2  # seconds without an ending of any transfer
+_AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
+_NEVER = 1 << 60  # the place of what no use is foreseen of
+
+Phase = Literal["forward", "backward", "step"]
+
+
+@dataclass
+class SwapStats:
+    """What was moved since the tensors went to storage."""
+
+    bytes_read: int = 0
+    bytes_on_demand: int = 0  #: of these, what was not foreseen
+    bytes_written: int = 0
+    bytes_stored: int = 0  #: the space that the tensors take
+    seconds_waited: float = 0.0  #: by computation, for reads and for memory
+    peak_bytes: int = 0  #: the most memory that they had at once
+
+
+class Resident:
+    """A tensor on storage, with its values in memory at times.
+
+    Args:
+        key: its name in the store.
+        like: has its shape, strides, dtype and device; may be on the meta device.
+        device: where its values come to; that of ``like`` when None.
+    """
+
+    def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None) -> None:
+        self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
+        self.stride = dense_strides(like)
+        self.nbytes = like.numel() * like.itemsize
+        self.device = device or like.device
+        self.values: torch.Tensor | None = None  #: in memory, or on their way there
+        self.memory: torch.Tensor | None = None  #: its bytes
+        self.own = 0  #: tensors over this memory that are ours
+        self.arriving: IoFuture | None = None
+        self.writing: IoFuture | None = None
+        self.users = 0  #: who compute with the values now
+        self.stored = False  #: there are values, on storage or on their way there
+        self.changed = False  #: the values in memory are not those on storage
+        self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet
+        self.demanded = False
+        self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
+        self.viewed: dict[int, tuple[torch.Tensor, int]] = {}  #: tensors of which views were made, and their versions
+        self.uses = {phase: (self, phase) for phase in ("forward", "backward", "step")}
+
+    def look_for_changes(self) -> None:
+        """Takes note of what was written to views of the values."""
+        for tensor, version in self.viewed.values():
+            if tensor._version != version:
+                self.changed = True
+        self.viewed = {id(tensor): (tensor, tensor._version) for tensor, _ in self.viewed.values()}
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether tensors of others share the memory of the values: it would not be free without us."""
+        return self.values is not None and _tensors_over(self.values) > self.own
+
+
+Use = tuple[Resident, str]
+
+
+class Residents:
+    """Fetches tensors into a bounded amount of memory, reads ahead what is used next, and writes back what was changed.
+
+    Memory is made free by letting go of what is used last, as far as the order of uses is known: it is that of the
+    last time. A tensor that somebody still has a view of keeps its memory until that is gone. Any thread may call any
+    method.
+
+    Args:
+        folders: of the session.
+        name: of the session.
+        budget: bytes of memory.
+        device: where the tensors are used.
+        checksum: keep a checksum of each tensor.
+        handle: moves the bytes.
+    """
+
+    def __init__(
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        name: str,
+        *,
+        budget: int,
+        device: torch.device,
+        checksum: bool,
+        handle: aio_handle | None,
+    ) -> None:
+        self.budget, self.device, self._process = budget, device, os.getpid()
+        self._lock = threading.RLock()
+        self._memory: Memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
+        self._order: Order[Use] = Order(together=True)
+        self._all: dict[str, Resident] = {}
+        self._nbytes = 0  # of all, in whole pages
+        self._resident: dict[Resident, None] = {}  # in the order in which they came
+        self._to_write: dict[Resident, None] = {}  # changed, in this order
+        self._stats = SwapStats()
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            self._session = undo.enter_context(Session(folders, name=name))
+            self._store = undo.enter_context(TensorStore(self._session, checksum=checksum, handle=handle))
+            self._undo = undo.pop_all()
+
+    def foresee(self, uses: Iterable[Use]) -> None:
+        """Gives the order that is likely, again and again, before the first one is seen."""
+        self._order = Order(uses, together=True)
+
+    def add(self, resident: Resident, values: torch.Tensor | None = None) -> None:
+        """Takes a tensor: writes its values, or leaves them undefined.
+
+        Raises:
+            MemoryError: the budget is smaller than it.
+            OSError: ENOSPC: the disk is full.
+        """
+        if -(-resident.nbytes // PAGE) * PAGE > self._memory.nbytes:
+            raise MemoryError(
+                f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
+                f"of {size_words(self.budget)}"
+            )
+        with self._lock:
+            self._all[resident.key] = resident
+            self._nbytes += -(-resident.nbytes // PAGE) * PAGE
+        if values is not None:
+            self.replace(resident, values)
+
+    def replace(self, resident: Resident, values: torch.Tensor) -> None:
+        """Starts to write new values of a tensor, from where they are; they must not change until that has ended."""
+        with self._lock:
+            self._require_open()
+            self._forget(resident)
+            resident.writing = self._store.put(resident.key, values)
+            resident.stored = True
+            self._stats.bytes_written += resident.nbytes
+
+    @contextlib.contextmanager
+    def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
+        """Lets the block compute with the values, see ``acquire``."""
+        values = self.acquire(resident, phase)
+        try:
+            yield values
+        finally:
+            del values
+            self.release(resident, change)
+
+    def acquire(self, resident: Resident, phase: Phase) -> torch.Tensor:
+        """Returns the values, which stay in memory until ``release``, and reads ahead what is likely used next.
+
+        Raises:
+            OSError: they cannot be read, or others cannot be written to make room.
+            MemoryError: all memory is in use.
+            ValueError: it was closed.
+        """
+        deadline = 0.0
+        if resident.values is None:
+            self.require_written(resident)
+        while True:
+            seen = native().endings()
+            with self._lock:
+                self._require_open()
+                if resident.values is None:
+                    self._begin(resident, Priority.DEMAND, None)
+                if resident.values is not None:
+                    resident.users += 1
+                    try:
+                        self._write_some(resident)
+                        self._order.use(resident.uses[phase])
+                        self._read_ahead()
+                    except BaseException:
+                        resident.users -= 1
+                        raise
+                    break
+            begin = time.perf_counter()
+            deadline = deadline or begin + _PATIENCE
+            if begin > deadline:
+                raise self._too_little(resident)
+            native().wait_for_ending(seen, _LONG)
+            if native().endings() == seen:
+                gc.collect()  # a traceback may keep memory, in a cycle
+            self._stats.seconds_waited += time.perf_counter() - begin
+        try:
+            return self._arrived(resident)
+        except BaseException:
+            self.release(resident)
+            raise
+
+    def release(self, resident: Resident, changed: bool = False) -> None:
+        """Ends a use. What was ``changed`` is written while others are used, unless there is memory for all."""
+        with self._lock:
+            resident.users -= 1
+            if changed:
+                resident.changed = True
+                self._to_write[resident] = None
+
+    def forget(self, resident: Resident) -> None:
+        """Lets go of values in memory, which are not changed: they are fetched again."""
+        with self._lock:
+            if not resident.users:
+                self._forget(resident)
+
+    def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
+        """Keeps an eye on a tensor of which somebody got a view of the values: that may be written to."""
+        with self._lock:
+            resident.viewed.setdefault(id(viewed), (viewed, viewed._version))
+
+    def settle(self) -> None:
+        """Writes all changes and waits for it. Raises OSError; the values then stay in memory."""
+        with self._lock:
+            for each in self._resident:
+                if not each.users:
+                    self._write_back(each)
+            found = list(self._all.values())
+        for each in found:
+            self.require_written(each)
+
+    def stats(self) -> SwapStats:
+        """What was moved up to now."""
+        with self._lock:
+            self._stats.bytes_stored = self._store.bytes_in_use
+            self._stats.peak_bytes = self._memory.peak
+            return SwapStats(**vars(self._stats))
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Waits for transfers and removes the files. Once or more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._process == os.getpid():
+            for each in list(self._resident):
+                for transfer in (each.arriving, each.writing):
+                    if transfer is not None:
+                        transfer.exception()
+                self._forget(each)
+        with contextlib.suppress(OSError):  # of a write that nobody needs any more
+            self._undo.close()
+
+    # Below
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("what holds these tensors on storage was closed")
+        if self._process != os.getpid():
+            raise RuntimeError("these tensors are swapped by the parent process: swap them in this one")
+
+    def _arrived(self, resident: Resident) -> torch.Tensor:
+        arriving = resident.arriving
+        if arriving is not None:
+            begin = time.perf_counter()
+            try:
+                try:
+                    arriving.result()
+                except OSError:
+                    if resident.demanded:
+                        raise
+                    self._again(resident, arriving).result()  # perhaps it does not fail now that it is needed
+            except BaseException as error:
+                arriving = None
+                with self._lock:
+                    self._forget(resident)
+                _free_frames(error)
+                raise
+            with self._lock:
+                if resident.arriving is not None:
+                    resident.arriving = None
+                    if resident.scale is not None and resident.values is not None:
+                        resident.values.mul_(resident.scale)
+                self._stats.seconds_waited += time.perf_counter() - begin
+        assert resident.values is not None
+        return resident.values
+
+    def _again(self, resident: Resident, failed: IoFuture) -> IoFuture:
+        with self._lock:
+            if resident.arriving is failed:
+                resident.demanded = True
+                resident.arriving = self._store.get(resident.key, resident.values)
+            assert resident.arriving is not None
+            return resident.arriving
+
+    def _begin(self, resident: Resident, priority: Priority, place: int | None) -> bool:
+        """Starts to fetch it, into memory of what is used after ``place`` from now."""
+        memory = self._memory.allocate(max(1, resident.nbytes))
+        if memory is None:
+            memory = self._make_room(resident.nbytes, place)
+        if memory is None:
+            return False
+        values = memory.view(resident.dtype).as_strided(resident.shape, resident.stride).detach()
+        resident.own = _tensors_over(values)
+        resident.demanded = priority is Priority.DEMAND
+        if resident.stored:
+            try:
+                resident.arriving = self._store.get(resident.key, values, priority=priority)
+            except BaseException as error:
+                del memory, values
+                _free_frames(error)
+                raise
+            self._stats.bytes_read += resident.nbytes
+            self._stats.bytes_on_demand += resident.nbytes * resident.demanded
+        else:
+            resident.changed = True  # has no values yet
+        resident.values, resident.memory = values, memory
+        self._resident[resident] = None
+        return True
+
+    def _read_ahead(self) -> None:
+        room = max(_AHEAD, self._memory.nbytes // 4)
+        for place, (resident, _) in enumerate(self._order.ahead()):
+            room -= resident.nbytes
+            if room < 0:
+                return
+            if resident.values is not None or not resident.stored:
+                continue
+            if resident.writing is not None and not resident.writing.done():
+                continue
+            try:
+                self.require_written(resident)
+                if not self._begin(resident, Priority.PREFETCH, place):
+                    return
+            except OSError:  # it is tried again on demand
+                return
+
+    def _make_room(self, nbytes: int, place: int | None) -> torch.Tensor | None:
+        """Lets go of what is used last, and after ``place``, until there is memory; None where there is none now."""
+        places: dict[Resident, int] = {}
+        for number, (resident, _) in enumerate(self._order.ahead()):
+            places.setdefault(resident, number)
+        least = -1 if place is None else place
+        native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
+        free = [each for each in self._resident if not each.users and places.get(each, _NEVER) > least]
+        for each in sorted(free, key=lambda each: places.get(each, _NEVER), reverse=True):
+            if each.arriving is None:
+                self._write_back(each)
+                if each.writing is not None:
+                    if not each.writing.done():
+                        continue
+                    self.require_written(each)
+                if each.is_held_elsewhere():
+                    continue
+            self._forget(each)
+            memory = self._memory.allocate(max(1, nbytes))
+            if memory is not None:
+                return memory
+        return None
+
+    def _write_some(self, used: Resident) -> None:
+        """Starts to write what was changed before this is used, so that its memory is free in time."""
+        if not self._to_write or self._nbytes <= self._memory.nbytes:
+            return
+        for each in [each for each in self._to_write if each is not used and not each.users]:
+            del self._to_write[each]
+            with contextlib.suppress(OSError):  # it is tried again when memory is needed, and raised then
+                self._write_back(each)
+
+    def _write_back(self, resident: Resident) -> None:
+        """Starts to write what was changed."""
+        resident.look_for_changes()
+        if not resident.changed or resident.values is None:
+            return
+        if resident.writing is not None and not resident.writing.done():
+            return  # it is tried again
+        resident.changed = False
+        self._to_write.pop(resident, None)
+        try:
+            resident.writing = self._store.put(resident.key, resident.values)
+            resident.stored = True
+        except BaseException as error:
+            resident.changed = True
+            _free_frames(error)
+            raise
+        self._stats.bytes_written += resident.nbytes
+
+    def require_written(self, resident: Resident) -> None:
+        """Waits until what is being written of it is on storage.
+
+        Raises OSError. Values in memory then stay there; others are lost, which each use of them raises again.
+        """
+        writing = resident.writing
+        if writing is None:
+            return
+        failure = writing.exception()
+        with self._lock:
+            if resident.writing is writing and (failure is None or resident.values is not None):
+                resident.writing = None
+                resident.changed = resident.changed or failure is not None
+        if failure is not None:
+            raise failure
+
+    def _forget(self, resident: Resident) -> None:
+        """Lets go of the values in memory. What is on its way keeps its memory until it has arrived."""
+        resident.values = resident.memory = resident.arriving = None
+        resident.changed = False
+        resident.viewed.clear()
+        self._to_write.pop(resident, None)
+        self._resident.pop(resident, None)
+
+    def _too_little(self, resident: Resident) -> MemoryError:
+        return MemoryError(
+            f"no memory in one piece for a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}: others in use "
+            f"have {size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+        )
+
+
+def _tensors_over(tensor: torch.Tensor) -> int:
+    """Returns how many tensors, of any kind, share the memory of this one; and those who hold that as a storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _free_frames(error: BaseException) -> None:
+    """Lets go of tensors that whoever keeps the exception would keep, by its traceback."""
+    traceback.clear_frames(error.__traceback__)

@@ -1,0 +1,212 @@
+"""swap_gradients: gradients leave memory as they are produced, and come back for the step."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
+from tests.conftest import MIB, run_python
+from tests.offload.test_optimizer import Failing
+from tests.offload.test_swap_params import KIB, network, words
+from tests.offload.training import equal, values
+
+
+def gather(model: torch.nn.Module, gradients: Any) -> list[torch.Tensor | None]:
+    found: list[torch.Tensor | None] = []
+    for each in model.parameters():
+        with gradients.gathered([each]):
+            found.append(None if each.grad is None else each.grad.clone())
+    return found
+
+
+def same(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> bool:
+    return all(
+        (one is None and two is None) or (one is not None and two is not None and torch.equal(one, two))
+        for one, two in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parameters_too", [False, True])
+def test_accumulated_and_clipped_gradients_have_the_same_bits(
+    folder: Path, dtype: torch.dtype, parameters_too: bool
+) -> None:
+    mine, other = network(dtype), network(dtype)
+    reference = NvmeOptimizer(torch.optim.AdamW, other.parameters(), folder, lr=0.01)
+    swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB) if parameters_too else None
+    gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=4 * KIB)
+    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01)
+    with reference, optimizer, gradients:
+        for step in range(3):
+            for number in range(2):
+                for model in (mine, other):
+                    model(words(2 * step + number)).float().square().mean().backward()
+            large = [each for each in mine.parameters() if each.nbytes >= 4 * KIB]
+            assert all(each.grad is not None and each.grad.stride() == (0, 0) for each in large)
+            norms = [gradients.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)]
+            assert torch.equal(*norms)
+            assert same(gather(mine, gradients), [each.grad for each in other.parameters()])
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+            assert equal(values(mine), values(other))
+        stats = gradients.stats()
+        assert stats.bytes_written >= 6 * sum(each.nbytes for each in mine.parameters() if each.nbytes >= 4 * KIB)
+        assert 0 < stats.peak_bytes <= 75 * KIB
+    if swapped is not None:
+        swapped.close()
+    assert not list(folder.iterdir())
+
+
+def test_a_gradient_on_storage_is_nan_to_those_who_do_not_know_of_it(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
+        model(torch.ones(1, 64)).sum().backward()
+        grad = model.weight.grad
+        assert grad is not None and grad.shape == (64, 64) and bool(grad.isnan().all())
+        assert math.isnan(torch.nn.utils.get_total_norm([grad]).item())
+        with pytest.raises(RuntimeError, match="single memory location"):
+            grad.mul_(2)
+        with gradients.gathered(model.parameters()):
+            assert model.weight.grad is not None and torch.equal(model.weight.grad, torch.ones(64, 64))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.weight.grad.add_(1)
+        assert model.weight.grad is grad
+        found = gather(model, gradients)
+        assert found[0] is not None and torch.equal(found[0], torch.full((64, 64), 2.0))
+        assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_gradients_that_were_set_to_zero_are_zero(folder: Path, foreach: bool) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
+        for _ in range(3):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.zero_grad(set_to_none=False)
+            assert same(gather(model, gradients), [torch.zeros(64, 64), torch.zeros(64)])
+        model(torch.ones(1, 64)).sum().backward()
+        assert same(gather(model, gradients), [torch.ones(64, 64), torch.ones(64)])
+
+
+def test_gradients_that_were_reset_are_not_added_to(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+        found = gather(model, gradients)
+        assert found[0] is not None and torch.equal(found[0], torch.ones(64, 64))
+        model.zero_grad()
+        assert gather(model, gradients) == [None, None]
+        assert gradients.clip_grad_norm_(1.0).item() == 0
+        model(torch.ones(1, 64)).sum().backward()
+    assert model.weight.grad is None
+    model(torch.ones(1, 64)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(64, 64))
+
+
+def test_clipping_twice_and_after_a_look_scales_once_each(folder: Path) -> None:
+    mine, other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    with swap_gradients(mine.parameters(), folder, min_bytes=1 * KIB) as gradients:
+        for each in (mine, other):
+            each(torch.ones(1, 64)).sum().backward()
+        gather(mine, gradients)
+        for most in (5.0, 1.0):
+            first = gradients.clip_grad_norm_(most)
+            torch.testing.assert_close(first, torch.nn.utils.clip_grad_norm_(other.parameters(), most))
+            for one, two in zip(gather(mine, gradients), other.parameters(), strict=True):
+                torch.testing.assert_close(one, two.grad)
+
+
+def test_what_cannot_be_is_refused(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with pytest.raises(ValueError, match="none of min_bytes or more"):
+        swap_gradients(model.parameters(), folder)
+    with pytest.raises(MemoryError, match="16 KiB, .* does not fit a memory_budget"):
+        swap_gradients(model.parameters(), folder, memory_budget="8K", min_bytes=1)
+    with swap_gradients(model.parameters(), folder, min_bytes=1) as gradients:
+        with pytest.raises(ValueError, match="swapped already"):
+            swap_gradients(model.parameters(), folder, min_bytes=1)
+        with pytest.raises(ValueError, match=r"norm_type must be 2.0, not inf"):
+            gradients.clip_grad_norm_(1.0, math.inf)
+    gradients.close()
+    words_of = torch.nn.Embedding(64, 64, sparse=True)
+    with swap_gradients(words_of.parameters(), folder, min_bytes=1):
+        with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+            words_of(torch.tensor([1])).sum().backward()
+    assert not list(folder.iterdir())
+
+
+def test_several_ranks_are_refused(folder: Path) -> None:
+    """DistributedDataParallel reduces gradients when all are complete: what leaves before would be one rank's own."""
+    program = f"""
+        import torch, torch.distributed
+        from nvme_ops.offload import NvmeOptimizer, swap_gradients
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        model = torch.nn.Linear(64, 64)
+        for make in (
+            lambda: swap_gradients(model.parameters(), {str(folder)!r}, min_bytes=1),
+            lambda: NvmeOptimizer(torch.optim.SGD, model.parameters(), {str(folder)!r}, lr=1.0, overlap="backward"),
+        ):
+            try:
+                make()
+            except ValueError as error:
+                print(error)
+    """
+    said = run_python(program).stdout.splitlines()
+    assert len(said) == 2
+    assert all("several ranks" in line for line in said)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
+def test_a_backward_pass_that_fails_can_be_repeated(folder: Path, error: BaseException) -> None:
+    mine, other, handle = network(), network(), Failing()
+    handle.error = error
+    with swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=4 * KIB, handle=handle) as grads:
+        for number in range(3):
+            other.zero_grad()
+            other(words(number)).square().mean().backward()
+            mine.zero_grad()
+            handle.after["write"] = number
+            with pytest.raises(type(error)):
+                mine(words(number)).square().mean().backward()
+            mine.zero_grad()
+            mine(words(number)).square().mean().backward()
+            assert same(gather(mine, grads), [each.grad for each in other.parameters()])
+
+
+def test_a_full_disk_is_told_by_the_backward_pass(make_file_system: Callable[..., Path]) -> None:
+    place = make_file_system(8 * MIB)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
+    with swap_gradients(model.parameters(), place, memory_budget="32M"):
+        with pytest.raises(OSError, match="making room for") as caught:
+            model(torch.ones(1, 1000)).sum().backward()
+        assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_gradient_that_cannot_be_read_fails_the_step_which_goes_on(folder: Path) -> None:
+    mine, other, handle = network(), network(), Failing()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=4 * KIB, handle=handle)
+    with gradients, NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01) as mine_s:
+        for number in range(3):
+            for model, optimizer in ((mine, mine_s), (other, plain)):
+                optimizer.zero_grad()
+                model(words(number)).square().mean().backward()
+            handle.after["read"] = number
+            with pytest.raises(OSError, match="Input/output error"):
+                mine_s.step()
+            mine_s.step()
+            plain.step()
+            assert equal(values(mine), values(other))
