@@ -168,7 +168,7 @@ class Chunk:
         All that are in memory anyway come together, and each that is on storage by itself. Close it, or exhaust it.
         """
         lent: list[Slice] = []
-        usual = []
+        usual: list[Slice] = []
         for each in self.slices if slices is None else slices:
             (lent if is_on_storage(each.parameter) else usual).append(each)
         if usual:

@@ -428,9 +428,10 @@ class Residents:
         self._resident.pop(resident, None)
 
     def _too_little(self, resident: Resident) -> MemoryError:
+        taken, nbytes = size_words(self._memory.bytes_in_use), size_words(self._memory.nbytes)
         return MemoryError(
-            f"no memory in one piece for a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}: others in use "
-            f"have {size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+            f"no memory in one piece for a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}: "
+            f"others in use have {taken} of {nbytes}"
         )
 
 

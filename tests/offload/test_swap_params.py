@@ -75,16 +75,17 @@ def test_training_has_the_same_bits(folder: Path, budget: int, dtype: torch.dtyp
 def test_with_nvme_optimizer(folder: Path, overlap: Any, dtype: torch.dtype) -> None:
     mine, other = network(dtype), network(dtype)
     reference = NvmeOptimizer(torch.optim.AdamW, other.parameters(), folder, lr=0.01)
-    with reference, swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB):
-        with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01, overlap=overlap,
-                           free_gradients=overlap is not None) as optimizer:  # fmt: skip
-            assert train(mine, optimizer) == train(other, reference)
-            assert equal(values(mine), values(other))
-            assert (overlap is None) == any(each.grad is not None for each in mine.parameters())
-            saved, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
-            assert all(torch.equal(saved[key][name], theirs[key][name]) for key in theirs for name in theirs[key])
-            optimizer.load_state_dict(optimizer.state_dict())
-            assert train(mine, optimizer, 1) == train(other, reference, 1)
+    swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
+    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01,
+                              overlap=overlap, free_gradients=overlap is not None)  # fmt: skip
+    with reference, swapped, optimizer:
+        assert train(mine, optimizer) == train(other, reference)
+        assert equal(values(mine), values(other))
+        assert (overlap is None) == any(each.grad is not None for each in mine.parameters())
+        saved, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
+        assert all(torch.equal(saved[key][name], theirs[key][name]) for key in theirs for name in theirs[key])
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert train(mine, optimizer, 1) == train(other, reference, 1)
 
 
 def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> None:
@@ -146,13 +147,15 @@ def test_unusual_uses(folder: Path, budget: int) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(folder: Path, reentrant: bool) -> None:
     class Checkpointed(torch.nn.Module):
+        layers: torch.nn.Sequential
+
         def __init__(self) -> None:
             super().__init__()
             self.layers = network()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](x)
-            for layer in self.layers[1:]:
+            for layer in list(self.layers)[1:]:
                 x = checkpoint(layer, x, use_reentrant=reentrant)
             return x
 
@@ -284,8 +287,12 @@ def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> N
         assert all(torch.equal(one, two) for one, two in buffers)
     with torch.device("meta"):
         mine = make()
-    with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=4 * KIB,
-                     param_init_fn=lambda module: [each.data.fill_(2) for each in module._parameters.values()]):  # fmt: skip
+
+    def twos(module: torch.nn.Module) -> None:
+        for each in module.parameters(recurse=False):
+            each.fill_(2)
+
+    with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=4 * KIB, param_init_fn=twos):
         assert all(torch.equal(each, torch.full_like(each, 2)) for each in values(mine))
 
 
@@ -312,7 +319,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
         with pytest.raises(ValueError, match="swapped already"):
             swap_params(model, folder, memory_budget="1M", min_bytes=1)
         with pytest.raises(RuntimeError, match="converted copy of a swapped parameter cannot be changed"):
-            list(model.parameters())[0].detach().double().add_(1)
+            next(iter(model.parameters())).detach().double().add_(1)
     with pytest.raises(ValueError, match="was closed"):
         model(words(1))
     assert not list(folder.iterdir())
@@ -388,25 +395,25 @@ def test_a_read_that_fails_is_raised_and_tried_again_by_the_next_use(folder: Pat
             other.zero_grad()
             other(x).sum().backward()
             for one, two in zip(mine.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None and two.grad is not None
+                assert one.grad is not None
+                assert two.grad is not None
                 assert torch.equal(one.grad, two.grad)
 
 
 def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
     mine, other, handle = layers(), layers(), Failing()
-    with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle):
-        with torch.no_grad():
-            for number in range(4):
-                handle.after["write"] = number
-                for each in other.parameters():
+    with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
+        for number in range(4):
+            handle.after["write"] = number
+            for each in other.parameters():
+                each.add_(1)
+            for each in mine.parameters():
+                try:
                     each.add_(1)
-                for each in mine.parameters():
-                    try:
-                        each.add_(1)
-                    except OSError:
-                        each.add_(1)
-                handle.after["write"] = -1
-                assert equal(values(mine), values(other))
+                except OSError:
+                    each.add_(1)
+            handle.after["write"] = -1
+            assert equal(values(mine), values(other))
 
 
 def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
@@ -436,21 +443,21 @@ def test_a_flipped_bit_is_told(folder: Path) -> None:
 def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path) -> None:
     mine, other, handle = network(), network(), Failing()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-    with swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB):
-        with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01,
-                           handle=handle) as optimizer:  # fmt: skip
-            train(mine, optimizer, 1)
-            train(other, plain, 1)
-            for which in ("read", "write"):
-                for model, each in ((mine, optimizer), (other, plain)):
-                    each.zero_grad()
-                    model(words(7)).square().mean().backward()
-                handle.after[which] = 0
-                with pytest.raises(OSError, match="Input/output error"):
-                    optimizer.step()
+    swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
+    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01, handle=handle)
+    with swapped, optimizer:
+        train(mine, optimizer, 1)
+        train(other, plain, 1)
+        for which in ("read", "write"):
+            for model, each in ((mine, optimizer), (other, plain)):
+                each.zero_grad()
+                model(words(7)).square().mean().backward()
+            handle.after[which] = 0
+            with pytest.raises(OSError, match="Input/output error"):
                 optimizer.step()
-                plain.step()
-                assert equal(values(mine), values(other))
+            optimizer.step()
+            plain.step()
+            assert equal(values(mine), values(other))
 
 
 def test_handles_of_users_work(folder: Path) -> None:
