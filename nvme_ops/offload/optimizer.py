@@ -19,6 +19,7 @@ import torch
 
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload import saved_states
 from nvme_ops.offload.backward import BackwardPass
 from nvme_ops.offload.chunks import ELEMENTWISE, MASTER, Chunk, Region, Slice, copied, divide, outline, regions_of
 from nvme_ops.offload.gradients import several_ranks
@@ -265,6 +266,47 @@ class NvmeOptimizer(torch.optim.Optimizer):
         load_states(self._states, lambda parameter: found.get(numbers[id(parameter)]))
         self._commit(self.steps)
 
+    def save_states(self, path: Path, *, durable: bool = True) -> bool:
+        """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
+
+        It takes no time and no space where the file system can let files share blocks (XFS, Btrfs) and ``path`` is on
+        that of a single folder: the blocks are copied as the next steps write. Elsewhere all bytes are copied. The file
+        replaces one that is there only when it is complete. The parameters are not in it.
+
+        Args:
+            path: of the file.
+            durable: whether it is to survive a loss of power as soon as this returns.
+
+        Returns:
+            Whether it shares its blocks with the states.
+
+        Raises:
+            OSError: among others ENOSPC.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        record = self._states.described(self._record(self.steps))
+        return saved_states.save(self._states, os.fspath(path), record, durable, self._handle)
+
+    def load_states(self, path: Path) -> None:
+        """Replaces all states by those of ``save_states``, and continues to count ``steps`` from there.
+
+        Load parameters of the same step before or after. The options of the groups are not in the file: they are in
+        ``state_dict``, and in that of a scheduler.
+
+        Raises:
+            FormatError: a file that ``save_states`` has not written.
+            ValueError: states of other parameters, of another optimizer, or saved with another ``memory_budget``.
+            OSError: the device fails or is full; some of the states may then be replaced.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        record = saved_states.load(self._states, os.fspath(path), self._made())
+        self._states.stats.steps = record["steps"]
+        self._commit(self.steps)
+
     # A step
 
     def _arrived(self, parameter: torch.Tensor) -> None:
@@ -342,7 +384,10 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     def _commit(self, steps: int) -> None:
         self._show_states()
-        self._states.commit({"steps": steps, "buffer": self._buffer, "made": self._made()})
+        self._states.commit(self._record(steps))
+
+    def _record(self, steps: int) -> dict[str, Any]:
+        return {"steps": steps, "buffer": self._buffer, "made": self._made()}
 
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients of parameters of which all chunks are updated."""

@@ -128,13 +128,25 @@ class States:
             self.done.add(chunk)
             self.when_done(chunk)
 
+    def fill(
+        self, read: Callable[[Chunk, torch.Tensor], IoFuture | None]
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+        """Yields each chunk with states that ``read`` brings from elsewhere, to be its own; as ``update``."""
+        return self._ring.update(self.chunks, read, self._write, self._ended)
+
+    def share(self, chunk: Chunk, target: int, place: int) -> bool:
+        """Has the states of a chunk in an open file by reference; see ``TensorStore.share``."""
+        return chunk.slot is not None and self._store.share(chunk.key(chunk.slot), target, place)
+
+    def described(self, about: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``about`` with what is kept of chunks beside their values."""
+        chunks = [[chunk.slot, [_written(each.scalars) for each in chunk.slices]] for chunk in self.chunks]
+        return {**about, "chunks": chunks}
+
     def commit(self, about: dict[str, Any]) -> None:
         """Ends a step: its values are those to go on with, with ``about``, also after a crash of this process."""
         if self._session.keep:
-            record = {
-                **about,
-                "chunks": [[chunk.slot, [_written(each.scalars) for each in chunk.slices]] for chunk in self.chunks],
-            }
+            record = self.described(about)
             content = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
             self._store.put(_COMMIT, content, keep="previous").result()
         self.done.clear()
@@ -153,7 +165,7 @@ class States:
         for chunk, (slot, scalars) in zip(self.chunks, record["chunks"], strict=True):
             chunk.slot = slot
             for each, written in zip(chunk.slices, scalars, strict=True):
-                each.scalars = _read_back(written, chunk.device)
+                each.scalars = read_back(written, chunk.device)
 
     def nameless(self, nbytes: int) -> int:
         """Returns the descriptor of a new file without a name in the first folder, with its blocks allocated."""
@@ -193,7 +205,7 @@ def _written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _read_back(written: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
+def read_back(written: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
     """Undoes ``_written``."""
     if written is None:
         return None

@@ -283,6 +283,26 @@ class TensorStore:
         if out is not None:
             copy(out.detach(), target)
 
+    def share(self, key: str, target: int, place: int) -> bool:
+        """Has the bytes of ``key`` in an open file from byte ``place`` on, by reference.
+
+        The file system copies a block only when either is written to.
+
+        Returns:
+            False where the file system cannot, or the bytes do not fill its blocks. Some may then be in the file.
+
+        Raises:
+            KeyError: nothing was put under it.
+            OSError: ENOSPC, EIO.
+        """
+        self._claim(key)
+        try:
+            with self._lock:
+                value = self._values[key]
+            return self._slabs.share(value.pieces, target, place)
+        finally:
+            self._claims.give_back(key)
+
     def drop(self, key: str) -> None:
         """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
         self._claim(key)

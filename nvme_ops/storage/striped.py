@@ -15,6 +15,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import dense_bytes
+from nvme_ops.storage.reflink import share
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent, Slab
 from nvme_ops.storage.stripe import Striping, measured
@@ -121,6 +122,13 @@ class StripedSlabs:
             handle = self.handles[folder]
             submit: Callable[..., IoFuture] = handle.submit_pwritev if write else handle.submit_preadv
             transfers.append(submit(tensors, self._files[folder], starts, priority=priority))
+
+    def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:
+        """Has a tensor's bytes in an open file from ``place`` on, without copying them; False where that cannot be."""
+        return all(
+            share(self._fds[folder], extent.start, nbytes, target, place + begin)
+            for folder, begin, nbytes, extent in pieces
+        )
 
     @property
     def bytes_in_use(self) -> int:

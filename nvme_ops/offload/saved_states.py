@@ -1,0 +1,105 @@
+"""The states of an optimizer in one file: chunks as they are on storage, shared with it where the file system can.
+
+It is a safetensors file. The tensor ``chunk.N`` has the bytes of a chunk, aligned to pages; the metadata's entry
+``nvme_ops.optimizer`` is the JSON of what the optimizer commits with a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from typing import Any
+
+import torch
+
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.formats import safetensors_format
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.chunks import Chunk
+from nvme_ops.offload.states import States, read_back
+from nvme_ops.settings import PAGE
+from nvme_ops.storage.atomic import replacing
+
+_METADATA = "nvme_ops.optimizer"
+
+
+def save(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
+    """Writes ``path``; see ``NvmeOptimizer.save_states``."""
+    stored = [chunk for chunk in states.chunks if chunk.slot is not None and chunk.nbytes]
+    header = _header(stored, record)
+    places, size = {}, len(header)
+    for chunk in stored:
+        places[chunk], size = size, size + chunk.nbytes
+    with replacing(path, durable) as file:
+        os.truncate(file.fd, size)
+        shared = all(states.share(chunk, file.fd, places[chunk]) for chunk in stored)
+        if not shared:
+            os.posix_fallocate(file.fd, 0, size)
+
+            def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture:
+                return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])
+
+            with contextlib.closing(states.look(stored, write)) as chunks:
+                for _ in chunks:
+                    pass
+        os.pwrite(file.fd, header, 0)
+    return shared
+
+
+def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(record)}}
+    begin = 0
+    for chunk in stored:
+        end = begin + chunk.nbytes
+        described[f"chunk.{chunk.number}"] = {"dtype": "U8", "shape": [chunk.nbytes], "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(described).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return struct.pack("<Q", len(text)) + text
+
+
+def load(states: States, path: str, made: Any) -> dict[str, Any]:
+    """Replaces all states by those in ``path``, without a commit; returns what ``save`` was given.
+
+    Raises:
+        FormatError: it is no such file.
+        ValueError: it has states of other parameters or another optimizer, or chunks of another size.
+    """
+    with open(path, "rb") as file:
+        header = safetensors_format.read(file.fileno(), path)
+        try:
+            record: dict[str, Any] = json.loads(header.metadata[_METADATA])
+        except (KeyError, ValueError) as error:
+            raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+        if record["made"] != made:
+            raise ValueError(
+                f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
+            )
+        fd = file.fileno()
+
+        def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            entry = header.entries.get(f"chunk.{chunk.number}")
+            if entry is None:
+                chunk.slot = None
+                return None
+            if entry.end - entry.start != chunk.nbytes:
+                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
+            return shared_handle().submit_pread(buffer[: chunk.nbytes], fd, entry.start)
+
+        with contextlib.closing(states.fill(read)) as updates:
+            for chunk, buffer in updates:
+                _, scalars = record["chunks"][chunk.number]
+                with contextlib.closing(chunk.borrowed()) as parts:
+                    for each in (each for slices in parts for each in slices):
+                        written = scalars[chunk.slices.index(each)]
+                        if written is None:
+                            each.scalars = None
+                            continue
+                        chunk.backup(buffer)[each.place].copy_(each.values())
+                        chunk.updated.append(each)
+                        each.pending = read_back(written, chunk.device)
+    return record

@@ -1,0 +1,170 @@
+"""NvmeOptimizer.save_states: the states in a file, sharing its blocks where the file system can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.errors import FormatError
+from nvme_ops.offload import NvmeOptimizer
+from tests.conftest import MIB, LoopDevice
+from tests.offload.test_optimizer import Failing, fill_up
+from tests.offload.training import backward, equal, network, values
+
+
+def adamw(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
+    return NvmeOptimizer(
+        torch.optim.AdamW, model.parameters(), folder, **{"memory_budget": "1M", "lr": 0.01, **options}
+    )
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        backward(model, step)
+        optimizer.step()
+
+
+@pytest.fixture
+def xfs(make_device: Callable[..., LoopDevice], folder: Path) -> Iterator[Path]:
+    """A file system whose files can share blocks."""
+    if shutil.which("mkfs.xfs") is None:
+        pytest.skip("mkfs.xfs is not installed: apt install xfsprogs")
+    device, mounted = make_device(320 * MIB, 512), folder / "xfs"
+    mounted.mkdir()
+    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(device.path)], check=True, capture_output=True)
+    if subprocess.run(["mount", str(device.path), str(mounted)], check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount XFS")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def go_on(folder: Path, path: Path, dtype: torch.dtype) -> bool:
+    """Saves after three steps; another optimizer goes on from there, and the first one is not disturbed."""
+    mine, other = network(dtype), network(dtype)
+    with adamw(mine, folder) as optimizer:
+        train(mine, optimizer, 0, 3)
+        other.load_state_dict(mine.state_dict())
+        shared = optimizer.save_states(path)
+        train(mine, optimizer, 3, 6)
+        with adamw(other, folder, checksum=True) as resumed:
+            train(other, resumed, 9, 10)  # whose states are replaced
+            other.load_state_dict(other.state_dict())
+            reference = network(dtype)
+            with adamw(reference, folder, name="reference") as whole:
+                train(reference, whole, 0, 3)
+                other.load_state_dict(reference.state_dict())
+            resumed.load_states(path)
+            assert resumed.steps == 3
+            train(other, resumed, 3, 6)
+    assert equal(values(mine), values(other))
+    return shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_optimizer_goes_on_from_the_file(folder: Path, dtype: torch.dtype) -> None:
+    go_on(folder, folder / "states", dtype)
+
+
+def test_where_files_share_blocks_nothing_is_copied(xfs: Path) -> None:
+    assert go_on(xfs, xfs / "states", torch.float32)
+    model = torch.nn.Linear(2000, 2000)
+    with adamw(model, xfs) as optimizer:
+        model(torch.ones(1, 2000)).sum().backward()
+        optimizer.step()
+        free = shutil.disk_usage(xfs).free
+        before = optimizer.state_dict()["state"][0]["exp_avg"]
+        del before
+        assert optimizer.save_states(xfs / "states")
+        assert free - shutil.disk_usage(xfs).free < 4 * MIB, "the states have 32 MiB"
+        assert os.stat(xfs / "states").st_size >= 8 * 2000 * 2000
+
+
+def test_the_file_can_be_read_by_others(folder: Path) -> None:
+    safetensors: Any = pytest.importorskip("safetensors")
+    model = network()
+    with adamw(model, folder) as optimizer:
+        train(model, optimizer, 0, 1)
+        optimizer.save_states(folder / "states", durable=False)
+    with safetensors.safe_open(folder / "states", "pt") as file:
+        assert "chunk.0" in file.keys()  # noqa: SIM118  # it is no mapping
+        assert "AdamW" in file.metadata()["nvme_ops.optimizer"]
+
+
+def test_before_the_first_step_there_is_nothing(folder: Path) -> None:
+    mine, other = network(), network()
+    with adamw(mine, folder) as optimizer:
+        optimizer.save_states(folder / "states")
+        train(mine, optimizer, 0, 2)
+        optimizer.load_states(folder / "states")
+        assert optimizer.steps == 0
+        mine.load_state_dict(other.state_dict())
+        train(mine, optimizer, 0, 2)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    train(other, plain, 0, 2)
+    assert equal(values(mine), values(other))
+
+
+def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    (folder / "foreign").write_bytes(b"no states at all")
+    with adamw(mine, folder) as optimizer:
+        train(mine, optimizer, 0, 2)
+        with adamw(torch.nn.Linear(9, 9), folder, name="other") as small:
+            small.save_states(folder / "small")
+        with pytest.raises(ValueError, match="has the states of other parameters"):
+            optimizer.load_states(folder / "small")
+        with pytest.raises(FormatError, match="foreign"):
+            optimizer.load_states(folder / "foreign")
+        with pytest.raises(FileNotFoundError):
+            optimizer.load_states(folder / "missing")
+        with pytest.raises(FileNotFoundError):
+            optimizer.save_states(folder / "missing" / "states")
+        optimizer.save_states(folder / "states")
+        size = os.path.getsize(folder / "states")
+        os.truncate(folder / "states", size - 4096)
+        with pytest.raises(FormatError, match="cut short"):
+            optimizer.load_states(folder / "states")
+        train(mine, optimizer, 2, 4)
+    train(other, plain, 0, 4)
+    assert equal(values(mine), values(other))
+
+
+def test_a_full_disk_keeps_the_file_before(make_file_system: Callable[..., Path], folder: Path) -> None:
+    place = make_file_system(96 * MIB)
+    model = torch.nn.Linear(1000, 1000)
+    with adamw(model, folder) as optimizer:
+        for step in range(2):
+            model(torch.full((1, 1000), step + 1.0)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                optimizer.save_states(place / "states")
+        before = (place / "states").read_bytes()
+        fill_up(place / "ballast")
+        with pytest.raises(OSError, match="No space left") as caught:
+            optimizer.save_states(place / "states")
+        assert caught.value.errno == errno.ENOSPC
+        assert (place / "states").read_bytes() == before
+
+
+def test_a_read_that_fails_keeps_the_file_before(folder: Path) -> None:
+    model, handle = network(), Failing()
+    with adamw(model, folder, handle=handle) as optimizer:
+        train(model, optimizer, 0, 1)
+        optimizer.save_states(folder / "states")
+        before = (folder / "states").read_bytes()
+        train(model, optimizer, 1, 2)
+        handle.after["read"] = 0
+        with pytest.raises(OSError, match="Input/output error"):
+            optimizer.save_states(folder / "states")
+        assert (folder / "states").read_bytes() == before
+        optimizer.save_states(folder / "states")
+        assert (folder / "states").read_bytes() != before
