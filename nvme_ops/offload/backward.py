@@ -19,10 +19,21 @@ class BackwardPass:
         states: has the chunks.
         order: of the chunks, that in which their gradients were ready the last time.
         update: changes a chunk's parameters and states.
+        most: bytes of gradients that may wait for their update before the backward pass waits for it; None: it never
+            does.
     """
 
-    def __init__(self, states: States, order: Sequence[Chunk], update: Callable[[Chunk, torch.Tensor], None]) -> None:
-        self._states, self._order, self._update = states, order, update
+    def __init__(
+        self,
+        states: States,
+        order: Sequence[Chunk],
+        update: Callable[[Chunk, torch.Tensor], None],
+        most: int | None = None,
+    ) -> None:
+        self._states, self._order, self._update, self._most = states, order, update, most
+        self._waiting_bytes = 0  # of gradients that are complete, and not freed
+        self._moves = threading.Condition()
+        self._awaited: Chunk | None = None  # whose gradients the thread waits for
         self._missing: dict[Chunk, int] = {}
         self._chunks_of: dict[int, list[Chunk]] = {}
         for chunk in order:
@@ -41,7 +52,7 @@ class BackwardPass:
         self._thread.start()
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Notes that the gradient of a parameter is complete. Raises RuntimeError the second time."""
+        """Notes that the gradient of a parameter is complete, and waits where too many are. RuntimeError twice."""
         with self._lock:
             if id(parameter) in self._arrived:
                 raise RuntimeError(
@@ -54,6 +65,30 @@ class BackwardPass:
                 if not self._missing[chunk]:
                     self.found.append(chunk)
                     self._ready[chunk].set()
+        if self._most is not None and parameter.grad is not None:
+            with self._moves:
+                self._waiting_bytes += parameter.grad.nbytes
+                self._moves.wait_for(self._may_go_on)
+
+    def freed(self, nbytes: int) -> None:
+        """Notes that gradients of so many bytes were freed."""
+        with self._moves:
+            self._waiting_bytes -= nbytes
+            self._moves.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """Whether the backward pass need not, or must not, wait: the thread may wait for what it is to bring."""
+        if self._most is None or self._waiting_bytes <= self._most or self._over or not self._thread.is_alive():
+            return True
+        return self._awaited is not None and not self._ready[self._awaited].is_set()
+
+    def _await(self, chunk: Chunk) -> None:
+        if not self._ready[chunk].is_set():
+            with self._moves:
+                self._awaited = chunk
+                self._moves.notify_all()
+            self._ready[chunk].wait()
+            self._awaited = None
 
     def finish(self) -> None:
         """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure."""
@@ -69,7 +104,9 @@ class BackwardPass:
 
     def give_up(self) -> None:
         """Leaves chunks that were not updated as they are."""
-        self._over = True
+        with self._moves:
+            self._over = True
+            self._moves.notify_all()
         for event in self._ready.values():
             event.set()
         self._thread.join()
@@ -90,8 +127,12 @@ class BackwardPass:
         try:
             with contextlib.closing(self._states.update(self._waiting())) as updates:
                 for chunk, buffer in updates:
-                    self._ready[chunk].wait()
+                    self._await(chunk)
                     if not self._over:
                         self._update(chunk, buffer)
         except BaseException as error:
             self._failure = error
+        finally:
+            with self._moves:
+                self._over = True
+                self._moves.notify_all()

@@ -58,8 +58,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         overlap: ``"backward"``: begin the step during the backward pass, for each chunk as soon as its gradients are
             complete. ``step`` ends it. Gradients can then not be clipped or scaled between the two, and several
             backward passes for one step need ``accumulate``.
-        free_gradients: set each gradient to None when its parameter is updated; with ``overlap`` they are then never
-            all in memory.
+        free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
+            all in memory: the backward pass waits while those of more than ``memory_budget`` wait for their update.
         checksum: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
         kwargs: of ``optimizer``.
@@ -101,6 +101,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._pass: BackwardPass | None = None
         self._order: list[Chunk] = []  # of the last backward pass
+        self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
         self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}
         self._handle = handle or shared_handle()
         super().__init__(params, optimizer([torch.zeros(1)], **kwargs).defaults)
@@ -112,6 +113,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             undo.callback(self._states.close)
             if free_gradients:
                 self._states.when_done = self._free_gradients
+                self._most_gradients = budget
             record = self._states.committed()
             self._buffer = self._states.buffer if record is None else self._fitting(record, name)
             self._arrange()
@@ -314,7 +316,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if self._overlap:
             if self._pass is None:
                 self._states.done.clear()
-                self._pass = BackwardPass(self._states, self._order or self._states.chunks[::-1], self._update)
+                order = self._order or self._states.chunks[::-1]
+                self._pass = BackwardPass(self._states, order, self._update, self._most_gradients)
             self._pass.arrived(parameter)
 
     def _give_up(self) -> None:
@@ -392,8 +395,11 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients of parameters of which all chunks are updated."""
         for each in chunk.slices:
-            if self._states.done.issuperset(self._chunks_of[each.parameter]):
+            gradient = each.parameter.grad
+            if gradient is not None and self._states.done.issuperset(self._chunks_of[each.parameter]):
                 each.parameter.grad = None
+                if self._pass is not None:
+                    self._pass.freed(gradient.nbytes)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self.param_groups for each in group["params"]]

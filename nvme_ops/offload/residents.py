@@ -29,6 +29,7 @@ from nvme_ops.text import size_words
 
 _PATIENCE = 30.0  # seconds after which memory that others hold is given up
 _LONG = 0.2  # seconds without an ending of any transfer
+_CHANGING = 2  # tensors that may be changed in turns: an optimizer's chunk has the end of one and the begin of another
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the place of what no use is foreseen of
 
@@ -192,7 +193,6 @@ class Residents:
                 if resident.values is not None:
                     resident.users += 1
                     try:
-                        self._write_some(resident)
                         self._order.use(resident.uses[phase])
                         self._read_ahead()
                     except BaseException:
@@ -219,7 +219,9 @@ class Residents:
             resident.users -= 1
             if changed:
                 resident.changed = True
+                self._to_write.pop(resident, None)
                 self._to_write[resident] = None
+                self._write_some()
 
     def forget(self, resident: Resident) -> None:
         """Lets go of values in memory, which are not changed: they are fetched again."""
@@ -376,11 +378,11 @@ class Residents:
                 return memory
         return None
 
-    def _write_some(self, used: Resident) -> None:
-        """Starts to write what was changed before this is used, so that its memory is free in time."""
-        if not self._to_write or self._nbytes <= self._memory.nbytes:
+    def _write_some(self) -> None:
+        """Starts to write what others were changed after, so that its memory is free in time."""
+        if self._nbytes <= self._memory.nbytes:
             return
-        for each in [each for each in self._to_write if each is not used and not each.users]:
+        for each in list(self._to_write)[:-_CHANGING]:
             del self._to_write[each]
             with contextlib.suppress(OSError):  # it is tried again when memory is needed, and raised then
                 self._write_back(each)
