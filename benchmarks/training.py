@@ -2,7 +2,8 @@
 
 The table ``step`` times ``optimizer.step()`` alone, with random gradients, the files dropped from the page cache before
 each; its bound is what fio takes for the same bytes, read and written at once. The table ``backward`` times whole
-training steps of a model that computes for long, whose optimizer steps after the backward pass or during it.
+training steps of a model that computes for long, whose optimizer steps after the backward pass or during it. The table
+``engines`` times those of this package and of DeepSpeed, on its own op and on ours, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 
 import nvme_ops
 from benchmarks import command
+from benchmarks.training_engines import engine_rows
+from benchmarks.training_worker import forget
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, WrongData, timed
@@ -33,6 +36,7 @@ from nvme_ops.text import MIB, size_words
 GROUPS = {
     "step": "optimizer.step(): in memory, NvmeOptimizer, torch.save and torch.load by hand, fio",
     "backward": "whole steps of a model that computes: in memory, NvmeOptimizer after and during the backward pass",
+    "engines": "whole steps with states, or states and parameters, on storage: nvme_ops, and DeepSpeed on both ops",
 }
 MEMORY = "in memory"
 _WIDTH = 2048  # of a layer: 4 M parameters
@@ -50,17 +54,6 @@ def parameters(nbytes: int) -> list[torch.nn.Parameter]:
         each.grad = torch.randn(_WIDTH, _WIDTH)
         made.append(each)
     return made
-
-
-def forget(folder: str) -> None:
-    """Writes back what is in a folder, and drops it from the page cache."""
-    os.sync()
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
 
 
 class ByHand:
@@ -155,7 +148,7 @@ def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.Exi
 
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
     """Of one folder."""
-    for group, make in {"step": step_rows, "backward": backward_rows}.items():
+    for group, make in {"step": step_rows, "backward": backward_rows, "engines": engine_rows}.items():
         if group in run.given.groups:
             require_space(scratch, 8 * run.given.size, "--size or --path")
             with contextlib.ExitStack() as stack:
@@ -176,6 +169,10 @@ def main(words: Sequence[str] | None = None) -> int:
                         help="memory for states (default 256M)")  # fmt: skip
     parser.add_argument("--batch", type=positive, default=2048, metavar="N",
                         help="samples of a step of the group backward (default 2048)")  # fmt: skip
+    parser.add_argument("--batch-of-engines", type=positive, default=64, metavar="N",
+                        help="samples of a step of the group engines (default 64)")  # fmt: skip
+    parser.add_argument("--steps", type=positive, default=4, metavar="N",
+                        help="of each process of the group engines, after the first one (default 4)")  # fmt: skip
     return command.run(command.parse(parser, words), measure)
 
 

@@ -32,7 +32,6 @@ class Job:
     steps: int
     parameters: bool  # whether these are on storage, not the states of the optimizer alone
     memory_budget: int  # for parameters, and for states
-    group: str = ""  # folder of a memory cgroup
 
 
 class Block(torch.nn.Module):
@@ -92,8 +91,8 @@ def nvme_ops(job: Job) -> Iterator[Phases]:
             module = model(job)
         options: dict[str, Any] = {"overlap": "backward", "free_gradients": True} if job.parameters else {}
         optimizer = stack.enter_context(
-            NvmeOptimizer(torch.optim.AdamW, module.parameters(), job.folder, memory_budget=job.memory_budget, **options,
-                          **_OPTIONS)
+            NvmeOptimizer(torch.optim.AdamW, module.parameters(), job.folder,
+                          memory_budget=job.memory_budget, **options, **_OPTIONS)
         )  # fmt: skip
 
         def step() -> None:
@@ -106,8 +105,8 @@ def nvme_ops(job: Job) -> Iterator[Phases]:
 @contextlib.contextmanager
 def deepspeed(job: Job) -> Iterator[Phases]:
     """Yields those of DeepSpeed's ZeRO stage 3, on its own op."""
-    # Its op for a CPU has symbols of another library of its own, which Python loads for itself alone.
-    sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
+    here = str(Path(__file__).parent.parent)
+    sys.path = [each for each in sys.path if each not in ("", here)]  # whose op_builder it would take for its own
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed as engine_module  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import torch.distributed as dist
@@ -154,6 +153,17 @@ ENGINES: dict[str, Callable[[Job], contextlib.AbstractContextManager[Phases]]] =
 }
 
 
+def forget(folder: str) -> None:
+    """Writes back what is in a folder, and drops it from the page cache."""
+    os.sync()
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+
 def moved() -> tuple[int, int]:
     """Returns bytes read from and written to devices by this process."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -168,12 +178,10 @@ def status(name: str) -> int:
 
 def train(job: Job) -> dict[str, Any]:
     """Returns what each step took, and what became of it."""
-    if job.group:
-        Path(job.group, "cgroup.procs").write_text(str(os.getpid()), encoding="utf-8")
     found: dict[str, Any] = {"losses": [], "forward": [], "backward": [], "step": [], "read": [], "written": []}
     with ENGINES[job.engine](job) as (forward, backward, step):
         for x in batches(job):
-            os.sync()
+            forget(job.folder)
             before = moved()
             begin = time.perf_counter()
             loss = forward(x)
@@ -194,4 +202,4 @@ def train(job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("found", json.dumps(train(Job(**json.loads(sys.argv[1])))), flush=True)
+    print(json.dumps(train(Job(**json.loads(sys.argv[-1])))), flush=True)

@@ -23,20 +23,28 @@ _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package beg
 
 FROM_PAGE_CACHE = "from page cache"
 
+_Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
+
+
+def _seconds(name: str) -> _Column:
+    return lambda each: each.figures.get(name), lambda value: f"{rounded(value, 3)} s"
+
+
+def _bytes(name: str) -> _Column:
+    return lambda each: each.figures.get(name), lambda value: size_words(int(value))
+
+
 #: What a table can tell beside its unit: of each pass a value, and how its median is written.
-COLUMNS: dict[str, tuple[Callable[[Sample], float | None], Callable[[float], str]]] = {
+COLUMNS: dict[str, _Column] = {
     "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
     "CPU s/GiB": (lambda each: each.cpu_per_gib, "{:.3f}".format),
     "peak memory": (lambda each: each.peak_bytes, lambda value: size_words(int(value))),
     FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
     "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, lambda v: rounded(v, 3)),
     "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, lambda v: rounded(v, 3)),
-    "step": (lambda each: each.figures.get("step"), lambda value: f"{rounded(value, 3)} s"),
-    "first token": (lambda each: each.figures.get("first token"), lambda value: f"{rounded(value, 3)} s"),
-    "load": (lambda each: each.figures.get("load"), lambda value: f"{rounded(value, 3)} s"),
-    "read per step": (lambda each: each.figures.get("read per step"), lambda value: size_words(int(value))),
-    "while decoding": (lambda each: each.figures.get("while decoding"), lambda value: size_words(int(value))),
     "of the bound": (lambda each: each.figures.get("of the bound"), share_words),
+    **{name: _seconds(name) for name in ("step", "first token", "load", "forward", "backward", "optimizer")},
+    **{name: _bytes(name) for name in ("read per step", "written per step", "while decoding")},
 }
 
 

@@ -9,13 +9,21 @@
 Configurations and programs stay as they are: wherever DeepSpeed loads the op ``async_io``, ``gds`` or ``pin_memory``,
 for its swappers of parameters and optimizer states, FastFileWriter, ``ds_io`` or ``ds_nvme_tune``, it gets the op of
 this package. Nothing of DeepSpeed's is compiled for them. ``NVME_OPS_DEEPSPEED=1`` installs it where nvme_ops is
-imported.
+imported. A program that does not import nvme_ops, and all that it starts, has it by
+
+    python -m nvme_ops.integrations.deepspeed ds_nvme_tune --nvme_dir /mnt/nvme
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from nvme_ops import op_builder
@@ -83,3 +91,22 @@ def _asker(ours: Any) -> Callable[..., Any]:
         return bool(ours().is_compatible(verbose=verbose))
 
     return is_compatible
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs a Python program of this environment, such as ``ds_io``, with ``install``; returns its exit status."""
+    found = shutil.which(words[0], path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+    if found is None:
+        raise SystemExit(f"{words[0]}: no such program")
+    with tempfile.TemporaryDirectory() as folder:
+        # Python imports this module when it starts, in the processes that the program starts too.
+        Path(folder, "sitecustomize.py").write_text("import nvme_ops\n", encoding="utf-8")
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "NVME_OPS_DEEPSPEED": "1"}
+        return subprocess.run([sys.executable, found, *words[1:]], env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m nvme_ops.integrations.deepspeed PROGRAM [ARGUMENT ...]")
+    sys.exit(main(sys.argv[1:]))

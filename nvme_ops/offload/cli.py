@@ -18,11 +18,11 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command_line, positive
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
-from nvme_ops.offload import page
+from nvme_ops.offload import page, training_plan
 from nvme_ops.offload.generation import generate
 from nvme_ops.offload.plan import Computing, plan
 from nvme_ops.offload.pretrained import from_pretrained, weight_files
-from nvme_ops.offload.probe import Layers, rates, read_rate, sizes_of
+from nvme_ops.offload.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.progress import progress_bar
 
 _BATCHES = [1, 4, 16, 64]
@@ -32,6 +32,7 @@ examples:
   nvme-offload plan Llama-70B --memory 16G                   tokens per second, and the best batch size
   nvme-offload plan Llama-70B --memory 16G --device /mnt/b   with the weights on another device
   nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --price-per-hour 1.20 --watts 350
+  nvme-offload plan Llama-8B --memory 32G --train            training, with states and parameters on NVMe
   nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
   nvme-offload generate Llama-70B --memory 16G --ids 1,2,3 --batch 16 --json
 
@@ -56,6 +57,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="(1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
     command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
+    command.add_argument(
+        "--train", action="store_true",
+        help="what to expect of training by AdamW, in --memory in all, of sequences of --prompt-length tokens",
+    )  # fmt: skip
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
     command.add_argument("--watts", type=_amount, metavar="X", help="what the machine takes (measured where it can be)")
     command.add_argument("--compute-device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
@@ -99,6 +104,8 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 def _plan(given: argparse.Namespace) -> int:
     device, files = _device(given.compute_device), weight_files(given.model)
     batches = sorted(set(given.batch))
+    if given.train:
+        return _plan_training(given, device, files, batches)
     with progress_bar(2 + len(batches)) as step:
         step("sizes")
         with _opened(given, device) as model:
@@ -123,6 +130,32 @@ def _plan(given: argparse.Namespace) -> int:
     left_out = [batch for batch in batches if batch not in computing]
     shown = page.Shown(about, sizes, measured, found, left_out, given.memory, given.price_per_hour, watts)
     print(json.dumps(shown.document(), indent=2) if given.json else shown.text())
+    return 0
+
+
+def _plan_training(given: argparse.Namespace, device: torch.device, files: Sequence[str], batches: list[int]) -> int:
+    with progress_bar(3) as step:
+        step("sizes")
+        with _opened(given, device) as model:
+            _, about = sizes_of(model)
+            parameters = list(model.parameters())
+        _require_context(model.config, given.prompt_length)
+        step("storage")
+        rate = mixed_rate(given.device or os.path.dirname(os.path.abspath(files[0])))
+        step("computing")
+        try:
+            seconds, activations = Layers(model, given.memory, device, given.memory).training(given.prompt_length)
+        except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
+            raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
+    trained = training_plan.TrainedModel(
+        parameters=sum(each.numel() for each in parameters),
+        itemsize=model.dtype.itemsize,
+        largest=max(each.nbytes for each in parameters),
+        activations=activations,
+        seconds=seconds,
+    )
+    shown = (about, trained, given.memory, rate, batches, given.prompt_length)
+    print(json.dumps(training_plan.document(*shown), indent=2) if given.json else training_plan.text(*shown))
     return 0
 
 

@@ -21,7 +21,18 @@ from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload import saved_states
 from nvme_ops.offload.backward import BackwardPass
-from nvme_ops.offload.chunks import ELEMENTWISE, MASTER, Chunk, Region, Slice, copied, divide, outline, regions_of
+from nvme_ops.offload.chunks import (
+    ELEMENTWISE,
+    MASTER,
+    Chunk,
+    Region,
+    Slice,
+    copied,
+    divide,
+    is_on_storage,
+    outline,
+    regions_of,
+)
 from nvme_ops.offload.gradients import several_ranks
 from nvme_ops.offload.state_dicts import exported, load_states, own
 from nvme_ops.offload.states import OptimizerStats, States
@@ -193,6 +204,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 "the others are as they were; step() with the same gradients goes on with these"
             )
             raise
+        if _malloc_trim is not None and any(is_on_storage(each) for each in self._parameters()):
+            _malloc_trim(0)  # what a library allocates for a matrix leaves holes in the heap, more of them each step
         states.stats.steps += 1
         states.stats.seconds += time.perf_counter() - begin
         return loss

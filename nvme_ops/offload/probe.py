@@ -134,6 +134,25 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
         return moved / (time.perf_counter() - begin)
 
 
+def mixed_rate(folder: str) -> float:
+    """Returns the bytes per second that are read and written at once in a folder, together."""
+    with Session(folder, name="plan") as session:
+        path = session.path(0, "scratch")
+        os.close(session.open(0, "scratch"))
+        _fill(path)
+        buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]
+        with aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+            moved, begin = 0, time.perf_counter()
+            for number, buffer in zip(itertools.count(), itertools.cycle(buffers), strict=False):
+                submit = handle.submit_pread if number % 2 else handle.submit_pwrite
+                in_flight.add(submit(buffer, path, number * 7 * _PIECE % _SCRATCH))
+                moved += _PIECE
+                if time.perf_counter() - begin > _SECONDS:
+                    break
+            in_flight.drain()
+            return moved / (time.perf_counter() - begin)
+
+
 def _fill(path: str) -> None:
     piece = nvme_ops.empty(_PIECE, dtype=torch.uint8).random_()
     with aio_handle() as handle:
@@ -204,6 +223,54 @@ class Layers:
         sequences = batch / rows
         prompt = _least(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
         return Computing(step, prompt)
+
+    def training(self, length: int) -> tuple[float, int]:
+        """Returns seconds and bytes of activations that a training step takes for each token of such sequences."""
+        length = min(length, _TOKENS)
+        saved = {True: 0, False: 0}  # in the layers, and after them
+        inside = False
+        weights = {each.untyped_storage().data_ptr() for each in self._model.parameters()}
+        seen = set(weights)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                saved[inside] += storage.nbytes()
+            return tensor
+
+        def note(begins: bool) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                nonlocal inside
+                inside = begins
+
+            return hook
+
+        layers = _layers(self._model, self._count)
+        hooks = [layers[0].register_forward_pre_hook(note(True)), layers[-1].register_forward_hook(note(False))]
+        ids = torch.randint(self._rows, (1, length), device=self._device)
+
+        def step() -> None:
+            seen.intersection_update(weights)
+            saved.update({True: 0, False: 0})
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                logits = self._model(ids, use_cache=False).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+            loss.backward()
+            self._model.zero_grad()
+
+        self._model.train()
+        try:
+            seconds = _least(lambda: _timed(step, self._device))
+        finally:
+            self._model.eval()
+            for hook in hooks:
+                hook.remove()
+        share = self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device))
+        share = min(1.0, share)
+        more = share * self._all / self._count + (1 - share) * self._vocabulary / self._rows
+        kept = saved[True] * self._all / self._count + saved[False] * self._vocabulary / self._rows
+        return seconds * more / length, round(kept / length)
 
     def _seconds(
         self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0

@@ -134,6 +134,48 @@ def test_a_plan_as_a_document(llama: Path, folder: Path, capsys: pytest.CaptureF
     assert list(folder.iterdir()) == []
 
 
+def test_a_plan_of_training(llama: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(llama), "--memory", "160M", "--train", "--batch", "1", "1000", "--prompt-length", "16"]
+    assert cli.main([*words, "--device", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert re.search(
+        r"^LlamaForCausalLM: [\d.]+ billion parameters of float32, .* of AdamW's states", out, re.MULTILINE
+    )
+    assert re.search(r"^in memory +.* 0 B +0 B +[\d.]+ s +[\d.]+ +- +\d+$", out, re.MULTILINE)
+    assert re.search(r"^states and parameters +.* TB +\d+$", out, re.MULTILINE)
+    assert "does not fit" in out.partition("batch 1000")[2]
+    assert not list(folder.iterdir())
+
+
+def test_a_plan_of_training_as_a_document(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "plan", llama, "--memory", "64M", "--train", "--batch", 2, "--prompt-length", 16)
+    model: Any = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(llama)
+    assert found["parameters"] == sum(each.numel() for each in model.parameters())
+    assert found["states"] == 8 * found["parameters"]
+    saved: dict[int, int] = {}
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    assert found["activations"] * 16 == pytest.approx(sum(saved.values()), rel=0.25)
+    loss.backward()
+    memory, states, freed, both = found["batches"][0]["ways"]
+    assert memory["read"] == memory["written"] == 0
+    assert states["written"] == freed["written"] == found["states"]
+    assert both["written"] == found["states"] + 4 * found["parameters"]
+    assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
+    assert both["largest_batch"] >= memory["largest_batch"]
+
+
 def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir() or os.stat(shared).st_dev == os.stat(llama).st_dev:

@@ -90,3 +90,75 @@ def losses(what: str, place: Path) -> list[float]:
 @pytest.mark.parametrize("what", ["optimizer", "parameters", "optimizer and parameters"])
 def test_training_with_its_states_on_nvme_has_the_losses_of_memory(folder: Path, what: str) -> None:
     assert losses(what, folder) == losses("nothing", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("builders")
+def test_fast_file_writer_writes_what_torch_loads(folder: Path) -> None:
+    run_python(
+        """
+        import os, sys, torch
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import nvme_ops
+        from deepspeed.io import FastFileWriter, FastFileWriterConfig
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+        Handle = AsyncIOBuilder().load().aio_handle
+        assert Handle is nvme_ops.aio_handle
+        handle = Handle(1 << 20, 16, False, True, 1)
+        memory = handle.new_cpu_locked_tensor(8 << 20, torch.empty(0, dtype=torch.uint8))
+        for double in (False, True):
+            path = f"{sys.argv[1]}/{double}.pt"
+            state = {"a": torch.randn(3_000_001), "b": [torch.arange(10), "text"]}
+            writer = FastFileWriter(path, FastFileWriterConfig(handle, memory, double_buffer=double))
+            torch.save(state, writer)
+            writer.close()
+            found = torch.load(path)
+            assert torch.equal(found["a"], state["a"])
+            assert torch.equal(found["b"][0], state["b"][0])
+        """,
+        folder,
+        NVME_OPS_DEEPSPEED="1",
+        fresh=True,
+    )
+
+
+def run_tool(*words: str) -> str:
+    """Runs a program of DeepSpeed's in a folder where it takes nothing of ours for its own."""
+    result = subprocess.run(
+        [sys.executable, "-m", "nvme_ops.integrations.deepspeed", *words],
+        cwd="/",
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("builders")
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_ds_io(folder: Path, direction: str) -> None:
+    words = ["--folder", str(folder), "--io_size", "16M", "--loops", "2", "--engine", "aio_handle"]
+    said = run_tool("ds_io", *words, *(["--read"] if direction == "read" else []))
+    assert "E2E" in said or "GB/sec" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("builders")
+def test_ds_nvme_tune(folder: Path) -> None:
+    sweep = {"block_size": ["1M"], "queue_depth": [16, 32], "sequential_requests": [False], "single_submit": [False],
+             "io_parallel": [1]}  # fmt: skip
+    (folder / "sweep.json").write_text(json.dumps(sweep))
+    (folder / "nvme").mkdir()
+    said = run_tool("ds_nvme_tune", "--nvme_dir", str(folder / "nvme"), "--sweep_config", str(folder / "sweep.json"),
+                    "--io_size", "16M", "--log_dir", str(folder / "logs"))  # fmt: skip
+    assert '"block_size"' in said, said
+
+
+@pytest.mark.usefixtures("builders")
+def test_a_program_that_is_not_there() -> None:
+    with pytest.raises(SystemExit, match="ds_nothing: no such program"):
+        integration.main(["ds_nothing"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer
+from tests.conftest import run_python
 from tests.crashing_save import NoStraceError, kill_at, save_under_strace
-from tests.offload.training import equal, values
+from tests.offload.training import backward, equal, network, values
 
 
 def kept(folder: Path, model: torch.nn.Module, **options: Any) -> NvmeOptimizer:
@@ -129,3 +131,81 @@ def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(fold
                 optimizer.step()
         assert equal(values(model), values(expected)), (name, number)
     assert seen == {1, 2}
+
+
+def test_a_second_process_is_refused_while_the_first_has_the_states(folder: Path) -> None:
+    program = f"""
+        import sys, torch
+        from nvme_ops.offload import NvmeOptimizer
+        model = torch.nn.Linear(300, 301)
+        try:
+            options = {{"memory_budget": "1M", "keep": True, "lr": 0.01}}
+            NvmeOptimizer(torch.optim.AdamW, model.parameters(), {str(folder)!r}, **options)
+        except BlockingIOError as error:
+            print(error)
+    """
+    with kept(folder, model := small()) as optimizer:
+        pull(model, 0)
+        optimizer.step()
+        assert f"in use by process {os.getpid()}" in run_python(program).stdout
+        pull(model, 1)
+        optimizer.step()
+    assert run_python(program).stdout == ""
+    with kept(folder, small()) as optimizer:
+        assert optimizer.steps == 2
+
+
+def test_foreign_files_in_the_folder_stay(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    with kept(folder, model := small()) as optimizer:
+        pull(model, 0)
+        optimizer.step()
+        (inner,) = [each for each in folder.iterdir() if each.is_dir()]
+        (inner / "foreign").write_text("not ours")
+    with kept(folder, small()) as optimizer:
+        assert optimizer.steps == 1
+    assert (inner / "foreign").read_text() == "not ours"
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("change", ["cut", "gone"])
+def test_states_that_somebody_has_damaged_are_refused(folder: Path, change: str) -> None:
+    with kept(folder, model := small()) as optimizer:
+        pull(model, 0)
+        optimizer.step()
+    slab = max((each for each in folder.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
+    if change == "cut":
+        os.truncate(slab, 4096)
+    else:
+        slab.unlink()
+    model = small()
+    before = values(model)
+    pull(model, 1)
+    with pytest.raises((OSError, ValueError, EOFError)):
+        kept(folder, model).step()
+    assert equal(values(model), before)
+
+
+class Slow(aio_handle):
+    """A device that answers late, in another order than it was asked."""
+
+    def submit_pread(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return super().submit_pread(*arguments, **options)
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.03)
+        return super().submit_pwrite(*arguments, **options)
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_a_slow_device(folder: Path, overlap: Any) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with kept(folder, mine, handle=Slow(), overlap=overlap, free_gradients=True) as optimizer:
+        for step in range(2):
+            backward(mine, step)
+            optimizer.step()
+            backward(other, step)
+            plain.step()
+    assert equal(values(mine), values(other))

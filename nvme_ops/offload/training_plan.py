@@ -1,0 +1,139 @@
+"""What training a model will take with its states, or parameters too, on storage: ``nvme-offload plan --train``.
+
+A step computes for so long, and moves so many bytes. With the optimizer's step in the backward pass both overlap: it takes
+the longer of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nvme_ops.text import columns_text, rate_words, rounded, size_words
+
+_STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
+_MASTER = 4  # and a float32 copy of one in fewer bits
+_DAY = 86400  # seconds
+_TERABYTE = 1e12
+_BUDGET_SHARE = 8  # of the memory, for parameters and for states that pass through
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Sizes of a model, and what a token of a training step takes with all of it in memory."""
+
+    parameters: int  #: elements
+    itemsize: int  #: bytes of each
+    largest: int  #: bytes of the largest parameter
+    activations: int  #: bytes for each token that autograd keeps for the backward pass
+    seconds: float  #: for each token, forward and backward
+
+    @property
+    def states(self) -> int:
+        """Bytes of AdamW's states, master weights included."""
+        return self.parameters * (_STATES + (_MASTER if self.itemsize < _MASTER else 0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.parameters * self.itemsize
+
+
+@dataclass(frozen=True)
+class TrainingWay:
+    """A step of one batch size, with the states, or more, in one place."""
+
+    name: str
+    memory: int  #: bytes needed
+    read: int  #: bytes for each step
+    written: int
+    seconds: float  #: of a step
+    fits: bool
+    largest_batch: int  #: that fits into memory; 0 for none
+
+    @property
+    def written_per_day(self) -> float:
+        """Bytes, if it trains all day."""
+        return self.written / self.seconds * _DAY
+
+
+def ways(model: TrainedModel, memory: int, rate: float, batch: int, length: int) -> list[TrainingWay]:
+    """Returns the ways to train a batch of sequences of so many tokens.
+
+    Args:
+        model: that is trained by AdamW.
+        memory: bytes for all of it.
+        rate: bytes per second that storage reads and writes at once, together.
+        batch: sequences.
+        length: tokens of each.
+    """
+    computing = model.seconds * batch * length
+    of_sequence = model.activations * length
+    budget = max(2 * model.largest, memory // _BUDGET_SHARE)
+
+    def way(name: str, fixed: int, read: int, written: int) -> TrainingWay:
+        needed = fixed + of_sequence * batch
+        most = max(0, (memory - fixed) // max(1, of_sequence))
+        return TrainingWay(name, needed, read, written, max(computing, (read + written) / rate), needed <= memory, most)
+
+    whole = model.nbytes + model.nbytes + model.states
+    on_storage = min(budget, model.states)
+    return [
+        way("in memory", whole, 0, 0),
+        way("states on NVMe", 2 * model.nbytes + on_storage, model.states, model.states),
+        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states, model.states),
+        way(
+            "states and parameters",
+            min(budget, model.nbytes) + 2 * on_storage + model.largest,
+            model.states + 2 * model.nbytes,
+            model.states + model.nbytes,
+        ),
+    ]
+
+
+def text(
+    about: dict[str, Any], model: TrainedModel, memory: int, rate: float, batches: Sequence[int], length: int
+) -> str:
+    """Returns a page for people."""
+    lines = [
+        f"{about['model']}: {model.parameters / 1e9:.3g} billion parameters of {about['dtype']}, "
+        f"{size_words(model.states)} of AdamW's states, {size_words(model.activations * length)} of activations "
+        f"for each sequence of {length} tokens",
+        f"storage {rate_words(rate)} read and written at once; memory {size_words(memory)}",
+    ]
+    for batch in batches:
+        found = ways(model, memory, rate, batch, length)
+        rows = [["", "memory", "read", "written", "step", "tokens/s", "written per day", "largest batch"]]
+        for each in found:
+            tokens = rounded(batch * length / each.seconds, 3) if each.fits else "does not fit"
+            a_day = f"{rounded(each.written_per_day / _TERABYTE, 3)} TB" if each.written else "-"
+            seconds = f"{rounded(each.seconds, 3)} s"
+            moved = [size_words(each.read), size_words(each.written)]
+            rows.append([each.name, size_words(each.memory), *moved, seconds, tokens, a_day, str(each.largest_batch)])
+        lines += ["", f"batch {batch}", columns_text(rows)]
+    return "\n".join(lines)
+
+
+def document(
+    about: dict[str, Any], model: TrainedModel, memory: int, rate: float, batches: Sequence[int], length: int
+) -> dict[str, Any]:
+    """Returns the same for programs: bytes, seconds."""
+    return {
+        **about,
+        "memory": memory,
+        "rate": rate,
+        "sequence_length": length,
+        **asdict(model),
+        "states": model.states,
+        "batches": [
+            {
+                "batch": batch,
+                "ways": [
+                    {**asdict(each), "written_per_day": each.written_per_day}
+                    for each in ways(model, memory, rate, batch, length)
+                ],
+            }
+            for batch in batches
+        ],
+    }
