@@ -1,7 +1,7 @@
 """What training a model will take with its states, or parameters too, on storage: ``nvme-offload plan --train``.
 
-A step computes for so long, and moves so many bytes. With the optimizer's step in the backward pass both overlap: it takes
-the longer of the two.
+A step computes for so long, and moves so many bytes. With the optimizer's step in the backward pass both overlap: it
+takes the longer of the two.
 """
 
 from __future__ import annotations
