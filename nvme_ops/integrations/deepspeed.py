@@ -42,7 +42,8 @@ def install() -> None:
     """Makes DeepSpeed use the ops of this package from now on. Further calls do nothing.
 
     What is replaced are the methods ``load`` and ``is_compatible`` of the builders that DeepSpeed has for the
-    accelerator at hand. Handles that it has made before stay as they are.
+    accelerator at hand, and ``_set_dtype`` of ``zero.Init``, which would round parameters in float32.
+    Handles that it has made before stay as they are.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
@@ -63,6 +64,28 @@ def install() -> None:
         for method, function in (("load", _loader(ours)), ("is_compatible", _asker(ours))):
             _replaced.append((theirs, method, function, theirs.__dict__.get(method, _NONE)))
             setattr(theirs, method, function)
+    _keep_dtypes()
+
+
+def _keep_dtypes() -> None:
+    """Lets ZeRO-3 keep parameters on NVMe in the dtype that it is given.
+
+    ``_set_dtype`` computes ``dtype or float16 if fp16 is supported else bfloat16``, which Python takes for ``(dtype or
+    float16) if ...``: where there is no fp16, as on most CPUs, parameters in float32 are rounded to bfloat16.
+    """
+    classes = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    theirs = getattr(classes, "InsertPostInitMethodToModuleSubClasses", None)
+    before = getattr(theirs, "_set_dtype", None)
+    if not isinstance(theirs, type) or before is None:
+        return
+
+    def _set_dtype(self: Any, ds_config: Any, dtype: Any) -> None:
+        before(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    _replaced.append((theirs, "_set_dtype", _set_dtype, before))
+    theirs._set_dtype = _set_dtype  # type: ignore[attr-defined]
 
 
 def uninstall() -> None:

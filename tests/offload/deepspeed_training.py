@@ -26,6 +26,7 @@ if "optimizer" in what:
     pipelined = {"buffer_count": 20, "pipeline_read": True, "pipeline_write": True}
     zero["offload_optimizer"] = {"device": "nvme", "nvme_path": place, **pipelined}
 if "parameters" in what:
+    zero["stage3_param_persistence_threshold"] = 0
     zero["offload_param"] = {"device": "nvme", "nvme_path": place, "buffer_count": 16, "buffer_size": 40_000}
 config = {
     "train_micro_batch_size_per_gpu": 4,
