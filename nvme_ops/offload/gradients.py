@@ -244,6 +244,15 @@ def several_ranks() -> bool:
     return there and torch.distributed.get_world_size() > 1
 
 
+def require_one_rank(params: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where gradients are reduced later than each is complete: there is no other hook."""
+    if several_ranks() and not all(hasattr(each, "to_local") for each in params):
+        raise ValueError(
+            'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
+            "DistributedDataParallel does: shard them with fully_shard, or leave it out"
+        )
+
+
 @contextlib.contextmanager
 def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """Lets the block compute with a gradient, which is in ``grad`` or on storage; None without one."""

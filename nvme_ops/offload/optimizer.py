@@ -33,7 +33,7 @@ from nvme_ops.offload.chunks import (
     outline,
     regions_of,
 )
-from nvme_ops.offload.gradients import several_ranks
+from nvme_ops.offload.gradients import require_one_rank
 from nvme_ops.offload.state_dicts import exported, load_states, own
 from nvme_ops.offload.states import OptimizerStats, States
 from nvme_ops.offload.stream_weights import budget_of
@@ -437,7 +437,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._divided = number + 1
             self._order = []
             if self._overlap:
-                _require_one_rank(group["params"])
+                require_one_rank(group["params"])
                 hook = _hook_of(weakref.ref(self))
                 self._hooks += [each.register_post_accumulate_grad_hook(hook) for each in group["params"]]
 
@@ -465,15 +465,6 @@ def _elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Opt
         name = getattr(optimizer, "__qualname__", repr(optimizer))
         raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
     return optimizer
-
-
-def _require_one_rank(params: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError where gradients are reduced later than each is complete: there is no other hook."""
-    if several_ranks() and not all(hasattr(each, "to_local") for each in params):
-        raise ValueError(
-            'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
-            "DistributedDataParallel does: shard them with fully_shard, or leave it out"
-        )
 
 
 def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import threading
@@ -302,16 +303,19 @@ class Residents:
                     if resident.scale is not None and resident.values is not None:
                         resident.values.mul_(resident.scale)
                 self._stats.seconds_waited += time.perf_counter() - begin
-        assert resident.values is not None
-        return resident.values
+        values = resident.values
+        if values is None:
+            raise OSError(
+                errno.EIO, f"a tensor of shape {resident.shape} could not be read, as another thread was told"
+            )
+        return values
 
     def _again(self, resident: Resident, failed: IoFuture) -> IoFuture:
         with self._lock:
             if resident.arriving is failed:
                 resident.demanded = True
                 resident.arriving = self._store.get(resident.key, resident.values)
-            assert resident.arriving is not None
-            return resident.arriving
+            return resident.arriving or failed
 
     def _begin(self, resident: Resident, priority: Priority, place: int | None) -> bool:
         """Starts to fetch it, into memory of what is used after ``place`` from now."""
