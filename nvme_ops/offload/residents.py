@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import sys
 import threading
 import time
 import traceback
@@ -31,6 +32,7 @@ from nvme_ops.text import size_words
 _PATIENCE = 30.0  # seconds after which memory that others hold is given up
 _LONG = 0.2  # seconds without an ending of any transfer
 _CHANGING = 2  # tensors that may be changed in turns: an optimizer's chunk has the end of one and the begin of another
+_MANY = 64  # of which some are looked for that are not needed any more
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the place of what no use is foreseen of
 
@@ -83,6 +85,16 @@ class Resident:
             if tensor._version != version:
                 self.changed = True
         self.viewed = {id(tensor): (tensor, tensor._version) for tensor, _ in self.viewed.values()}
+
+    def forget_views(self) -> None:
+        """Lets go of tensors that nobody else has, nor a view of: they will not be written to."""
+        self.look_for_changes()
+        held: list[tuple[int, tuple[Any, int]]] = list(self.viewed.items())
+        self.viewed.clear()
+        while held:
+            key, (tensor, version) = held.pop()
+            if tensor._use_count() > 1 or sys.getrefcount(tensor) > 2:  # this name, and the call
+                self.viewed[key] = tensor, version
 
     def is_held_elsewhere(self) -> bool:
         """Whether tensors of others share the memory of the values: it would not be free without us."""
@@ -233,6 +245,8 @@ class Residents:
     def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
         """Keeps an eye on a tensor of which somebody got a view of the values: that may be written to."""
         with self._lock:
+            if len(resident.viewed) >= _MANY:
+                resident.forget_views()
             resident.viewed.setdefault(id(viewed), (viewed, viewed._version))
 
     def settle(self) -> None:

@@ -14,6 +14,8 @@ from nvme_ops.offload.residents import Phase, Resident, Residents
 
 aten = torch.ops.aten
 
+_MANY = 64  # copies from which on those that are gone are forgotten
+
 
 class SwappedTensor(torch.Tensor):
     """Has shape, strides, dtype and device of a parameter, and its values on storage.
@@ -49,6 +51,8 @@ class SwappedTensor(torch.Tensor):
         )
         made._residents, made._resident, made._turned, made._copied = residents, resident, turned, None
         if made.dtype != resident.dtype:  # a copy, which does not change with the values
+            if len(resident.copies) >= _MANY:
+                resident.copies = [each for each in resident.copies if each() is not None]
             resident.copies.append(weakref.ref(made))
         return made
 

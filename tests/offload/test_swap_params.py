@@ -193,6 +193,22 @@ def test_a_copy_has_the_values_of_its_time(folder: Path) -> None:
         assert torch.equal(model.weight.detach(), before + 1)
 
 
+def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_params(model, folder, memory_budget="1M", min_bytes=1), torch.no_grad():
+        (weight, _) = swapped_of(model)
+        kept = weight.detach()[3]
+        for _ in range(1000):
+            weight.detach().to(torch.bfloat16)
+            weight.detach()[2].fill_(2)
+        assert len(weight.resident.copies) <= 100
+        assert len(weight.resident.viewed) <= 100
+        kept.fill_(3)
+        weight.resident.look_for_changes()
+        assert weight.resident.changed
+        assert weight[2:4].sum(1).tolist() == [128, 192]
+
+
 def test_backward_after_a_change_is_told_as_usual(folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with swap_params(model, folder, memory_budget="1M", min_bytes=1):
