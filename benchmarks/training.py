@@ -143,7 +143,7 @@ def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.Exi
         row("NvmeOptimizer", ours(None)),
         row('NvmeOptimizer, overlap="backward"', ours("backward")),
     ]
-    yield Table("backward", f"{count} layers of {_WIDTH}, batch {given.batch}", "samples/s", rows, MEMORY)
+    yield Table("backward", f"{count} layers of {_WIDTH}, batch {given.batch}", "samples/s", rows, MEMORY, ())
 
 
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:

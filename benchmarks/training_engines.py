@@ -27,6 +27,7 @@ _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 _FIRST = 1  # steps before those that are counted: there are no states yet
 _ENGINES = (
     (MEMORY, "memory", False),
+    ("fully_shard, CPUOffloadPolicy", "cpu_offload", False),
     ("nvme_ops, states", "nvme_ops", False),
     ("nvme_ops, states and parameters", "nvme_ops", True),
     ("DeepSpeed, states", "deepspeed", False),

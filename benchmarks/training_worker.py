@@ -77,6 +77,33 @@ def in_memory(job: Job) -> Iterator[Phases]:
 
 
 @contextlib.contextmanager
+def cpu_offload(job: Job) -> Iterator[Phases]:
+    """Yields those of FSDP2 with all in host memory, which is what offloading to storage is compared with on a GPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    there = "cpu" if device is None else device.type
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(there, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=there != "cpu"),
+    }
+    module = model(job)
+    for block in module.children():
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), **_OPTIONS)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield lambda x: module(x.to(there)).square().mean(), torch.Tensor.backward, step
+
+
+@contextlib.contextmanager
 def nvme_ops(job: Job) -> Iterator[Phases]:
     """Yields those with states, or states and parameters, on storage."""
     from nvme_ops.offload import NvmeOptimizer, swap_params
@@ -147,6 +174,7 @@ def deepspeed_on_nvme_ops(job: Job) -> Iterator[Phases]:
 
 ENGINES: dict[str, Callable[[Job], contextlib.AbstractContextManager[Phases]]] = {
     "memory": in_memory,
+    "cpu_offload": cpu_offload,
     "nvme_ops": nvme_ops,
     "deepspeed": deepspeed,
     "deepspeed on nvme_ops": deepspeed_on_nvme_ops,
