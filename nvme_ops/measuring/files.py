@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Iterator
 
 import torch
 
+from nvme_ops.measuring.page_cache import cached_share
 from nvme_ops.progress import byte_bar
 from nvme_ops.tensors import bytes_of
 from nvme_ops.text import MIB, size_words
 
 _PIECE = 16 * MIB
+_PAUSES = (0.001, 0.01, 0.05)  # seconds between tries to drop a file from the page cache
 
 
 class NotUsable(Exception):  # noqa: N818  (the message is all there is to it)
@@ -55,10 +58,17 @@ def filled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_cold(path: str) -> None:
-    """Writes the file back and drops it from the page cache (which tmpfs cannot do)."""
+    """Writes the file back and drops it from the page cache (which tmpfs cannot do).
+
+    The kernel leaves pages that somebody else looks at: on a busy machine some are dropped only by another try.
+    """
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for pause in (*_PAUSES, None):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if not cached_share(path) or pause is None:
+                return
+            time.sleep(pause)
 
 
 def make_warm(path: str) -> None:

@@ -77,6 +77,7 @@ class PrivateDevice:
         module = types.ModuleType("torch.privateuseone")
         module.is_available = lambda: True  # type: ignore[attr-defined]
         module.device_count = lambda: self.count  # type: ignore[attr-defined]
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
         torch._register_device_module("privateuseone", module)
 
     @staticmethod
