@@ -81,6 +81,7 @@ class SwappedGradients:
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type must be 2.0, not {norm_type}")
+        self._residents.settle()  # what was changed in ``gathered``
         norms = []
         for each in self._every:
             if has_swapped_gradient(each):
@@ -114,7 +115,7 @@ class SwappedGradients:
                 if gradient is not None and _is_on_storage(gradient):
                     each.grad = uses.enter_context(self._residents.used(gradient.resident, "step"))
                     self._residents.note_view(gradient.resident, each.grad)
-                    uses.callback(_put_away, each, gradient, each.grad)
+                    uses.callback(_put_away, each, gradient, each.grad, each.grad._version)
             yield
 
     def stats(self) -> SwapStats:
@@ -297,6 +298,8 @@ def _came(parameter: torch.Tensor) -> None:
         gradient.owner._leave(gradient, parameter)
 
 
-def _put_away(parameter: torch.Tensor, gradient: _Gradient, values: torch.Tensor) -> None:
+def _put_away(parameter: torch.Tensor, gradient: _Gradient, values: torch.Tensor, version: int) -> None:
+    if values._version != version:
+        gradient.norm = torch.linalg.vector_norm(values.detach())
     if parameter.grad is values:
         parameter.grad = gradient.placeholder

@@ -416,7 +416,7 @@ class Residents:
         self._to_write.pop(resident, None)
         try:
             resident.writing = self._store.put(resident.key, resident.values)
-            resident.stored = True
+            resident.stored, resident.scale = True, None  # the values in memory are scaled
         except BaseException as error:
             resident.changed = True
             _free_frames(error)

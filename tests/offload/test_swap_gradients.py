@@ -134,6 +134,22 @@ def test_clipping_twice_and_after_a_look_scales_once_each(folder: Path) -> None:
                 torch.testing.assert_close(one, two.grad)
 
 
+def test_a_gradient_that_was_changed_is_clipped_as_it_is(folder: Path) -> None:
+    mine, other = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    with swap_gradients(mine.parameters(), folder, min_bytes=1 * KIB) as gradients:
+        for each in (mine, other):
+            each(torch.ones(1, 64)).sum().backward()
+        for most in (5.0, 1.0):
+            with gradients.gathered(mine.parameters()):
+                for one in (*mine.parameters(), *other.parameters()):
+                    assert one.grad is not None
+                    one.grad.add_(1)
+            first = gradients.clip_grad_norm_(most)
+            torch.testing.assert_close(first, torch.nn.utils.clip_grad_norm_(other.parameters(), most))
+            for one, two in zip(gather(mine, gradients), other.parameters(), strict=True):
+                torch.testing.assert_close(one, two.grad)
+
+
 def test_what_cannot_be_is_refused(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     with pytest.raises(ValueError, match="none of min_bytes or more"):
