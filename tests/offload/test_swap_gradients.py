@@ -141,9 +141,9 @@ def test_a_gradient_that_was_changed_is_clipped_as_it_is(folder: Path) -> None:
             each(torch.ones(1, 64)).sum().backward()
         for most in (5.0, 1.0):
             with gradients.gathered(mine.parameters()):
-                for one in (*mine.parameters(), *other.parameters()):
-                    assert one.grad is not None
-                    one.grad.add_(1)
+                for parameter in (*mine.parameters(), *other.parameters()):
+                    assert parameter.grad is not None
+                    parameter.grad.add_(1)
             first = gradients.clip_grad_norm_(most)
             torch.testing.assert_close(first, torch.nn.utils.clip_grad_norm_(other.parameters(), most))
             for one, two in zip(gather(mine, gradients), other.parameters(), strict=True):
