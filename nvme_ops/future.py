@@ -43,7 +43,8 @@ class IoFuture(_Future):
     """The result of ``submit_pread``, ``submit_pwrite`` and their relatives.
 
     It can be awaited in asyncio, and ``concurrent.futures.wait`` and ``as_completed`` accept it. A transfer cannot be
-    cancelled: ``cancel()`` returns False, and cancelling a task that awaits one does not stop the transfer.
+    cancelled at once, since the device may use the memory: ``cancel()`` returns False, and cancelling a task that
+    awaits one does not stop the transfer. ``request_cancel`` makes it end early.
 
     The tensors of the transfer are kept alive until it ends, whether or not the future is. Do not use them until
     then. A failure that is never retrieved is reported through ``sys.unraisablehook``.
@@ -67,6 +68,14 @@ class IoFuture(_Future):
     def cancel(self) -> bool:
         """Returns False: a transfer cannot be cancelled."""
         return False
+
+    def request_cancel(self) -> None:
+        """Asks for nothing more of the transfer to be begun.
+
+        It still ends in the usual way, as soon as nothing of it is in flight: with OSError (ECANCELED) if part of it
+        was not begun. Wait for that before the memory is used.
+        """
+        self._operation.request_cancel()
 
     def cancelled(self) -> bool:
         """Returns False."""

@@ -1,5 +1,7 @@
 #include "binding/operation.h"
 
+#include <errno.h>
+
 #include <deque>
 #include <system_error>
 #include <utility>
@@ -138,6 +140,17 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
   });
 }
 
+PyObject* request_cancel(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Operation& operation = operation_of(self);
+    if (operation.generation == fork_generation() && !operation.outcome->done()) {
+      operation.retrieved = true;  // whoever asks for it knows of it
+      operation.job->fail(system_failure(ECANCELED, "the transfer"));
+    }
+    Py_RETURN_NONE;
+  });
+}
+
 PyObject* failure(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Operation& operation = operation_of(self);
@@ -188,6 +201,8 @@ PyMethodDef operation_methods[] = {
     {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
     {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
     {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what it failed with."},
+    {"request_cancel", request_cancel, METH_NOARGS,
+     "request_cancel(). Nothing more of it is begun; it ends soon, with ECANCELED unless all had been begun."},
     {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
     {"add_callback", add_callback, METH_O,
      "add_callback(callable). Calls it without arguments, on the thread for callbacks, once done."},

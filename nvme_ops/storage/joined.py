@@ -89,6 +89,12 @@ class JoinedOperation:
                 return False
         return True
 
+    def request_cancel(self) -> None:
+        """Asks for nothing more of them to be begun."""
+        self.asked = True  # whoever asks for it knows of it
+        for transfer in self._transfers.copy():
+            transfer.request_cancel()
+
     def exception(self) -> BaseException | None:
         """Once done: the first failure, with all in its attribute ``failures`` where there are several."""
         self.asked = True

@@ -163,6 +163,33 @@ def test_asyncio(handle: aio_handle, folder: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_transfer_that_is_to_be_cancelled_ends_early(make_handle: HandleFactory, folder: Path) -> None:
+    handle, path = make_handle(block_size=4096, queue_depth=1, cache="direct"), folder / "long"
+    with path.open("wb") as file:
+        file.truncate(LONG)
+    target = torch.ones(LONG, dtype=torch.uint8)
+    future = handle.submit_pread(target, path)
+    waiting = handle.submit_pread(torch.ones(4096, dtype=torch.uint8), path)
+    future.request_cancel()
+    with pytest.raises(OSError, match="the transfer: Operation canceled") as caught:
+        future.result()
+    assert caught.value.errno == errno.ECANCELED
+    assert int(target[-1]) == 1, "it was not begun"
+    assert waiting.result() == 4096
+    future.request_cancel()
+
+
+def test_cancelling_what_has_ended_changes_nothing(handle: aio_handle, folder: Path, unraisable: list[Any]) -> None:
+    future = handle.submit_pwrite(pattern(1000), folder / "file")
+    assert future.result() == 1000
+    future.request_cancel()
+    assert future.result() == 1000
+    handle.submit_pwrite(pattern(64 * MIB), folder / "file").request_cancel()
+    handle.close()
+    gc.collect()
+    assert not unraisable, "whoever cancels it knows of it"
+
+
 def test_asyncio_failure(failing) -> None:
     async def main() -> list[Any]:
         async def one() -> int:

@@ -78,6 +78,9 @@ class Held:
     def wait(self, seconds: float | None) -> bool:
         return self.ended.wait(seconds)
 
+    def request_cancel(self) -> None:
+        pass
+
     def exception(self) -> BaseException | None:
         assert self.future is not None
         return self.future.exception()
