@@ -156,6 +156,8 @@ class TensorStore:
                 with self._lock:
                     self._writing[key] = operation
                     self._bytes_written += value.nbytes
+                if operation.trouble is not None:
+                    operation.done()  # its extents are free again, unless some of it is on its way
             return StoreFuture(as_operation(operation), tensor)
         finally:
             self._claims.give_back(key)
