@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ examples:
   nvme-offload plan Llama-70B --memory 16G                   tokens per second, and the best batch size
   nvme-offload plan Llama-70B --memory 16G --device /mnt/b   with the weights on another device
   nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --price-per-hour 1.20 --watts 350
-  nvme-offload plan Llama-8B --memory 32G --train            training, with states and parameters on NVMe
+  nvme-offload plan Llama-8B --memory 32G --train            training, with states, parameters, activations on NVMe
   nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
   nvme-offload generate Llama-70B --memory 16G --ids 1,2,3 --batch 16 --json
 
@@ -141,10 +142,12 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
             parameters = list(model.parameters())
         _require_context(model.config, given.prompt_length)
         step("storage")
-        rate = mixed_rate(given.device or os.path.dirname(os.path.abspath(files[0])))
+        folder = given.device or os.path.dirname(os.path.abspath(files[0]))
+        rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
         step("computing")
         try:
-            seconds, activations = Layers(model, given.memory, device, given.memory).training(given.prompt_length)
+            layers = Layers(model, given.memory, device, given.memory)
+            seconds, activations, of_layer = layers.training(given.prompt_length)
         except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
             raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
     trained = training_plan.TrainedModel(
@@ -152,9 +155,10 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
         itemsize=model.dtype.itemsize,
         largest=max(each.nbytes for each in parameters),
         activations=activations,
+        of_layer=of_layer,
         seconds=seconds,
     )
-    shown = (about, trained, given.memory, rate, batches, given.prompt_length)
+    shown = (about, trained, given.memory, rate, free, batches, given.prompt_length)
     print(json.dumps(training_plan.document(*shown), indent=2) if given.json else training_plan.text(*shown))
     return 0
 

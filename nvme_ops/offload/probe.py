@@ -224,8 +224,11 @@ class Layers:
         prompt = _least(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
         return Computing(step, prompt)
 
-    def training(self, length: int) -> tuple[float, int]:
-        """Returns seconds and bytes of activations that a training step takes for each token of such sequences."""
+    def training(self, length: int) -> tuple[float, int, int]:
+        """Returns what a training step takes for each token of such sequences.
+
+        These are seconds, bytes of activations, and bytes of those of the layer, or what follows on all, with most.
+        """
         length = min(length, _TOKENS)
         saved = {True: 0, False: 0}  # in the layers, and after them
         inside = False
@@ -270,7 +273,8 @@ class Layers:
         share = min(1.0, share)
         more = share * self._all / self._count + (1 - share) * self._vocabulary / self._rows
         kept = saved[True] * self._all / self._count + saved[False] * self._vocabulary / self._rows
-        return seconds * more / length, round(kept / length)
+        after = saved[False] * self._vocabulary / self._rows
+        return seconds * more / length, round(kept / length), round(max(saved[True] / self._count, after) / length)
 
     def _seconds(
         self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0

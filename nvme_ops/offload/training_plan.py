@@ -1,4 +1,4 @@
-"""What training a model will take with its states, or parameters too, on storage: ``nvme-offload plan --train``.
+"""What training a model will take with states, parameters or activations on storage: ``nvme-offload plan --train``.
 
 A step computes for so long, and moves so many bytes. With the optimizer's step in the backward pass both overlap: it
 takes the longer of the two.
@@ -16,7 +16,8 @@ _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
 _MASTER = 4  # and a float32 copy of one in fewer bits
 _DAY = 86400  # seconds
 _TERABYTE = 1e12
-_BUDGET_SHARE = 8  # of the memory, for parameters and for states that pass through
+_BUDGET_SHARE = 8  # of the memory, for parameters, for states and for activations that pass through
+_AT_WORK = 2  # times what a layer keeps, while it computes: gradients come to it
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class TrainedModel:
     itemsize: int  #: bytes of each
     largest: int  #: bytes of the largest parameter
     activations: int  #: bytes for each token that autograd keeps for the backward pass
+    of_layer: int  #: bytes of these for each token of the layer that keeps most
     seconds: float  #: for each token, forward and backward
 
     @property
@@ -50,7 +52,7 @@ class TrainingWay:
     written: int
     seconds: float  #: of a step
     fits: bool
-    largest_batch: int  #: that fits into memory; 0 for none
+    largest_batch: int  #: that fits into memory, and onto the disk; 0 for none
 
     @property
     def written_per_day(self) -> float:
@@ -58,52 +60,67 @@ class TrainingWay:
         return self.written / self.seconds * _DAY
 
 
-def ways(model: TrainedModel, memory: int, rate: float, batch: int, length: int) -> list[TrainingWay]:
+def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, length: int) -> list[TrainingWay]:
     """Returns the ways to train a batch of sequences of so many tokens.
 
     Args:
         model: that is trained by AdamW.
         memory: bytes for all of it.
         rate: bytes per second that storage reads and writes at once, together.
+        free: bytes of storage that are free.
         batch: sequences.
         length: tokens of each.
     """
     computing = model.seconds * batch * length
-    of_sequence = model.activations * length
-    budget = max(2 * model.largest, memory // _BUDGET_SHARE)
+    of_sequence, at_work = model.activations * length, _AT_WORK * model.of_layer * length
+    share = max(1, memory // _BUDGET_SHARE)
+    budget = max(2 * model.largest, share)
 
-    def way(name: str, fixed: int, read: int, written: int) -> TrainingWay:
-        needed = fixed + of_sequence * batch
-        most = max(0, (memory - fixed) // max(1, of_sequence))
-        return TrainingWay(name, needed, read, written, max(computing, (read + written) / rate), needed <= memory, most)
+    def way(name: str, fixed: int, read: int, written: int, activations: bool = False) -> TrainingWay:
+        each = min(at_work, of_sequence) if activations else of_sequence
+        most = max(0, (memory - fixed - activations * share) // max(1, each))
+        if activations:
+            most = min(most, (max(0, free - written) + share) // max(1, of_sequence))
+            moved = max(0, of_sequence * batch - share)
+            kept = min(share + each * batch, of_sequence * batch)
+        else:
+            moved, kept = 0, each * batch
+        seconds = max(computing, (read + written + 2 * moved) / rate)
+        fits = fixed + kept <= memory and moved + written * activations <= free
+        return TrainingWay(name, fixed + kept, read + moved, written + moved, seconds, fits, most)
 
     whole = model.nbytes + model.nbytes + model.states
     on_storage = min(budget, model.states)
+    swapped = min(budget, model.nbytes) + 2 * on_storage + model.largest
+    read, written = model.states + 2 * model.nbytes, model.states + model.nbytes
     return [
         way("in memory", whole, 0, 0),
         way("states on NVMe", 2 * model.nbytes + on_storage, model.states, model.states),
         way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states, model.states),
-        way(
-            "states and parameters",
-            min(budget, model.nbytes) + 2 * on_storage + model.largest,
-            model.states + 2 * model.nbytes,
-            model.states + model.nbytes,
-        ),
+        way("states and parameters", swapped, read, written),
+        way("activations", whole, 0, 0, activations=True),
+        way("all of these", swapped, read, written, activations=True),
     ]
 
 
 def text(
-    about: dict[str, Any], model: TrainedModel, memory: int, rate: float, batches: Sequence[int], length: int
+    about: dict[str, Any],
+    model: TrainedModel,
+    memory: int,
+    rate: float,
+    free: int,
+    batches: Sequence[int],
+    length: int,
 ) -> str:
     """Returns a page for people."""
     lines = [
         f"{about['model']}: {model.parameters / 1e9:.3g} billion parameters of {about['dtype']}, "
         f"{size_words(model.states)} of AdamW's states, {size_words(model.activations * length)} of activations "
         f"for each sequence of {length} tokens",
-        f"storage {rate_words(rate)} read and written at once; memory {size_words(memory)}",
+        f"storage {rate_words(rate)} read and written at once, {size_words(free)} free; memory {size_words(memory)}",
     ]
     for batch in batches:
-        found = ways(model, memory, rate, batch, length)
+        found = ways(model, memory, rate, free, batch, length)
         rows = [["", "memory", "read", "written", "step", "tokens/s", "written per day", "largest batch"]]
         for each in found:
             tokens = rounded(batch * length / each.seconds, 3) if each.fits else "does not fit"
@@ -116,13 +133,20 @@ def text(
 
 
 def document(
-    about: dict[str, Any], model: TrainedModel, memory: int, rate: float, batches: Sequence[int], length: int
+    about: dict[str, Any],
+    model: TrainedModel,
+    memory: int,
+    rate: float,
+    free: int,
+    batches: Sequence[int],
+    length: int,
 ) -> dict[str, Any]:
     """Returns the same for programs: bytes, seconds."""
     return {
         **about,
         "memory": memory,
         "rate": rate,
+        "free": free,
         "sequence_length": length,
         **asdict(model),
         "states": model.states,
@@ -131,7 +155,7 @@ def document(
                 "batch": batch,
                 "ways": [
                     {**asdict(each), "written_per_day": each.written_per_day}
-                    for each in ways(model, memory, rate, batch, length)
+                    for each in ways(model, memory, rate, free, batch, length)
                 ],
             }
             for batch in batches
