@@ -6,18 +6,21 @@ model.generate(**inputs, past_key_values=nvme_ops.offload.NvmeCache("/mnt/nvme",
 swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="4G")
 gradients = nvme_ops.offload.swap_gradients(model.parameters(), "/mnt/nvme")
 optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)
+with nvme_ops.offload.save_on_nvme("/mnt/nvme"): loss = model(batch)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nvme_ops.offload.activations import ActivationStats as ActivationStats
 from nvme_ops.offload.gradients import SwappedGradients as SwappedGradients
 from nvme_ops.offload.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
 from nvme_ops.offload.pager import CacheStats as CacheStats
 from nvme_ops.offload.pretrained import from_pretrained as from_pretrained
 from nvme_ops.offload.residents import SwapStats as SwapStats
+from nvme_ops.offload.save_on_nvme import save_on_nvme as save_on_nvme
 from nvme_ops.offload.states import OptimizerStats as OptimizerStats
 from nvme_ops.offload.stream_weights import stream_weights as stream_weights
 from nvme_ops.offload.swap import SwappedParams as SwappedParams
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from nvme_ops.offload.cache import NvmeCache as NvmeCache
 
 __all__ = [
+    "ActivationStats",
     "CacheStats",
     "NvmeCache",
     "NvmeOptimizer",
@@ -37,6 +41,7 @@ __all__ = [
     "SwappedParams",
     "WindowStats",
     "from_pretrained",
+    "save_on_nvme",
     "stream_weights",
     "swap_gradients",
     "swap_params",

@@ -30,13 +30,13 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 Path = str | os.PathLike[str]
 
 
-def budget_of(memory_budget: int | str) -> int:
-    """Return bytes. Raises ValueError for what is no size."""
+def budget_of(memory_budget: int | str, least: int = 1) -> int:
+    """Return bytes. Raises ValueError for what is no size, or less than ``least``."""
     budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"memory_budget must be bytes or a size such as '4G', not {type(budget).__name__}")
-    if budget < 1:
-        raise ValueError(f"memory_budget must be at least 1 byte, not {budget}")
+    if budget < least:
+        raise ValueError(f"memory_budget must be at least {least} byte{'s' * (least != 1)}, not {budget}")
     return budget
 
 

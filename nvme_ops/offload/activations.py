@@ -1,0 +1,489 @@
+"""``Activations``: what autograd keeps for the backward pass, on storage but for what comes back first."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nvme_ops._native import native
+from nvme_ops.engine import Priority
+from nvme_ops.errors import ChecksumError
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.recompute import Pass
+from nvme_ops.offload.saved_tensors import Place, modified
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.slab import NO_ROOM
+from nvme_ops.storage.store import TensorStore
+from nvme_ops.tensors import empty
+from nvme_ops.text import size_words
+
+_IN_FLIGHT = 32 << 20  # bytes beside the budget: on their way there in forward, and back in backward
+
+
+@dataclass
+class ActivationStats:
+    """What was saved and moved since the start."""
+
+    bytes_saved: int = 0  #: of large tensors, those that share a storage counted once
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_on_demand: int = 0  #: of these, what was not read ahead
+    bytes_cancelled: int = 0  #: of what was to be written: the backward pass came first
+    bytes_stored: int = 0  #: the space that is taken now
+    bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
+    seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
+    peak_bytes: int = 0  #: the most memory that saved tensors had at once
+
+
+class Ticket:
+    """Is held by whatever may still ask for a unit; the unit goes with it."""
+
+    def __init__(self, unit: Unit, gone: deque[Unit]) -> None:
+        self.unit, self._gone = unit, gone
+
+    def __del__(self) -> None:
+        """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
+        self.unit.memory = None
+        self.unit.seen.clear()
+        self._gone.append(self.unit)
+
+
+class Unit:
+    """Bytes of one storage, in memory or on storage, for all the tensors made of them that were saved."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, place: Place) -> None:
+        storage = tensor.untyped_storage()
+        self.number, self.place, self.nbytes = number, place, place.nbytes
+        self.device = tensor.device
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first one, for messages
+        self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
+        self.version = tensor._version
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.memory: torch.Tensor | None = whole.set_(storage, place.begin, (place.nbytes,), (1,))
+        self.original = True  #: the memory is that of the storage that was saved
+        self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
+        self.modified = False  #: before it was written
+        self.key: str | None = None  #: of what is on storage, or on its way there
+        self.writing: IoFuture | None = None
+        self.arriving: IoFuture | None = None
+        self.ahead = False  #: it is read ahead of its use
+        self.ticket: weakref.ref[Ticket] | None = None
+
+    def is_modified(self) -> bool:
+        """Whether anything was written to it since it was saved."""
+        self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
+        return self.modified
+
+    def describe(self) -> str:
+        """Returns words for messages."""
+        return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+class _Group:
+    """Units in the order in which they came, and their bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._units: dict[int, Unit] = {}
+
+    def add(self, unit: Unit) -> None:
+        if unit.number not in self._units:
+            self._units[unit.number] = unit
+            self.nbytes += unit.nbytes
+
+    def discard(self, unit: Unit) -> None:
+        if self._units.pop(unit.number, None) is not None:
+            self.nbytes -= unit.nbytes
+
+    def units(self) -> list[Unit]:
+        return list(self._units.values())
+
+    def first(self) -> Unit | None:
+        return next(iter(self._units.values()), None)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit.number in self._units
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+
+class Activations:
+    """Units that are used again in reverse order: the last ones stay in memory, the others wait on storage.
+
+    The budget has what was saved last. What does not fit it any more is written, the oldest first, while the program
+    goes on; once it is known how much a pass saves, what will have to be written is written at once. ``get`` takes a
+    unit from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any
+    method.
+
+    Args:
+        folders: of the session.
+        budget: bytes of memory.
+        checksum: keep a checksum of each unit.
+        handle: moves the bytes.
+    """
+
+    def __init__(
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        budget: int,
+        checksum: bool,
+        handle: aio_handle | None,
+    ) -> None:
+        self._budget, self._process = budget, os.getpid()
+        self._lock = threading.RLock()
+        self._units: dict[int, Unit] = {}
+        self._by_place: dict[Place, Unit] = {}
+        self._held, self._writing, self._restored = _Group(), _Group(), _Group()  # those in memory
+        self._gone: deque[Unit] = deque()  # whose tickets are gone; appended to by whatever frees them, in one step
+        self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
+        self._saved = self._keys = 0
+        self._this_pass = self._last_pass = 0  # bytes saved
+        self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was asked for
+        self._before = ActivationStats()  # this pass
+        self._ended: Pass | None = None
+        self._has_read = False
+        self._stats = ActivationStats()
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            session = undo.enter_context(Session(folders, name="activations"))
+            self._store = undo.enter_context(TensorStore(session, checksum=checksum, handle=handle))
+            self._undo = undo.pop_all()
+
+    def put(self, tensor: torch.Tensor, place: Place) -> Ticket:
+        """Saves bytes of the storage of a tensor, and waits while too many are in memory.
+
+        Raises:
+            OSError: the budget is spent, and the oldest that it has cannot be written: ENOSPC.
+            ValueError: it was closed.
+            RuntimeError: in a forked child.
+        """
+        with self._lock:
+            self._require_open()
+            self._collect()
+            ticket = self._find(place, tensor._version) or self._add(tensor, place)
+            unit = ticket.unit
+            if unit.memory is not None and unit.original:
+                unit.seen.append((tensor.detach(), tensor._version))
+        self._make_room(unit)
+        return ticket
+
+    def get(self, ticket: Ticket) -> torch.Tensor:
+        """Returns the bytes, and starts to read what was saved before them.
+
+        Raises:
+            OSError: they cannot be read.
+            RuntimeError: they were modified after they had been saved; or in a forked child, and not in memory.
+            ValueError: it was closed.
+        """
+        memory, failure, demanded = self._arrived(ticket.unit)
+        if failure is not None and not demanded:  # what was read ahead may not fail now that it is needed
+            memory, failure, _ = self._arrived(ticket.unit)
+        if failure is None:
+            return memory
+        del memory
+        raise self._unreadable(ticket.unit, failure)
+
+    def _arrived(self, unit: Unit) -> tuple[torch.Tensor, BaseException | None, bool]:
+        """Waits for a unit. Returns its memory, what its read failed with, and whether that was begun for it."""
+        with self._lock:
+            memory, arriving, demanded = self._begin(unit)
+            self._asked = time.perf_counter()
+        if arriving is None:
+            return memory, None, demanded
+        begin = time.perf_counter()
+        try:
+            failure = arriving.exception()
+        finally:
+            self._stats.seconds_waited += time.perf_counter() - begin
+        with self._lock:
+            self._asked = time.perf_counter()
+            if unit.arriving is arriving:
+                unit.arriving = None
+                if failure is not None:
+                    self._let_go(unit)
+        return memory, failure, demanded
+
+    def find(self, place: Place, version: int) -> Ticket | None:
+        """Returns the ticket of what was put before, of the same bytes in this version, and not changed since."""
+        with self._lock:
+            return self._find(place, version)
+
+    def take_pass(self) -> Pass | None:
+        """Returns what is known of the last pass, once it is over, and once."""
+        with self._lock:
+            self._collect()
+            ended, self._ended = self._ended, None
+            return ended
+
+    def stats(self) -> ActivationStats:
+        """What was saved and moved up to now."""
+        with self._lock:
+            if not self._closed and self._process == os.getpid():
+                self._collect()
+                self._stats.bytes_stored = self._store.bytes_in_use
+            return ActivationStats(**vars(self._stats))
+
+    def close(self) -> None:
+        """Waits for transfers and removes the files. What is not in memory is lost. Once or more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._process == os.getpid():
+                for unit in self._writing.units():
+                    self._cancel(unit)
+        with contextlib.suppress(OSError):  # of a write that nobody needs any more
+            self._undo.close()
+
+    def __del__(self) -> None:
+        """Removes the files once the last graph is gone."""
+        if hasattr(self, "_undo"):
+            self.close()
+
+    # Below, with the lock
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("what keeps these tensors on storage was closed")
+        if self._process != os.getpid():
+            raise RuntimeError("save_on_nvme is the parent process's: make one in this process")
+
+    @property
+    def _in_memory(self) -> int:
+        return self._held.nbytes + self._writing.nbytes + self._restored.nbytes
+
+    def _find(self, place: Place, version: int) -> Ticket | None:
+        unit = self._by_place.get(place)
+        if unit is None or unit.version != version or unit.ticket is None or unit.is_modified():
+            return None
+        return unit.ticket()
+
+    def _add(self, tensor: torch.Tensor, place: Place) -> Ticket:
+        if self._has_read:  # memory that was read into is kept for the next read: not beside the budget
+            self._has_read = False
+            native().trim_pool()
+        unit = Unit(self._saved, tensor, place)
+        ticket = Ticket(unit, self._gone)
+        unit.ticket = weakref.ref(ticket)
+        self._saved += 1
+        self._units[unit.number] = unit
+        self._by_place[place] = unit
+        self._held.add(unit)
+        if not self._this_pass:
+            self._began, self._before = time.perf_counter(), ActivationStats(**vars(self._stats))
+        self._this_pass += unit.nbytes
+        self._stats.bytes_saved += unit.nbytes
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
+        return ticket
+
+    def _collect(self) -> None:
+        """Takes note of units that are gone and of writes that have ended."""
+        while self._gone:
+            self._forget(self._gone.popleft())
+        for unit in self._writing.units():
+            if unit.writing is None or not unit.writing.done():
+                break
+            self._end_write(unit)
+        for write, key in self._leaving.copy():
+            if write.done():
+                self._leaving.remove((write, key))
+                if key in self._store:  # it was complete before it could be cancelled
+                    self._store.drop(key)
+        if not self._units and self._this_pass:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        before, now = self._before, self._stats
+        self._ended = Pass(
+            seconds=self._asked - self._began,
+            waited=now.seconds_waited - before.seconds_waited,
+            moved=now.bytes_written + now.bytes_read - before.bytes_written - before.bytes_read,
+            saved=self._this_pass,
+            budget=self._budget,
+        )
+        self._last_pass, self._this_pass = self._this_pass, 0
+
+    def _forget(self, unit: Unit) -> None:
+        if self._units.pop(unit.number, None) is None:
+            return
+        if self._by_place.get(unit.place) is unit:
+            del self._by_place[unit.place]
+        if unit.writing is not None:
+            self._cancel(unit)
+        for group in (self._held, self._restored):
+            group.discard(unit)
+        if unit.key is not None:
+            self._store.drop(unit.key)
+            unit.key = None
+
+    def _cancel(self, unit: Unit) -> None:
+        """Nothing more of it is written; it is held."""
+        write, key, unit.writing, unit.key = unit.writing, unit.key, None, None
+        self._writing.discard(unit)
+        self._held.add(unit)
+        if write is not None and key is not None:
+            write.request_cancel()
+            self._leaving.append((write, key))
+            self._stats.bytes_cancelled += unit.nbytes
+
+    def _end_write(self, unit: Unit) -> None:
+        failure = unit.writing.exception() if unit.writing is not None else None
+        unit.writing = None
+        self._writing.discard(unit)
+        if failure is not None:
+            unit.key = None
+            self._held.add(unit)  # it is tried again when its memory is needed
+            return
+        self._stats.bytes_written += unit.nbytes
+        self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        """Frees the memory of what is on storage."""
+        unit.is_modified()
+        unit.memory = unit.arriving = None
+        unit.seen.clear()
+        unit.original = False
+        self._restored.discard(unit)
+
+    def _write(self, unit: Unit) -> None:
+        memory = unit.memory
+        if memory is None:  # its ticket has gone this moment
+            self._held.discard(unit)
+            return
+        key = f"{unit.number}.{self._keys}"
+        self._keys += 1
+        unit.writing = self._store.put(key, memory)
+        unit.key = key
+        self._held.discard(unit)
+        self._writing.add(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Has no more than the budget in memory, and for the rest waits while it is written."""
+        begin = time.perf_counter()
+        while True:
+            with self._lock:
+                self._collect()
+                self._write_some()
+                oldest = self._writing.first()
+                much = self._in_memory - unit.nbytes > self._budget + _IN_FLIGHT
+                write = oldest.writing if much and oldest is not None and oldest is not unit else None
+            if write is None:
+                break
+            write.exception()
+        self._stats.seconds_waited += time.perf_counter() - begin
+
+    def _write_some(self) -> None:
+        for unit in self._restored.units():
+            if self._in_memory <= self._budget:
+                break
+            if unit.arriving is None or unit.arriving.done():
+                self._let_go(unit)
+        while self._held.nbytes + self._restored.nbytes > self._budget and (oldest := self._held.first()) is not None:
+            try:
+                self._write(oldest)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                raise self._no_room(oldest, error) from error
+        written = self._this_pass - self._held.nbytes
+        surplus = self._last_pass - self._budget - written
+        for unit in self._held.units() if surplus > 0 else []:
+            if self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2) or surplus <= 0:
+                break
+            surplus -= unit.nbytes
+            with contextlib.suppress(OSError):  # it is raised when its memory is needed
+                self._write(unit)
+
+    def _no_room(self, unit: Unit, error: OSError) -> OSError:
+        return OSError(
+            error.errno,
+            f"{os.strerror(error.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward pass; "
+            f"there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held.nbytes)} in memory spend "
+            f"the memory_budget of {size_words(self._budget)}",
+            error.filename,
+        )
+
+    def _begin(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
+        """Returns the memory of a unit, what fills it, and whether that was begun for it; reads others ahead."""
+        if unit.memory is not None and unit.original:
+            if unit.is_modified():
+                raise modified(unit.dtype, unit.shape)
+            if self._process == os.getpid() and not self._closed:
+                if unit.writing is not None:
+                    self._cancel(unit)
+                self._collect()
+                self._read_ahead(unit)
+            return unit.memory, None, False
+        self._require_open()
+        if unit.modified:
+            raise modified(unit.dtype, unit.shape)
+        self._collect()
+        demanded = unit.memory is None
+        try:
+            memory = self._fetch(unit, Priority.DEMAND) if unit.memory is None else unit.memory
+        except OSError as error:
+            raise self._unreadable(unit, error) from None
+        unit.ahead = False
+        self._read_ahead(unit)
+        return memory, unit.arriving, demanded
+
+    def _fetch(self, unit: Unit, priority: Priority) -> torch.Tensor:
+        """Starts to read a unit."""
+        if unit.key is None:
+            raise OSError(errno.EIO, f"{unit.describe()}, saved for the backward pass, is lost")
+        self._give_up(unit.nbytes)
+        if unit.device.type == "cpu":
+            memory = empty(unit.nbytes, dtype=torch.uint8)
+        else:
+            memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)
+        unit.arriving = self._store.get(unit.key, memory, priority=priority)
+        unit.memory, unit.ahead, self._has_read = memory, priority is not Priority.DEMAND, True
+        self._restored.add(unit)
+        self._stats.bytes_read += unit.nbytes
+        self._stats.bytes_on_demand += unit.nbytes * (priority is Priority.DEMAND)
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
+        return memory
+
+    def _give_up(self, nbytes: int) -> None:
+        """Lets go of what was used in this backward pass and is on storage, where memory is short."""
+        for unit in self._restored.units():
+            if self._in_memory + nbytes <= self._budget + _IN_FLIGHT:
+                return
+            if not unit.ahead and unit.arriving is None:
+                self._let_go(unit)
+
+    def _unreadable(self, unit: Unit, failure: BaseException) -> BaseException:
+        """Returns the failure with the tensor's name, where it is one of the system."""
+        traceback.clear_frames(failure.__traceback__)
+        if isinstance(failure, OSError) and failure.errno is not None and not isinstance(failure, ChecksumError):
+            words = f"{unit.describe()}, saved for the backward pass, could not be read: {failure.strerror}"
+            return OSError(failure.errno, words, failure.filename)
+        return failure
+
+    def _read_ahead(self, unit: Unit) -> None:
+        lowest = next(iter(self._units), unit.number)
+        for number in range(unit.number - 1, lowest - 1, -1):
+            other = self._units.get(number)
+            if other is None or other.memory is not None:
+                continue
+            self._give_up(other.nbytes)
+            if self._in_memory + other.nbytes > self._budget + _IN_FLIGHT:
+                return
+            try:
+                self._fetch(other, Priority.PREFETCH)
+            except OSError:  # it is raised on demand
+                return

@@ -1,0 +1,234 @@
+"""What autograd saves and is cheaper computed again than moved: the choice behind ``save_on_nvme(policy="auto")``.
+
+An operation of which each element of the result depends on a few elements of the input takes little time for each byte.
+Its result need not be saved where the input is saved anyway: GELU's, of a linear layer's output. As much is computed
+again as brings the time of computation and that of storage into balance, what takes the least time for a byte first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, place_of
+
+aten = torch.ops.aten
+
+#: An operation and the bytes of its result: what takes the same time again.
+Kind: TypeAlias = tuple[Any, int]
+
+_ALSO = {aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default, aten._to_copy.default}
+_BOUND = 0.05  # of the time of a pass: storage is what it waits for
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tensor whose bytes may be saved, or made again."""
+
+    place: Place
+    layout: Layout
+    version: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and a backward pass that is over."""
+
+    seconds: float  #: from the first tensor that was saved to the last that was asked for
+    waited: float  #: of these, for storage
+    moved: int  #: bytes written and read
+    saved: int  #: bytes
+    budget: int  #: bytes of these that stay in memory
+
+
+@dataclass(eq=False)
+class Recipe:
+    """An operation that made a tensor, and what it was called with, as long as that is there."""
+
+    function: Any
+    leaves: list[Any]  #: of the arguments, tensors as what stays in memory, or is ``Away``
+    shape: Any  #: of the arguments
+    index: int | None  #: of the tensor among several results
+    nbytes: int
+    origin: StorageWeakRef
+    version: int
+
+    @property
+    def kind(self) -> Kind:
+        """What takes the same time."""
+        return self.function, self.nbytes
+
+
+@dataclass(eq=False)
+class Again:
+    """A tensor that is computed again when it is needed."""
+
+    recipe: Recipe
+    leaves: list[Any]  #: tensors as sources
+    choice: Choice
+    _last: weakref.ref[torch.Tensor] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def value(self) -> torch.Tensor:
+        """Computes it, unless it still is in memory. Raises what its sources raise."""
+        with self._lock:
+            known = self._last() if self._last is not None else None
+            if known is None:
+                known = self._compute()
+                self._last = weakref.ref(known)
+        self.choice.recent = known  # whoever saved it as well comes next
+        return known
+
+    @torch.no_grad()
+    def _compute(self) -> torch.Tensor:
+        leaves = [each.value() if isinstance(each, Kept | Saved) else each for each in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.recipe.shape)
+        device = next(each.device.type for each in leaves if isinstance(each, torch.Tensor))
+        begin = time.perf_counter()
+        with torch.autocast(device, enabled=False):
+            made = self.recipe.function(*args, **kwargs)
+        self.choice.note_again(time.perf_counter() - begin, self.recipe.nbytes)
+        result: torch.Tensor = made if self.recipe.index is None else made[self.recipe.index]
+        return result
+
+
+class Choice(TorchDispatchMode):
+    """Sees operations within the block, and chooses whose results are computed again.
+
+    Args:
+        least: bytes of a result that counts.
+    """
+
+    def __init__(self, least: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._least = max(1, least)
+        self._recipes: dict[int, Recipe] = {}  # by storage
+        self._seconds: dict[Kind, float] = {}  # the least that was seen
+        self._possible: dict[Kind, int] = {}  # how many there were in this pass
+        self._again: frozenset[Kind] = frozenset()
+        self._made: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()  # by recipe
+        self._rate = 0.0  # bytes per second of storage, where that was waited for
+        self.recent: torch.Tensor | None = None  # computed last
+        self.bytes_again = 0
+        self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Times operations that can be repeated, and takes note of them."""
+        kwargs = kwargs or {}
+        if not is_repeatable(func):
+            return func(*args, **kwargs)
+        begin = time.perf_counter()
+        made = func(*args, **kwargs)
+        seconds = time.perf_counter() - begin
+        leaves: list[Any] | None = None
+        for index, tensor in _results(made):
+            if type(tensor) is torch.Tensor and tensor.nbytes >= self._least:
+                if leaves is None:
+                    flat, shape = tree_flatten((args, kwargs))
+                    leaves = [self._leaf(each) if isinstance(each, torch.Tensor) else each for each in flat]
+                origin = StorageWeakRef(tensor.untyped_storage())
+                self._note(Recipe(func, leaves, shape, index, tensor.nbytes, origin, tensor._version), seconds)
+        return made
+
+    def _leaf(self, tensor: torch.Tensor) -> Kept | Away:
+        place = place_of(tensor, self._least)
+        return Kept(tensor) if place is None else Away(place, Layout.of(tensor), tensor._version)
+
+    def _note(self, recipe: Recipe, seconds: float) -> None:
+        if len(self._recipes) > 64:
+            self._recipes = {key: each for key, each in self._recipes.items() if not each.origin.expired()}
+        self._recipes[recipe.origin.cdata] = recipe
+        self._seconds[recipe.kind] = min(seconds, self._seconds.get(recipe.kind, seconds))
+
+    def source_of(self, place: Place, version: int, saved: Callable[[Away], Source | None]) -> Again | None:
+        """Returns how to compute bytes again that are to be saved; None where they are saved.
+
+        Args:
+            place: of the bytes.
+            version: of their tensor.
+            saved: what others are saved as; None where they are not.
+        """
+        recipe = self._recipes.get(place.storage)
+        if recipe is None or recipe.origin.expired() or recipe.version != version:
+            return None
+        if (known := self._made.get(id(recipe))) is not None:
+            return known
+        leaves = []
+        for leaf in recipe.leaves:
+            if isinstance(leaf, Away):
+                leaf = saved(leaf) or self._made_before(leaf)
+                if leaf is None:
+                    return None
+            leaves.append(leaf)
+        self._possible[recipe.kind] = self._possible.get(recipe.kind, 0) + 1
+        if recipe.kind not in self._again:
+            return None
+        self._made[id(recipe)] = made = Again(recipe, leaves, self)
+        self._bytes_of_pass += recipe.nbytes
+        return made
+
+    def _made_before(self, leaf: Away) -> Source | None:
+        """How a tensor is computed again, of which that was decided before."""
+        recipe = self._recipes.get(leaf.place.storage)
+        if recipe is None or recipe.version != leaf.version:
+            return None
+        again = self._made.get(id(recipe))
+        return None if again is None else Saved(leaf.layout, 0, again.value)
+
+    def note_again(self, seconds: float, nbytes: int) -> None:
+        """Counts what was computed again."""
+        self._seconds_of_pass += seconds
+        self.bytes_again += nbytes
+
+    def end_pass(self, last: Pass) -> None:
+        """Chooses for the next pass by the last one."""
+        waited, moved, seconds = last.waited, last.moved, last.seconds
+        saved = max(0, last.saved + self._bytes_of_pass - last.budget)
+        if waited > _BOUND * seconds > 0 and moved:
+            rate = moved / seconds
+            self._rate = (self._rate + rate) / 2 if self._rate else rate
+        if self._rate and self._possible:
+            computing = max(0.0, seconds - waited - self._seconds_of_pass)
+            self._again = frozenset(self._balanced(computing, 2 * saved / self._rate))
+        self._possible = {}
+        self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
+        self.recent = None
+
+    def _balanced(self, computing: float, moving: float) -> Iterator[Kind]:
+        for kind in sorted(self._possible, key=lambda kind: self._seconds[kind] / kind[1]):
+            count, saves = self._possible[kind], 2 * kind[1] / self._rate
+            if computing >= moving or self._seconds[kind] >= saves:
+                return
+            computing += count * self._seconds[kind]
+            moving -= count * saves
+            yield kind
+
+
+def _results(made: Any) -> Iterator[tuple[int | None, Any]]:
+    if isinstance(made, tuple | list):
+        yield from enumerate(made)
+    else:
+        yield None, made
+
+
+_repeatable: dict[Any, bool] = {}
+
+
+def is_repeatable(function: Any) -> bool:
+    """Whether an operation has the same result each time, changes nothing, and takes little time for each byte."""
+    known = _repeatable.get(function)
+    if known is None:
+        tags = getattr(function, "tags", ())
+        pointwise = torch.Tag.pointwise in tags or function in _ALSO
+        known = pointwise and torch.Tag.nondeterministic_seeded not in tags and not function._schema.is_mutable
+        _repeatable[function] = known
+    return known

@@ -1,0 +1,124 @@
+"""``save_on_nvme``: torch's ``save_on_cpu``, one storey lower. What autograd saves goes to storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.activations import Activations, ActivationStats
+from nvme_ops.offload.recompute import Away, Choice
+from nvme_ops.offload.saved_tensors import Kept, Layout, Saved, Source, place_of
+from nvme_ops.offload.stream_weights import budget_of
+
+Path = str | os.PathLike[str]
+
+
+class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as torch's save_on_cpu)
+    """Within the block, tensors that autograd saves for the backward pass go to storage, and come back for it.
+
+        saving = nvme_ops.offload.save_on_nvme("/mnt/nvme")
+        for batch in batches:
+            with saving:
+                loss = model(batch)
+            loss.backward()
+
+    Make it once and enter it for each step: it then knows what will have to be written. What is written is written
+    while forward computes, and read ahead, in reverse order, while backward does. Gradients have the same bits as
+    without it. What was saved last stays in memory, as much as the budget has room for. Parameters, views of them and
+    small tensors stay as well, beside the budget; what is saved several times is written once.
+
+    Args:
+        folder: an existing folder; several, of one device each, share the tensors by their measured rates.
+        min_bytes: smaller tensors stay in memory.
+        memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; on the device where they are.
+        policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
+            they are computed from is saved anyway and storage would take longer. That is measured, from the first step
+            on, and holds for eager operations of one output for each input, softmax, layer norm and casts.
+        checksum: keep a CRC-32C of each tensor and compare it when it comes back.
+        handle: moves the bytes; one for the whole process when None.
+
+    Raises:
+        ValueError, TypeError: arguments that are no sizes.
+        OSError: what is wrong with the folder. In forward, ENOSPC: there is no room, and the budget is spent; the
+            message names the tensor and the space. In backward: a tensor could not be read.
+        RuntimeError: in backward, a tensor was modified in place after it had been saved.
+    """
+
+    def __init__(
+        self,
+        folder: Path | Sequence[Path],
+        *,
+        min_bytes: int | str = "1M",
+        memory_budget: int | str = "256M",
+        policy: Literal["nvme", "auto"] = "nvme",
+        checksum: bool = False,
+        handle: aio_handle | None = None,
+    ) -> None:
+        if policy not in ("nvme", "auto"):
+            raise ValueError(f"policy={policy!r} is not one of nvme, auto")
+        least = max(1, budget_of(min_bytes, least=0))
+        self._activations = Activations(
+            folder, budget=budget_of(memory_budget, least=0), checksum=checksum, handle=handle
+        )
+        self._choice = Choice(least) if policy == "auto" else None
+        super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)
+
+    def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        if self._choice is not None:
+            self._choice.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        if self._choice is not None:
+            self._choice.__exit__(*about)  # type: ignore[no-untyped-call]
+        super().__exit__(*about)
+
+    def stats(self) -> ActivationStats:
+        """Returns what was moved until now."""
+        stats = self._activations.stats()
+        if self._choice is not None:
+            stats.bytes_recomputed = self._choice.bytes_again
+        return stats
+
+    def close(self) -> None:
+        """Removes the files. Graphs whose tensors are on storage cannot be run backward any more. Once or more.
+
+        It is called when this and the last of these graphs are gone.
+        """
+        self._activations.close()
+
+
+class _Packer:
+    """Decides what becomes of each tensor that autograd saves."""
+
+    def __init__(self, activations: Activations, least: int, choice: Choice | None) -> None:
+        self._activations, self._least, self._choice = activations, least, choice
+
+    def pack(self, tensor: torch.Tensor) -> Source:
+        place = place_of(tensor, self._least)
+        if place is None:
+            return Kept(tensor)
+        layout = Layout.of(tensor)
+        if self._choice is not None:
+            if (last := self._activations.take_pass()) is not None:
+                self._choice.end_pass(last)
+            again = self._choice.source_of(place, tensor._version, self._known)
+            if again is not None:
+                return Saved(layout, 0, again.value, tensor)
+        ticket = self._activations.put(tensor, place)
+        return Saved(layout, place.begin, partial(self._activations.get, ticket), tensor)
+
+    def _known(self, away: Away) -> Source | None:
+        """What a tensor was saved as."""
+        ticket = self._activations.find(away.place, away.version)
+        return None if ticket is None else Saved(away.layout, away.place.begin, partial(self._activations.get, ticket))
+
+
+def _unpack(saved: Source) -> torch.Tensor:
+    return saved.value()

@@ -1,0 +1,281 @@
+"""save_on_nvme: gradients have the same bits, whatever is in memory, on its way or on storage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from nvme_ops.offload import activations, save_on_nvme
+from tests.conftest import MIB
+from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
+from tests.storage.slow_store import Slow
+
+
+@pytest.fixture(autouse=True)
+def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models have the problems of large ones."""
+    monkeypatch.setattr(activations, "_IN_FLIGHT", 128 * KIB)
+
+
+@pytest.mark.parametrize("budget", [0, 200 * KIB, 64 * MIB])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_the_same_bits(folder: Path, name: str, budget: int) -> None:
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape)
+    model(x)  # lazy parts
+    expected = gradients(model, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=budget)
+    for _ in range(3):
+        assert same(gradients(model, x, saving), expected)
+    stats = settled(saving)
+    assert stats.bytes_saved > 0
+    assert stats.bytes_stored == 0, "nothing is left once the graphs are gone"
+    assert (stats.bytes_written > 0) == (budget < 64 * MIB)
+    saving.close()
+    saving.close()
+    assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_other_dtypes_and_layouts(folder: Path, dtype: torch.dtype) -> None:
+    def compute(weight: torch.Tensor) -> torch.Tensor:
+        x = (weight * 2).t().exp()
+        y = x[:, 3:40].sin() * x[::2, :37].repeat_interleave(2, 0).flip(0)
+        z = y.to(dtype).conj() if dtype.is_complex else y.to(memory_format=torch.contiguous_format)
+        return (z.view(x.shape[0], -1) * z.tanh()).abs().sum()
+
+    weight = torch.randn(64, 64, dtype=dtype, requires_grad=True)
+    (expected,) = torch.autograd.grad(compute(weight), weight)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        loss = compute(weight)
+    settled(saving)
+    (found,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(torch.view_as_real(found) if dtype.is_complex else found,
+                       torch.view_as_real(expected) if dtype.is_complex else expected)  # fmt: skip
+    assert saving.stats().bytes_read > 0
+
+
+# What is saved
+
+
+def test_a_storage_is_written_once_and_parameters_never(folder: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(128, 128))
+    frozen = torch.nn.Parameter(torch.randn(128, 128), requires_grad=False)
+    x = torch.randn(128, 128)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        y = x @ weight.t() @ frozen.t()  # saves x and, beside parameters, nothing for frozen
+        y = y * weight[:1]
+        assert saving.stats().bytes_saved == 2 * x.nbytes
+        z = y.exp()
+        z = z * z + z.view(-1).sin().view(z.shape) + z.t() @ z  # z several times
+        z = z * 2
+    assert saving.stats().bytes_saved == 3 * x.nbytes
+    z.sum().backward()
+    assert saving.stats().bytes_written <= 3 * x.nbytes
+
+
+def test_parts_of_one_storage_are_written_once_and_small_parts_alone(folder: Path) -> None:
+    x = torch.randn(96, 1024, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        y = x * 1
+        y = y.clone()
+        parts = [each.exp() for each in y.chunk(3)]
+        assert saving.stats().bytes_saved == y.nbytes
+        one = y[7].square()
+    assert saving.stats().bytes_saved == y.nbytes + y[7].nbytes
+    (sum(each.sum() for each in parts) + one.sum()).backward()
+    assert x.grad is not None
+    usual = torch.autograd.grad(sum(each.exp().sum() for each in x.chunk(3)) + x[7].square().sum(), x)
+    assert torch.equal(x.grad, usual[0])
+
+
+def test_small_tensors_stay(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(16, 128)
+    expected = gradients(model, x)
+    with save_on_nvme(folder, memory_budget=0) as saving:
+        pass
+    assert same(gradients(model, x, saving), expected)
+    assert saving.stats().bytes_saved == 0
+
+
+def test_what_the_budget_holds_is_never_written_and_the_last_is_kept(folder: Path) -> None:
+    x = torch.randn(64, 1024, requires_grad=True)
+    budget = 4 * x.nbytes
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=budget)
+    for count, written in ((4, 0), (7, 3)):
+        for _ in range(2):
+            before = saving.stats()
+            with saving:
+                y = x
+                for _ in range(count + 1):
+                    y = y.sin()
+            after = settled(saving)
+            y.sum().backward()
+            assert after.bytes_saved - before.bytes_saved == count * x.nbytes
+            assert saving.stats().bytes_written - before.bytes_written == written * x.nbytes
+    assert saving.stats().peak_bytes <= budget + activations._IN_FLIGHT + 2 * x.nbytes, "with the layer at work"
+
+
+def test_memory_is_bounded_and_reads_are_ahead(folder: Path) -> None:
+    x = torch.randn(16, 1024, requires_grad=True)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=4 * x.nbytes)
+    for _ in range(3):
+        before = saving.stats()
+        with saving:
+            y = x
+            for _ in range(40):
+                y = y.sin()
+        settled(saving)
+        y.sum().backward()
+        after = saving.stats()
+        assert after.bytes_on_demand - before.bytes_on_demand == 0
+        assert after.bytes_read - before.bytes_read == after.bytes_written - before.bytes_written >= 33 * x.nbytes
+    assert after.peak_bytes <= 6 * x.nbytes + activations._IN_FLIGHT
+
+
+def test_what_is_still_on_its_way_is_taken_from_memory(folder: Path) -> None:
+    handle = Slow("pwrite")
+    x = torch.randn(16, 1024, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, handle=handle) as saving:
+        y = x.sin()
+        z = y.sin()
+    assert handle.under_way.is_set()
+    z.sum().backward()
+    stats = saving.stats()
+    assert stats.bytes_cancelled == x.nbytes
+    assert stats.bytes_read == 0
+    assert torch.equal(torch.autograd.grad(x.sin().sin().sum(), x)[0], x.grad if x.grad is not None else x)
+    handle.go.set()
+    saving.close()
+    assert not any(folder.iterdir())
+
+
+# Graphs of all kinds
+
+
+@pytest.mark.parametrize("budget", [0, 16 * MIB])
+def test_a_graph_that_is_kept_and_run_again(folder: Path, budget: int) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    model(x).square().sum().backward()
+    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    with save_on_nvme(folder, min_bytes=1, memory_budget=budget) as saving:
+        loss = model(x).square().sum()
+    for number in range(3):
+        for each in model.parameters():
+            each.grad = None
+        loss.backward(retain_graph=number < 2)
+        assert same([each.grad for each in model.parameters() if each.grad is not None], expected)
+    assert saving.stats().peak_bytes <= budget + activations._IN_FLIGHT + 2 * 64 * 128 * 4
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    assert settled(saving).bytes_stored == 0
+
+
+def test_double_backward(folder: Path) -> None:
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        (first,) = torch.autograd.grad(x.exp().sin().sum(), x, create_graph=True)
+        return first.square().sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(penalty(x), x)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        loss = penalty(x)
+    settled(saving)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert saving.stats().bytes_read > 0
+
+
+def test_graphs_in_any_order_and_some_never(folder: Path) -> None:
+    model = perceptron()
+    batches = [torch.randn(64, 128) for _ in range(4)]
+    expected = [gradients(model, x)[1:] for x in batches]
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB)
+    with saving:
+        losses = [model(x).square().sum() for x in batches]
+        never = model(batches[0])
+    del never
+    for number in (2, 0, 3, 1):
+        found = torch.autograd.grad(losses[number], list(model.parameters()))
+        assert same(list(found), expected[number])
+    del losses
+    assert settled(saving).bytes_stored == 0
+
+
+def test_a_graph_that_is_never_run_leaks_nothing(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    gc.disable()  # no cycle either
+    try:
+        with save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB) as saving:
+            y = model[0](x)
+            output = model[1:](y)
+        seen = [weakref.ref(y), weakref.ref(output)]
+        assert settled(saving).bytes_stored > 0
+        del y, output
+        assert [each() for each in seen] == [None, None]
+        assert settled(saving).bytes_stored == 0
+        gone = weakref.ref(saving)
+        del saving
+        assert gone() is None
+        assert not any(folder.iterdir())
+    finally:
+        gc.enable()
+
+
+def test_the_graph_keeps_the_files(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    expected = gradients(model, x)[1:]
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0):
+        loss = model(x).square().sum()
+    gc.collect()
+    assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
+    del loss
+    gc.collect()
+    assert not any(folder.iterdir())
+
+
+# Changes
+
+
+@pytest.mark.parametrize("least", [1, MIB], ids=["saved", "kept"])
+@pytest.mark.parametrize("budget", [0, 16 * MIB])
+@pytest.mark.parametrize("when", ["at once", "after the write"])
+def test_a_tensor_that_is_changed_after_it_was_saved(folder: Path, budget: int, least: int, when: str) -> None:
+    x = torch.randn(64, 128, requires_grad=True)
+    saving = save_on_nvme(folder, min_bytes=least, memory_budget=budget)
+    with saving:
+        y = x.exp()
+        z = y.sin()
+    if when == "after the write":
+        settled(saving)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_a_change_before_it_is_saved_again(folder: Path) -> None:
+    """The buffer of a recurrent loop is saved in each of its states by operations that do not need the others."""
+    start = torch.randn(64, 64, requires_grad=True)
+    state = torch.zeros(64, 64)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0):
+        first = start * state  # saves state
+        state.add_(1)
+        second = start * state
+    (found,) = torch.autograd.grad(second.sum(), start)
+    assert torch.equal(found, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        first.sum().backward()
+
+
+def test_a_parameter_that_an_optimizer_has_changed(folder: Path) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with save_on_nvme(folder, min_bytes=1):
+        loss = model(torch.randn(64, 128)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        loss.backward()

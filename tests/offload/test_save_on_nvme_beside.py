@@ -1,0 +1,322 @@
+"""save_on_nvme beside others: torch's own tools, threads, processes, and a device that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nvme_ops import aio_handle
+from nvme_ops.errors import ChecksumError
+from nvme_ops.offload import activations, save_on_nvme
+from tests.conftest import MIB, REPOSITORY, in_child
+from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
+from tests.offload.test_optimizer import Failing
+
+
+@pytest.fixture(autouse=True)
+def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models have the problems of large ones."""
+    monkeypatch.setattr(activations, "_IN_FLIGHT", 128 * KIB)
+
+
+# Beside others of torch
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(folder: Path, reentrant: bool) -> None:
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = perceptron()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in range(0, 12, 3):
+                x = checkpoint(self.layers[number : number + 3], x, use_reentrant=reentrant)
+            return x
+
+    model, x = Checkpointed(), torch.randn(64, 128)
+    expected = gradients(model, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    for _ in range(2):
+        assert same(gradients(model, x, saving), expected)
+    assert 0 < saving.stats().bytes_saved <= 2 * 5 * x.nbytes, "the inputs of the blocks, and what is squared"
+
+
+def test_autocast(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = gradients(model, x)
+        assert same(gradients(model, x, saving), expected)
+
+
+@pytest.mark.parametrize("policy", ["nvme", "auto"])
+def test_a_compiled_model(folder: Path, policy: Any) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    expected = gradients(compiled, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy=policy)
+    for _ in range(3):
+        assert same(gradients(compiled, x, saving), expected)
+    assert saving.stats().bytes_written > 0
+
+
+def test_blocks_in_blocks(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    expected = gradients(model, x)[1:]
+    outer = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    inner = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    with outer:
+        y = model[:3](x)
+        with inner, inner:
+            y = model[3:6](y)
+        y = model[6:](y)
+        loss = y.square().sum()
+    assert inner.stats().bytes_saved > 0
+    assert outer.stats().bytes_saved > inner.stats().bytes_saved
+    assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
+
+
+# Computed again
+
+
+class Throttled(aio_handle):
+    """A device that takes long: computing again is worth it."""
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return super().submit_pwrite(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "attention"])
+def test_what_is_cheap_is_computed_again_once_storage_is_what_is_waited_for(folder: Path, name: str) -> None:
+    make, shape = MODELS[name]
+    model, x = make(), torch.randn(shape)
+    expected = gradients(model, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto", handle=Throttled())
+    written = []
+    for _ in range(4):
+        before = saving.stats().bytes_written
+        assert same(gradients(model, x, saving), expected)
+        written.append(saving.stats().bytes_written - before)
+    assert saving.stats().bytes_recomputed > 0
+    assert min(written[1:]) < 0.9 * written[0]
+
+
+def test_nothing_is_computed_again_where_nothing_is_waited_for(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget="64M", policy="auto")
+    for _ in range(3):
+        gradients(model, x, saving)
+    assert saving.stats().bytes_recomputed == 0
+
+
+def test_computed_again_and_changed(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto", handle=Throttled())
+    for _ in range(3):
+        gradients(model, x, saving)
+    before = saving.stats().bytes_recomputed
+    with saving:
+        y = model[1](model[0](x))
+        z = model[3](y)
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        z.sum().backward()
+    assert saving.stats().bytes_recomputed == before
+
+
+# Not alone
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_threads(folder: Path, together: bool, eager_switches: None) -> None:
+    x = torch.randn(64, 128)
+    models = [perceptron() for _ in range(3)]
+    expected = gradients(models[0], x)
+    shared = save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB)
+    found: dict[int, bool] = {}
+
+    def work(number: int) -> None:
+        saving = shared if together else save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB)
+        found[number] = all(same(threaded(models[number], x, saving), expected) for _ in range(10))
+
+    def threaded(model: torch.nn.Module, x: torch.Tensor, saving: save_on_nvme) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        with saving:
+            loss = model(x).square().sum()
+        return list(torch.autograd.grad(loss, [x, *model.parameters()]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {0: True, 1: True, 2: True}
+    assert shared.stats().bytes_stored == 0
+
+
+def test_a_forked_child_makes_its_own(folder: Path) -> None:
+    torch.set_num_threads(1)
+    model, x = perceptron(), torch.randn(64, 128)
+    expected = gradients(model, x)[1:]
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        loss = model(x).square().sum()
+
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="is the parent process's: make one in this process"), saving:
+            model(x)
+        own = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+        x.requires_grad_()
+        with own:
+            y = x.exp()
+            z = y.exp()
+        (found,) = torch.autograd.grad(z.sum(), x)
+        assert torch.equal(found, x.exp() * x.exp().exp())
+
+    in_child(body)
+    assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(folder: Path) -> None:
+    program = """
+import os, sys, torch
+from nvme_ops.offload import save_on_nvme
+x = torch.randn(512, 512, requires_grad=True)
+with save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0):
+    y = x.exp().exp()
+os.kill(os.getpid(), 9)
+"""
+    killed = subprocess.run([sys.executable, "-c", program, str(folder)], check=False, cwd=REPOSITORY)
+    assert killed.returncode == -9
+    (left,) = folder.iterdir()
+    saving = save_on_nvme(folder)
+    (new,) = folder.iterdir()
+    assert new != left
+    saving.close()
+
+
+# Failures
+
+
+def test_a_disk_that_is_full_in_forward(make_file_system: Callable[..., Path]) -> None:
+    folder = make_file_system(16 * MIB)
+    x = torch.randn(1024, 1024, requires_grad=True)
+    saving = save_on_nvme(folder, memory_budget="8M")
+
+    def compute(layers: int) -> torch.Tensor:
+        y = x
+        with saving:
+            for _ in range(layers):
+                y = y.sin()
+        return y.sum()
+
+    compute(4).backward()
+    words = (
+        r"No space left on device: a tensor of 4 MiB, float32 of shape \(1024, 1024\), is to be saved .* 4 MiB.*8 MiB"
+    )
+    with pytest.raises(OSError, match=words) as caught:
+        compute(12)
+    assert caught.value.errno == errno.ENOSPC
+    del caught  # which has the graph
+    x.grad = None
+    compute(4).backward()
+    usual = x.detach().clone().requires_grad_()
+    usual.sin().sin().sin().sin().sum().backward()
+    assert x.grad is not None
+    assert usual.grad is not None
+    assert torch.equal(x.grad, usual.grad)
+    saving.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
+@pytest.mark.parametrize("which", ["read", "write"])
+def test_a_failure_is_raised_and_the_next_step_goes_on(folder: Path, which: str, error: BaseException) -> None:
+    model, x, handle = perceptron(), torch.randn(64, 128), Failing()
+    expected = gradients(model, x)
+    handle.error = error
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, handle=handle)
+    for number in range(5):
+        handle.after[which] = 2 * number
+        with contextlib.suppress(type(error)):  # what was read ahead is read again
+            assert same(gradients(model, x, saving), expected)
+            assert which == "read"
+        handle.after[which] = -1
+        assert same(gradients(model, x, saving), expected)
+    error.__traceback__ = None  # which has the graphs
+    gc.collect()
+    assert settled(saving).bytes_stored == 0
+
+
+def test_a_read_that_fails_names_the_tensor(folder: Path) -> None:
+    class Broken(Failing):
+        def submit_pread(self, *arguments: Any, **options: Any) -> Any:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "slab")
+
+    model, x = perceptron(), torch.randn(64, 128)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, handle=Broken()):
+        loss = model(x).square().sum()
+    with pytest.raises(OSError, match=r"a tensor of 32 KiB, float32 of shape \(64, 128\), saved .* Input/output"):
+        loss.backward()
+
+
+def test_a_flipped_bit_is_found(folder: Path) -> None:
+    x = torch.randn(64, 128, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksum=True) as saving:
+        z = x.exp().sin().sin()
+    settled(saving)
+    (session,) = folder.iterdir()
+    for file in session.iterdir():
+        if file.name != "owner":
+            flip(file)
+    with pytest.raises(ChecksumError):
+        z.sum().backward()
+
+
+def flip(file: Path) -> None:
+    """Changes every page, past the page cache as well."""
+    data = bytearray(file.read_bytes())
+    for place in range(0, len(data), 4096):
+        data[place] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(data)
+        os.fsync(opened.fileno())
+
+
+def test_wrong_arguments(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save_on_nvme(folder / "missing")
+    with pytest.raises(ValueError, match="memory_budget must be at least 0 bytes, not -1"):
+        save_on_nvme(folder, memory_budget=-1)
+    with pytest.raises(ValueError, match="policy='disk' is not one of nvme, auto"):
+        save_on_nvme(folder, policy="disk")  # type: ignore[arg-type]
+    saving = save_on_nvme(folder, min_bytes=1)
+    saving.close()
+    x = torch.randn(64, 128, requires_grad=True)
+    with pytest.raises(ValueError, match="was closed"), saving:
+        x.exp()
+
+
+def test_a_folder_that_was_removed(folder: Path) -> None:
+    """What is written stays readable; a folder for the next file is missed at once."""
+    model, x = perceptron(), torch.randn(64, 128)
+    expected = gradients(model, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    assert same(gradients(model, x, saving), expected)
+    shutil.rmtree(folder)
+    assert same(gradients(model, x, saving), expected)
+    saving.close()
