@@ -10,16 +10,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import command
+from benchmarks import command, memory_limit
 from benchmarks.inference_worker import Job
 from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, spread
-from nvme_ops.measuring.files import NotUsable
 from nvme_ops.text import MIB, size_words
 
 MEMORY, OURS = "in memory", "nvme_ops"
@@ -28,8 +27,6 @@ _WORKER = Path(__file__).parent / "inference_worker.py"
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 _SPARE = 128 * MIB  # beside the budget, for the process whose memory is limited
 _SHAPES = (("1M", 32), ("2M", 16), ("4M", 8), ("4M", 32))  # of fio: block and depth; the best counts
-_PATIENCE = 10.0  # seconds for a process to end
-_STALE = 60.0  # seconds from which on a group without processes is nobody's
 _SETTLING = 1.0  # seconds for discards, which nothing can wait for
 
 
@@ -90,7 +87,9 @@ class Work:
         for package in ("transformers", each.package):
             if importlib.util.find_spec(package) is None:
                 raise Unavailable(f"not installed: pip install {package}")
-        with tempfile.TemporaryDirectory(dir=self.scratch) as folder, _limited(each) as group:
+        bound = each.budget + _SPARE if each.load == "mapped" else None
+        limit = memory_limit.limited(bound) if bound else contextlib.nullcontext("")
+        with tempfile.TemporaryDirectory(dir=self.scratch) as folder, limit as group:
             job = Job(
                 each.load, self.model, folder, each.budget, self.batch, self.steps, self.prompt, not self.warm, group
             )
@@ -167,50 +166,3 @@ def add_bounds(table_rows: Sequence[Row]) -> None:
             for sample in filter(None, row.samples):
                 bound = max(compute, sample.figures["read per step"] / max(rates))
                 sample.figures["of the bound"] = bound / sample.seconds
-
-
-@contextlib.contextmanager
-def _limited(each: Contender) -> Iterator[str]:
-    """For the mapped model, a memory cgroup's file ``cgroup.procs``; "" where none can be made, and for the others."""
-    place = _group(each.budget + _SPARE) if each.load == "mapped" else None
-    try:
-        yield str(place / "cgroup.procs") if place else ""
-    finally:
-        end = time.monotonic() + _PATIENCE
-        while place:
-            try:
-                os.rmdir(place)
-                break
-            except OSError:  # its process has not quite ended
-                if time.monotonic() > end:
-                    raise NotUsable(f"{place} cannot be removed") from None
-                time.sleep(0.05)
-
-
-def _group(limit: int) -> Path | None:
-    """A new cgroup of so many bytes, page cache included; None without root or the controller."""
-    for root, file in _hierarchies():
-        made = None
-        for left in Path(root).glob("nvme_ops-inference-*"):  # by a run that was killed
-            with contextlib.suppress(OSError):  # of one that is alive
-                if time.time() - left.stat().st_mtime > _STALE:
-                    left.rmdir()
-        try:
-            made = Path(tempfile.mkdtemp(prefix="nvme_ops-inference-", dir=root))
-            (made / file).write_text(str(limit), encoding="ascii")
-            return made
-        except OSError:
-            if made is not None:
-                with contextlib.suppress(OSError):
-                    os.rmdir(made)
-    return None
-
-
-def _hierarchies() -> Iterator[tuple[str, str]]:
-    """Where memory can be limited, and by which file of a group."""
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-        _, point, kind, options, *_ = line.split()
-        if kind == "cgroup2" and os.path.exists(os.path.join(point, "cgroup.controllers")):
-            yield point, "memory.max"
-        elif kind == "cgroup" and "memory" in options.split(","):
-            yield point, "memory.limit_in_bytes"

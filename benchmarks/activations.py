@@ -1,0 +1,192 @@
+"""Activations on storage: this package against memory, computing again, and hooks written by hand.
+
+Each way trains the same net in a process of its own and must find the gradients of the one in memory, bit for bit. The
+convolutional net computes little for each byte that it keeps: storage decides. The transformer computes much. The bound
+is the longer of computing in memory and of moving what was moved at the rate of fio's best shape, mixed. The table
+``largest`` doubles the batch until it does not fit a memory limit any more, then halves the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+
+import nvme_ops
+from benchmarks import command, memory_limit
+from benchmarks.activations_worker import Job
+from nvme_ops.arguments import positive, size
+from nvme_ops.bench import fio
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, spread
+from nvme_ops.bench.tables import Table
+from nvme_ops.measuring.files import require_space
+from nvme_ops.text import GIB, MIB, size_words
+
+GROUPS = {
+    "convolutional": "a light convolutional net, in samples/s: storage decides",
+    "transformer": "layers of a transformer, in samples/s: computing decides",
+    "largest": "the largest batch of a deep convolutional net within a memory limit; needs root for the limit",
+}
+MEMORY = "in memory"
+COLUMNS = ("forward", "backward", "read and written", "GB/s", "peak memory", "of the bound")
+_WAYS = {
+    MEMORY: "memory",
+    "save_on_nvme": "nvme",
+    'save_on_nvme, policy="auto"': "auto",
+    "torch.utils.checkpoint": "checkpoint",
+    "hooks by torch.save": "torch",
+    "hooks by numpy.save": "numpy",
+}
+_OURS = ("nvme", "auto")
+_LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
+_FIRST = 1  # step that is not counted
+_SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
+_WORKER = Path(__file__).parent / "activations_worker.py"
+_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')  # finds nvme_ops"
+_MOST = 1 << 16  # samples
+
+
+def trained(job: Job) -> dict[str, Any]:
+    """Returns what a process found. Raises Unavailable with what it ended with."""
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        words = json.dumps(dataclasses.asdict(dataclasses.replace(job, folder=folder)))
+        found: dict[str, Any] = json.loads(command.in_new_process(_PROGRAM, str(_WORKER), words, folder=folder))
+    return found
+
+
+def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
+    """All train the same net."""
+    batch = given.batch if net == "convolutional" else given.batch_of_transformer
+    expected: list[int] = []
+
+    def train(way: str) -> Sample:
+        found = trained(Job(way, net, _LAYERS[net], batch, _FIRST + given.steps, scratch, given.budget))
+        if way == "memory" and not expected:
+            expected.extend(found["gradients"])
+        if expected and found["gradients"] != expected:
+            raise WrongData("gradients differ from those in memory")
+        forward, backward, moved = (
+            statistics.median(found[name][_FIRST:]) for name in ("forward", "backward", "moved")
+        )
+        figures = {"forward": forward, "backward": backward}
+        if moved:
+            figures |= {"read and written": moved, "GB/s": moved / (forward + backward) / 1e9}
+        return Sample(forward + backward, batch, peak_bytes=found["peak_bytes"], figures=figures)
+
+    rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
+    path = os.path.join(scratch, "fio")
+    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=nvme_ops_bytes()).fill_(1), path)
+    for block, depth in _SHAPES:
+        options = ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}"]
+
+        def run(options: list[str] = options) -> Sample:
+            seconds = fio.run("rw", path, GIB, options).seconds  # half of it read, half written
+            return Sample(seconds, batch, figures={"read and written": GIB, "GB/s": GIB / seconds / 1e9})
+
+        rows.append(Row(f"fio rw libaio bs={block} iodepth={depth}", run, before=os.sync))
+    title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
+    return Table(net, title, "samples/s", rows, MEMORY, COLUMNS)
+
+
+def nvme_ops_bytes() -> Any:
+    """Returns torch's dtype of bytes."""
+    import torch
+
+    return torch.uint8
+
+
+def note_bound(table: Table) -> None:
+    """Adds to each sample what part of its time the bound is."""
+    taken = {row.name: [each for each in row.samples if each is not None] for row in table.rows}
+    rates = [each.figures["GB/s"] * 1e9 for name, those in taken.items() if name.startswith("fio") for each in those]
+    computing = spread([each.seconds for each in taken.get(MEMORY, [])])
+    if not rates or computing is None:
+        return
+    rate = max(statistics.median(each.figures["GB/s"] * 1e9 for each in those)
+               for name, those in taken.items() if name.startswith("fio") and those)  # fmt: skip
+    for name, those in taken.items():
+        for each in those if not name.startswith("fio") else []:
+            bound = max(computing.median, each.figures.get("read and written", 0) / rate)
+            each.figures["of the bound"] = bound / each.seconds
+
+
+def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
+    """Each row a limit that was reached or not: 1 sample is one that fits."""
+
+    def fits(way: str, batch: int) -> bool:
+        with memory_limit.limited(given.limit) as group:
+            if not group:
+                raise Unavailable("no memory cgroup can be made: run it as root")
+            command.show_progress(f"{way}: batch {batch}")
+            job = Job(way, "convolutional", _LAYERS["largest"], batch, 1, scratch, given.budget_of_largest, group)
+            try:
+                trained(job)
+            except Unavailable:
+                return False
+            return True
+
+    def find(way: str) -> Sample:
+        most = 1
+        while most < _MOST and fits(way, 2 * most):
+            most *= 2
+        if most < _MOST and fits(way, most + most // 2):
+            most += most // 2
+        return Sample(1.0, most)
+
+    ways = {label: way for label, way in _WAYS.items() if way != "auto"}
+    rows = [Row(label, partial(find, way), before=os.sync) for label, way in ways.items()]
+    title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(given.limit)} of memory"
+    return Table("largest", title, "samples", rows, MEMORY, ())
+
+
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder."""
+    require_space(scratch, run.given.size, "--size or --path")
+    for net in ("convolutional", "transformer"):
+        if net in run.given.groups:
+            table = net_rows(net, scratch, run.given)
+            command.interleave(table.rows, run.given.rounds, command.show_progress)
+            note_bound(table)
+            yield table
+    if "largest" in run.given.groups:
+        table = largest_rows(scratch, run.given)
+        command.interleave(table.rows, 1, command.show_progress)
+        yield table
+
+
+def measure(given: argparse.Namespace) -> command.Run:
+    """All groups."""
+    return command.Run(given, budget=given.budget, batch=given.batch).folders(1, tables, measured=True)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Status 0; 1 when a folder cannot be used or gradients differ; 2 for wrong arguments; 130 after Ctrl-C."""
+    parser = command.parser(__file__, __doc__, GROUPS)
+    parser.set_defaults(size=16 * GIB, rounds=5)
+    parser.add_argument("--budget", type=size, default=256 * MIB, metavar="SIZE",
+                        help="memory for what is saved (default 256M)")  # fmt: skip
+    parser.add_argument("--batch", type=positive, default=128, metavar="N",
+                        help="samples of the convolutional net (default 128)")  # fmt: skip
+    parser.add_argument("--batch-of-transformer", type=positive, default=8, metavar="N",
+                        help="samples of the transformer (default 8)")  # fmt: skip
+    parser.add_argument("--steps", type=positive, default=2, metavar="N",
+                        help="of each process, after the first one (default 2)")  # fmt: skip
+    parser.add_argument("--limit", type=size, default=GIB, metavar="SIZE",
+                        help="of memory, in the group largest (default 1G)")  # fmt: skip
+    parser.add_argument("--budget-of-largest", type=size, default=64 * MIB, metavar="SIZE",
+                        help="memory for what is saved in that group (default 64M)")  # fmt: skip
+    return command.run(command.parse(parser, words), measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
