@@ -7,6 +7,7 @@
 #include "backends/registry.h"
 #include "base/crc.h"
 #include "base/error.h"
+#include "binding/async_io_allocator.h"
 #include "binding/async_io_pickle.h"
 #include "binding/async_io_tensors.h"
 #include "binding/buffer.h"
@@ -44,12 +45,16 @@ PyObject* pool_statistics(PyObject*, PyObject*) {
                        static_cast<Py_ssize_t>(now.cached_bytes));
 }
 
-PyObject* trim_pool(PyObject*, PyObject*) {
-  {
-    const WithoutGil released;
-    BufferPool::instance().trim();
-  }
-  Py_RETURN_NONE;
+PyObject* trim_pool(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    unsigned long long keep = 0;
+    if (!PyArg_ParseTuple(arguments, "|K", &keep)) throw PythonError();
+    {
+      const WithoutGil released;
+      BufferPool::instance().trim(keep);
+    }
+    Py_RETURN_NONE;
+  });
 }
 
 // Releases the GIL once for all of them.
@@ -150,7 +155,11 @@ PyMethodDef functions[] = {
     {"note_ending", note_ending, METH_NOARGS, "note_ending(). Counts memory as released and wakes those that wait."},
     {"wait_for_ending", wait_for_ending, METH_VARARGS,
      "wait_for_ending(seen, seconds). Waits until endings() is not `seen`; releases the memory of ended transfers."},
-    {"trim_pool", trim_pool, METH_NOARGS, "trim_pool(). Returns the pool's unused memory to the system."},
+    {"trim_pool", trim_pool, METH_VARARGS,
+     "trim_pool(keep=0). Returns the pool's unused memory to the system, but for so many bytes."},
+    {"allocate_from_pool", allocate_from_pool, METH_O,
+     "allocate_from_pool(begin) -> bool. From the first `True` to the last `False`, torch gets memory for large "
+     "tensors from the pool; False where its allocator cannot be replaced."},
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all operations and ends all threads; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 

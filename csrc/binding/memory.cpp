@@ -22,7 +22,10 @@ Ref call(PyObject* object, const char* method) {
 
 // Returns whether memory is page-locked; asks torch only about memory that did not come from its plain allocator.
 bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
-  if (deleter_of(tensor.storage()) == c10::GetCPUAllocator()->raw_deleter()) return false;
+  const c10::DeleterFnPtr deleter = deleter_of(tensor.storage());
+  for (const c10::Allocator* plain : {c10::GetCPUAllocator(), c10::GetDefaultCPUAllocator()}) {
+    if (deleter == plain->raw_deleter()) return false;
+  }
   return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
@@ -75,8 +78,9 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   } else if (memory.bytes > 0) {
     memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
-    pooled = !managed(tensor->storage()) && BufferPool::instance().contains(memory.data, memory.bytes);
-    memory.fast = memory.bytes > kInPlaceBytes && (pooled || pinned_by_torch(object, *tensor));
+    const bool huge = BufferPool::instance().contains(memory.data, memory.bytes);
+    pooled = huge && !managed(tensor->storage());
+    memory.fast = memory.bytes > kInPlaceBytes && (huge || pinned_by_torch(object, *tensor));
   }
   if (memory.bytes > 0) memory.keep = hold_bytes(tensor->storage(), object, pooled);
   return memory;

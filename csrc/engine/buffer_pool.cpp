@@ -159,9 +159,9 @@ bool BufferPool::contains(const std::byte* memory, std::size_t bytes) const {
   return memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
 }
 
-void BufferPool::trim() noexcept {
+void BufferPool::trim(std::size_t keep) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  free_cached(0);
+  free_cached(keep);
 }
 
 BufferPool::Statistics BufferPool::statistics() const {

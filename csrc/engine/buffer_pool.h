@@ -26,7 +26,7 @@ public:
   // Returns whether [memory, memory + bytes) lies inside one live allocation.
   bool contains(const std::byte* memory, std::size_t bytes) const;
 
-  void trim() noexcept;  // gives all cached memory back to the system
+  void trim(std::size_t keep = 0) noexcept;  // gives cached memory back to the system, but for so many bytes
   Statistics statistics() const;
 
 private:

@@ -128,6 +128,9 @@ class Activations:
     unit from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any
     method.
 
+    While there are units on the CPU, torch takes memory for all large tensors from the pool: what is freed is then free
+    for others. Its usual allocator keeps much of it, in pieces between smaller tensors.
+
     Args:
         folders: of the session.
         budget: bytes of memory.
@@ -155,7 +158,7 @@ class Activations:
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was asked for
         self._before = ActivationStats()  # this pass
         self._ended: Pass | None = None
-        self._has_read = False
+        self._pooling = False  # torch takes memory for large tensors from the pool
         self._stats = ActivationStats()
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -243,6 +246,7 @@ class Activations:
             if self._closed:
                 return
             self._closed = True
+            self._end_pooling()
             if self._process == os.getpid():
                 for unit in self._writing.units():
                     self._cancel(unit)
@@ -273,9 +277,6 @@ class Activations:
         return unit.ticket()
 
     def _add(self, tensor: torch.Tensor, place: Place) -> Ticket:
-        if self._has_read:  # memory that was read into is kept for the next read: not beside the budget
-            self._has_read = False
-            native().trim_pool()
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit, self._gone)
         unit.ticket = weakref.ref(ticket)
@@ -283,6 +284,8 @@ class Activations:
         self._units[unit.number] = unit
         self._by_place[place] = unit
         self._held.add(unit)
+        if not self._pooling:
+            self._pooling = native().allocate_from_pool(True)
         if not self._this_pass:
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self._stats))
         self._this_pass += unit.nbytes
@@ -316,6 +319,12 @@ class Activations:
             budget=self._budget,
         )
         self._last_pass, self._this_pass = self._this_pass, 0
+        self._end_pooling()
+
+    def _end_pooling(self) -> None:
+        if self._pooling:
+            native().allocate_from_pool(False)
+            self._pooling = False
 
     def _forget(self, unit: Unit) -> None:
         if self._units.pop(unit.number, None) is None:
@@ -378,6 +387,7 @@ class Activations:
             with self._lock:
                 self._collect()
                 self._write_some()
+                self._trim(unit)
                 oldest = self._writing.first()
                 much = self._in_memory - unit.nbytes > self._budget + _IN_FLIGHT
                 write = oldest.writing if much and oldest is not None and oldest is not unit else None
@@ -427,6 +437,7 @@ class Activations:
                     self._cancel(unit)
                 self._collect()
                 self._read_ahead(unit)
+                self._trim(unit)
             return unit.memory, None, False
         self._require_open()
         if unit.modified:
@@ -439,6 +450,7 @@ class Activations:
             raise self._unreadable(unit, error) from None
         unit.ahead = False
         self._read_ahead(unit)
+        self._trim(unit)
         return memory, unit.arriving, demanded
 
     def _fetch(self, unit: Unit, priority: Priority) -> torch.Tensor:
@@ -451,12 +463,17 @@ class Activations:
         else:
             memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)
         unit.arriving = self._store.get(unit.key, memory, priority=priority)
-        unit.memory, unit.ahead, self._has_read = memory, priority is not Priority.DEMAND, True
+        unit.memory, unit.ahead = memory, priority is not Priority.DEMAND
         self._restored.add(unit)
         self._stats.bytes_read += unit.nbytes
         self._stats.bytes_on_demand += unit.nbytes * (priority is Priority.DEMAND)
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
         return memory
+
+    @staticmethod
+    def _trim(unit: Unit) -> None:
+        """Gives memory back that is kept to be used again, but for what the next tensors will need."""
+        native().trim_pool(max(_IN_FLIGHT, unit.nbytes))
 
     def _give_up(self, nbytes: int) -> None:
         """Lets go of what was used in this backward pass and is on storage, where memory is short."""

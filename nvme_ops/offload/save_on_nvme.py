@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations import Activations, ActivationStats
 from nvme_ops.offload.recompute import Away, Choice
@@ -69,6 +70,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)
 
     def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
+        native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
         super().__enter__()
         if self._choice is not None:
             self._choice.__enter__()  # type: ignore[no-untyped-call]
@@ -78,6 +80,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         if self._choice is not None:
             self._choice.__exit__(*about)  # type: ignore[no-untyped-call]
         super().__exit__(*about)
+        native().allocate_from_pool(False)
 
     def stats(self) -> ActivationStats:
         """Returns what was moved until now."""

@@ -1,0 +1,83 @@
+#include "binding/async_io_allocator.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/limits.h"
+#include "binding/python.h"
+#include "engine/buffer_pool.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr std::size_t kLeast = 4 << 20;  // bytes from which on memory of the pool is worth it
+constexpr std::size_t kWaste = 8;        // at most this part of it may be lost to rounding
+
+// What torch used before. Written once, with the GIL held, before the allocator is installed.
+c10::Allocator* usual = nullptr;
+std::atomic<int> uses{0};
+
+bool suits(std::size_t bytes) {
+  return bytes >= kLeast && (kHugePage - bytes % kHugePage) % kHugePage <= bytes / kWaste;
+}
+
+// Takes memory of either kind, since torch knows one deleter for each allocator.
+void free_any(void* memory) {
+  auto* const bytes = static_cast<std::byte*>(memory);
+  const bool may_be_ours = memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % kHugePage == 0;
+  if (may_be_ours && BufferPool::instance().contains(bytes, 1)) {
+    BufferPool::instance().release(bytes);
+  } else {
+    usual->raw_deleter()(memory);
+  }
+}
+
+class PoolAllocator final : public c10::Allocator {
+public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (uses.load(std::memory_order_relaxed) > 0 && suits(bytes)) {
+      try {
+        return wrapped(BufferPool::instance().allocate(bytes));
+      } catch (...) {  // torch's own then says that there is no memory
+      }
+    }
+    return wrapped(usual->allocate(bytes).release_context());
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_any; }
+
+  void copy_data(void* target, const void* source, std::size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+
+private:
+  static c10::DataPtr wrapped(void* memory) { return {memory, memory, &free_any, c10::Device(c10::DeviceType::CPU)}; }
+};
+
+// Whether torch's allocator is ours now, or can be. It stays, since it has to free what it has allocated.
+bool install() {
+  if (usual != nullptr) return true;
+  c10::Allocator* const found = c10::GetCPUAllocator();
+  if (found->raw_deleter() == nullptr) return false;
+  usual = found;
+  static auto* const ours = new PoolAllocator;
+  c10::SetCPUAllocator(ours);
+  return c10::GetCPUAllocator() == ours;
+}
+
+}  // namespace
+
+PyObject* allocate_from_pool(PyObject*, PyObject* begin) {
+  return guarded([&]() -> PyObject* {
+    const int wanted = PyObject_IsTrue(begin);
+    if (wanted < 0) throw PythonError();
+    if (!install()) Py_RETURN_FALSE;
+    uses += wanted != 0 ? 1 : -1;
+    Py_RETURN_TRUE;
+  });
+}
+
+}  // namespace nvme_ops
