@@ -175,8 +175,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.set_defaults(size=16 * GIB, rounds=5)
     parser.add_argument("--budget", type=size, default=256 * MIB, metavar="SIZE",
                         help="memory for what is saved (default 256M)")  # fmt: skip
-    parser.add_argument("--batch", type=positive, default=128, metavar="N",
-                        help="samples of the convolutional net (default 128)")  # fmt: skip
+    parser.add_argument("--batch", type=positive, default=64, metavar="N",
+                        help="samples of the convolutional net (default 64)")  # fmt: skip
     parser.add_argument("--batch-of-transformer", type=positive, default=8, metavar="N",
                         help="samples of the transformer (default 8)")  # fmt: skip
     parser.add_argument("--steps", type=positive, default=2, metavar="N",

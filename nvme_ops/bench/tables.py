@@ -44,7 +44,8 @@ COLUMNS: dict[str, _Column] = {
     "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, lambda v: rounded(v, 3)),
     "of the bound": (lambda each: each.figures.get("of the bound"), share_words),
     **{name: _seconds(name) for name in ("step", "first token", "load", "forward", "backward", "optimizer")},
-    **{name: _bytes(name) for name in ("read per step", "written per step", "while decoding")},
+    **{name: _bytes(name) for name in ("read per step", "written per step", "read and written", "while decoding")},
+    "GB/s": (lambda each: each.figures.get("GB/s"), lambda value: rounded(value, 3)),
 }
 
 
