@@ -34,6 +34,12 @@ def limited(nbytes: int) -> Iterator[str]:
                 time.sleep(0.05)
 
 
+def limited_here() -> bool:
+    """Returns whether such a group can be made."""
+    with limited(1 << 30) as group:
+        return bool(group)
+
+
 def _group(limit: int) -> Path | None:
     """A new cgroup; None without root or the controller."""
     for root, file in _hierarchies():

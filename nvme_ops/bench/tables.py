@@ -15,7 +15,7 @@ from nvme_ops.measuring.energy import total
 from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 
 # Amount per second, or seconds, of one unit
-RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0}
+RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
 _DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns, and a plot
 _WIDTH = 7.5  # inches of a column of pictures

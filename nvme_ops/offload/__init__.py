@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.offload.activations import ActivationStats as ActivationStats
 from nvme_ops.offload.gradients import SwappedGradients as SwappedGradients
 from nvme_ops.offload.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
@@ -25,6 +24,7 @@ from nvme_ops.offload.states import OptimizerStats as OptimizerStats
 from nvme_ops.offload.stream_weights import stream_weights as stream_weights
 from nvme_ops.offload.swap import SwappedParams as SwappedParams
 from nvme_ops.offload.swap import swap_params as swap_params
+from nvme_ops.offload.units import ActivationStats as ActivationStats
 from nvme_ops.offload.window import WindowStats as WindowStats
 
 if TYPE_CHECKING:

@@ -11,10 +11,8 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
@@ -23,6 +21,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.recompute import Pass
 from nvme_ops.offload.saved_tensors import Place, modified
+from nvme_ops.offload.units import ActivationStats, Group, Ticket, Unit
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.store import TensorStore
@@ -30,94 +29,7 @@ from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beside the budget: on their way there in forward, and back in backward
-
-
-@dataclass
-class ActivationStats:
-    """What was saved and moved since the start."""
-
-    bytes_saved: int = 0  #: of large tensors, those that share a storage counted once
-    bytes_written: int = 0
-    bytes_read: int = 0
-    bytes_on_demand: int = 0  #: of these, what was not read ahead
-    bytes_cancelled: int = 0  #: of what was to be written: the backward pass came first
-    bytes_stored: int = 0  #: the space that is taken now
-    bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
-    seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
-    peak_bytes: int = 0  #: the most memory that saved tensors had at once
-
-
-class Ticket:
-    """Is held by whatever may still ask for a unit; the unit goes with it."""
-
-    def __init__(self, unit: Unit, gone: deque[Unit]) -> None:
-        self.unit, self._gone = unit, gone
-
-    def __del__(self) -> None:
-        """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
-        self.unit.memory = None
-        self.unit.seen.clear()
-        self._gone.append(self.unit)
-
-
-class Unit:
-    """Bytes of one storage, in memory or on storage, for all the tensors made of them that were saved."""
-
-    def __init__(self, number: int, tensor: torch.Tensor, place: Place) -> None:
-        storage = tensor.untyped_storage()
-        self.number, self.place, self.nbytes = number, place, place.nbytes
-        self.device = tensor.device
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first one, for messages
-        self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
-        self.version = tensor._version
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        self.memory: torch.Tensor | None = whole.set_(storage, place.begin, (place.nbytes,), (1,))
-        self.original = True  #: the memory is that of the storage that was saved
-        self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
-        self.modified = False  #: before it was written
-        self.key: str | None = None  #: of what is on storage, or on its way there
-        self.writing: IoFuture | None = None
-        self.arriving: IoFuture | None = None
-        self.ahead = False  #: it is read ahead of its use
-        self.ticket: weakref.ref[Ticket] | None = None
-
-    def is_modified(self) -> bool:
-        """Whether anything was written to it since it was saved."""
-        self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
-        return self.modified
-
-    def describe(self) -> str:
-        """Returns words for messages."""
-        return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
-
-
-class _Group:
-    """Units in the order in which they came, and their bytes."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._units: dict[int, Unit] = {}
-
-    def add(self, unit: Unit) -> None:
-        if unit.number not in self._units:
-            self._units[unit.number] = unit
-            self.nbytes += unit.nbytes
-
-    def discard(self, unit: Unit) -> None:
-        if self._units.pop(unit.number, None) is not None:
-            self.nbytes -= unit.nbytes
-
-    def units(self) -> list[Unit]:
-        return list(self._units.values())
-
-    def first(self) -> Unit | None:
-        return next(iter(self._units.values()), None)
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit.number in self._units
-
-    def __len__(self) -> int:
-        return len(self._units)
+_AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
 
 
 class Activations:
@@ -150,10 +62,10 @@ class Activations:
         self._lock = threading.RLock()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[Place, Unit] = {}
-        self._held, self._writing, self._restored = _Group(), _Group(), _Group()  # those in memory
+        self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
         self._gone: deque[Unit] = deque()  # whose tickets are gone; appended to by whatever frees them, in one step
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
-        self._saved = self._keys = 0
+        self._saved = self._keys = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was asked for
         self._before = ActivationStats()  # this pass
@@ -177,7 +89,9 @@ class Activations:
         with self._lock:
             self._require_open()
             self._collect()
-            ticket = self._find(place, tensor._version) or self._add(tensor, place)
+            known = self._by_place.get(place)
+            ticket = known.ticket() if known and known.ticket and known.has_bytes_of(tensor) else None
+            ticket = ticket or self._add(tensor, place)
             unit = ticket.unit
             if unit.memory is not None and unit.original:
                 unit.seen.append((tensor.detach(), tensor._version))
@@ -223,7 +137,10 @@ class Activations:
     def find(self, place: Place, version: int) -> Ticket | None:
         """Returns the ticket of what was put before, of the same bytes in this version, and not changed since."""
         with self._lock:
-            return self._find(place, version)
+            unit = self._by_place.get(place)
+            if unit is None or unit.version != version or unit.ticket is None or unit.is_modified():
+                return None
+            return unit.ticket()
 
     def take_pass(self) -> Pass | None:
         """Returns what is known of the last pass, once it is over, and once."""
@@ -252,6 +169,7 @@ class Activations:
                     self._cancel(unit)
         with contextlib.suppress(OSError):  # of a write that nobody needs any more
             self._undo.close()
+        native().trim_pool(_IN_FLIGHT)
 
     def __del__(self) -> None:
         """Removes the files once the last graph is gone."""
@@ -270,17 +188,12 @@ class Activations:
     def _in_memory(self) -> int:
         return self._held.nbytes + self._writing.nbytes + self._restored.nbytes
 
-    def _find(self, place: Place, version: int) -> Ticket | None:
-        unit = self._by_place.get(place)
-        if unit is None or unit.version != version or unit.ticket is None or unit.is_modified():
-            return None
-        return unit.ticket()
-
     def _add(self, tensor: torch.Tensor, place: Place) -> Ticket:
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit, self._gone)
         unit.ticket = weakref.ref(ticket)
         self._saved += 1
+        self._largest = max(self._largest, unit.nbytes)
         self._units[unit.number] = unit
         self._by_place[place] = unit
         self._held.add(unit)
@@ -387,7 +300,7 @@ class Activations:
             with self._lock:
                 self._collect()
                 self._write_some()
-                self._trim(unit)
+                self._trim()
                 oldest = self._writing.first()
                 much = self._in_memory - unit.nbytes > self._budget + _IN_FLIGHT
                 write = oldest.writing if much and oldest is not None and oldest is not unit else None
@@ -408,7 +321,11 @@ class Activations:
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                raise self._no_room(oldest, error) from error
+                if not self._leaving:
+                    raise self._no_room(oldest, error) from error
+                for write, _ in self._leaving:  # whose space is free once they have ended
+                    write.exception()
+                self._collect()
         written = self._this_pass - self._held.nbytes
         surplus = self._last_pass - self._budget - written
         for unit in self._held.units() if surplus > 0 else []:
@@ -437,7 +354,7 @@ class Activations:
                     self._cancel(unit)
                 self._collect()
                 self._read_ahead(unit)
-                self._trim(unit)
+                self._trim()
             return unit.memory, None, False
         self._require_open()
         if unit.modified:
@@ -450,7 +367,7 @@ class Activations:
             raise self._unreadable(unit, error) from None
         unit.ahead = False
         self._read_ahead(unit)
-        self._trim(unit)
+        self._trim()
         return memory, unit.arriving, demanded
 
     def _fetch(self, unit: Unit, priority: Priority) -> torch.Tensor:
@@ -470,10 +387,10 @@ class Activations:
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
         return memory
 
-    @staticmethod
-    def _trim(unit: Unit) -> None:
-        """Gives memory back that is kept to be used again, but for what the next tensors will need."""
-        native().trim_pool(max(_IN_FLIGHT, unit.nbytes))
+    def _trim(self) -> None:
+        """Gives memory back that is kept to be used again, but for what the budget and the layer at work need."""
+        at_work = _AT_WORK * self._largest
+        native().trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._in_memory))
 
     def _give_up(self, nbytes: int) -> None:
         """Lets go of what was used in this backward pass and is on storage, where memory is short."""

@@ -11,10 +11,11 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.activations import Activations, ActivationStats
+from nvme_ops.offload.activations import Activations
 from nvme_ops.offload.recompute import Away, Choice
 from nvme_ops.offload.saved_tensors import Kept, Layout, Saved, Source, place_of
 from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.units import ActivationStats
 
 Path = str | os.PathLike[str]
 

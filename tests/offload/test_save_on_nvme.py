@@ -154,6 +154,19 @@ def test_what_is_still_on_its_way_is_taken_from_memory(folder: Path) -> None:
     assert not any(folder.iterdir())
 
 
+def test_what_shares_memory_without_a_version_is_not_taken_for_the_same(folder: Path) -> None:
+    """``data`` changes a tensor without a trace: what was written before that is not what is saved after it."""
+    start, x = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        first = start * x
+        settled(saving)
+        x.add_(1)
+        second = start * x.data
+    (found,) = torch.autograd.grad(second.sum(), start)
+    assert torch.equal(found, x)
+    del first
+
+
 # Graphs of all kinds
 
 

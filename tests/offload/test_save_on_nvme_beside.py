@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
-from nvme_ops.offload import activations, save_on_nvme
+from nvme_ops.offload import activations, save_on_nvme, swap_params
 from tests.conftest import MIB, REPOSITORY, in_child
 from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
 from tests.offload.test_optimizer import Failing
@@ -73,6 +73,17 @@ def test_a_compiled_model(folder: Path, policy: Any) -> None:
     for _ in range(3):
         assert same(gradients(compiled, x, saving), expected)
     assert saving.stats().bytes_written > 0
+
+
+def test_parameters_on_storage_too(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    expected = gradients(model, x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    with swap_params(model, folder, memory_budget="256K", min_bytes="16K") as swapped:
+        for _ in range(3):
+            assert same(gradients(model, x, saving), expected)
+        assert swapped.stats().bytes_read > 0
+    assert saving.stats().bytes_read > 0
 
 
 def test_blocks_in_blocks(folder: Path) -> None:

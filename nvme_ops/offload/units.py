@@ -1,0 +1,122 @@
+"""Saved bytes of storages, where they are, and how much there is of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nvme_ops.future import IoFuture
+from nvme_ops.offload.saved_tensors import Place
+from nvme_ops.text import size_words
+
+
+@dataclass
+class ActivationStats:
+    """What was saved and moved since the start."""
+
+    bytes_saved: int = 0  #: of large tensors, those that share a storage counted once
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_on_demand: int = 0  #: of these, what was not read ahead
+    bytes_cancelled: int = 0  #: of what was to be written: the backward pass came first
+    bytes_stored: int = 0  #: the space that is taken now
+    bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
+    seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
+    peak_bytes: int = 0  #: the most memory that saved tensors had at once
+
+
+class Ticket:
+    """Is held by whatever may still ask for a unit; the unit goes with it."""
+
+    def __init__(self, unit: Unit, gone: deque[Unit]) -> None:
+        self.unit, self._gone = unit, gone
+
+    def __del__(self) -> None:
+        """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
+        self.unit.memory = None
+        self.unit.seen.clear()
+        self._gone.append(self.unit)
+
+
+class Unit:
+    """Bytes of one storage, in memory or on storage, for all the tensors made of them that were saved."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, place: Place) -> None:
+        storage = tensor.untyped_storage()
+        self.number, self.place, self.nbytes = number, place, place.nbytes
+        self.device = tensor.device
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first one, for messages
+        self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
+        self.version = tensor._version
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.memory: torch.Tensor | None = whole.set_(storage, place.begin, (place.nbytes,), (1,))
+        self.original = True  #: the memory is that of the storage that was saved
+        self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
+        self.modified = False  #: before it was written
+        self.key: str | None = None  #: of what is on storage, or on its way there
+        self.writing: IoFuture | None = None
+        self.arriving: IoFuture | None = None
+        self.ahead = False  #: it is read ahead of its use
+        self.ticket: weakref.ref[Ticket] | None = None
+        self._owner = weakref.ref(_owner(tensor))
+
+    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
+        """Whether these are still the bytes of a tensor in its place.
+
+        In memory they are. What is on storage is of the tensors that share a version counter with the first: versions
+        of others, such as ``tensor.data``, say nothing.
+        """
+        if self.version != tensor._version or self.is_modified():
+            return False
+        return (self.memory is not None and self.original) or self._owner() is _owner(tensor)
+
+    def is_modified(self) -> bool:
+        """Whether anything was written to it since it was saved."""
+        self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
+        return self.modified
+
+    def describe(self) -> str:
+        """Returns words for messages."""
+        return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+class Group:
+    """Units in the order in which they came, and their bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._units: dict[int, Unit] = {}
+
+    def add(self, unit: Unit) -> None:
+        """Has it from now on, as the last one."""
+        if unit.number not in self._units:
+            self._units[unit.number] = unit
+            self.nbytes += unit.nbytes
+
+    def discard(self, unit: Unit) -> None:
+        """Does not have it any more."""
+        if self._units.pop(unit.number, None) is not None:
+            self.nbytes -= unit.nbytes
+
+    def units(self) -> list[Unit]:
+        """Returns all, the first one first."""
+        return list(self._units.values())
+
+    def first(self) -> Unit | None:
+        """Returns the one that came first."""
+        return next(iter(self._units.values()), None)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit.number in self._units
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor of which it is a view, or itself: they share a version counter."""
+    return tensor if tensor._base is None else tensor._base
