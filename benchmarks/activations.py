@@ -22,12 +22,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
+import torch
+
 import nvme_ops
 from benchmarks import command, memory_limit
 from benchmarks.activations_worker import Job
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import fio
-from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, spread
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
 from nvme_ops.bench.tables import Table
 from nvme_ops.measuring.files import require_space
 from nvme_ops.text import GIB, MIB, size_words
@@ -47,7 +49,6 @@ _WAYS = {
     "hooks by torch.save": "torch",
     "hooks by numpy.save": "numpy",
 }
-_OURS = ("nvme", "auto")
 _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
 _FIRST = 1  # step that is not counted
 _SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
@@ -85,7 +86,7 @@ def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
 
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
     path = os.path.join(scratch, "fio")
-    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=nvme_ops_bytes()).fill_(1), path)
+    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=torch.uint8).fill_(1), path)
     for block, depth in _SHAPES:
         options = ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}"]
 
@@ -98,30 +99,25 @@ def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
     return Table(net, title, "samples/s", rows, MEMORY, COLUMNS)
 
 
-def nvme_ops_bytes() -> Any:
-    """Returns torch's dtype of bytes."""
-    import torch
-
-    return torch.uint8
-
-
 def note_bound(table: Table) -> None:
     """Adds to each sample what part of its time the bound is."""
     taken = {row.name: [each for each in row.samples if each is not None] for row in table.rows}
-    rates = [each.figures["GB/s"] * 1e9 for name, those in taken.items() if name.startswith("fio") for each in those]
-    computing = spread([each.seconds for each in taken.get(MEMORY, [])])
-    if not rates or computing is None:
+    rates = [
+        statistics.median(each.figures["GB/s"] for each in those)
+        for name, those in taken.items()
+        if name.startswith("fio") and those
+    ]
+    if not rates or not taken[MEMORY]:
         return
-    rate = max(statistics.median(each.figures["GB/s"] * 1e9 for each in those)
-               for name, those in taken.items() if name.startswith("fio") and those)  # fmt: skip
+    computing = statistics.median(each.seconds for each in taken[MEMORY])
     for name, those in taken.items():
         for each in those if not name.startswith("fio") else []:
-            bound = max(computing.median, each.figures.get("read and written", 0) / rate)
+            bound = max(computing, each.figures.get("read and written", 0) / (max(rates) * 1e9))
             each.figures["of the bound"] = bound / each.seconds
 
 
 def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
-    """Each row a limit that was reached or not: 1 sample is one that fits."""
+    """Each row searches once; its figure is the batch."""
 
     def fits(way: str, batch: int) -> bool:
         with memory_limit.limited(given.limit) as group:

@@ -112,7 +112,7 @@ class Activations:
         if failure is None:
             return memory
         del memory
-        raise self._unreadable(ticket.unit, failure)
+        raise _named(failure, f"{ticket.unit.describe()}, saved for the backward pass, could not be read")
 
     def _arrived(self, unit: Unit) -> tuple[torch.Tensor, BaseException | None, bool]:
         """Waits for a unit. Returns its memory, what its read failed with, and whether that was begun for it."""
@@ -267,8 +267,8 @@ class Activations:
         unit.writing = None
         self._writing.discard(unit)
         if failure is not None:
-            unit.key = None
-            self._held.add(unit)  # it is tried again when its memory is needed
+            unit.key, unit.trouble = None, failure
+            self._held.add(unit)  # it is raised when its memory is needed
             return
         self._stats.bytes_written += unit.nbytes
         self._let_go(unit)
@@ -317,10 +317,15 @@ class Activations:
                 self._let_go(unit)
         while self._held.nbytes + self._restored.nbytes > self._budget and (oldest := self._held.first()) is not None:
             try:
+                trouble, oldest.trouble = oldest.trouble, None
+                if trouble is not None:
+                    raise trouble
                 self._write(oldest)
             except OSError as error:
                 if error.errno not in NO_ROOM:
-                    raise
+                    raise _named(
+                        error, f"{oldest.describe()}, to be saved for the backward pass, could not be written"
+                    ) from None
                 if not self._leaving:
                     raise self._no_room(oldest, error) from error
                 for write, _ in self._leaving:  # whose space is free once they have ended
@@ -329,7 +334,7 @@ class Activations:
         written = self._this_pass - self._held.nbytes
         surplus = self._last_pass - self._budget - written
         for unit in self._held.units() if surplus > 0 else []:
-            if self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2) or surplus <= 0:
+            if self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2) or surplus <= 0 or unit.trouble is not None:
                 break
             surplus -= unit.nbytes
             with contextlib.suppress(OSError):  # it is raised when its memory is needed
@@ -364,7 +369,7 @@ class Activations:
         try:
             memory = self._fetch(unit, Priority.DEMAND) if unit.memory is None else unit.memory
         except OSError as error:
-            raise self._unreadable(unit, error) from None
+            raise _named(error, f"{unit.describe()}, saved for the backward pass, could not be read") from None
         unit.ahead = False
         self._read_ahead(unit)
         self._trim()
@@ -400,14 +405,6 @@ class Activations:
             if not unit.ahead and unit.arriving is None:
                 self._let_go(unit)
 
-    def _unreadable(self, unit: Unit, failure: BaseException) -> BaseException:
-        """Returns the failure with the tensor's name, where it is one of the system."""
-        traceback.clear_frames(failure.__traceback__)
-        if isinstance(failure, OSError) and failure.errno is not None and not isinstance(failure, ChecksumError):
-            words = f"{unit.describe()}, saved for the backward pass, could not be read: {failure.strerror}"
-            return OSError(failure.errno, words, failure.filename)
-        return failure
-
     def _read_ahead(self, unit: Unit) -> None:
         lowest = next(iter(self._units), unit.number)
         for number in range(unit.number - 1, lowest - 1, -1):
@@ -421,3 +418,11 @@ class Activations:
                 self._fetch(other, Priority.PREFETCH)
             except OSError:  # it is raised on demand
                 return
+
+
+def _named(failure: BaseException, words: str) -> BaseException:
+    """Returns the failure with these words before its own, where it is one of the system. It keeps no tensor alive."""
+    traceback.clear_frames(failure.__traceback__)
+    if isinstance(failure, OSError) and failure.errno is not None and not isinstance(failure, ChecksumError):
+        return OSError(failure.errno, f"{words}: {failure.strerror}", failure.filename)
+    return failure

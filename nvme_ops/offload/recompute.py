@@ -139,6 +139,11 @@ class Choice(TorchDispatchMode):
                 self._note(Recipe(func, leaves, shape, index, tensor.nbytes, origin, tensor._version), seconds)
         return made
 
+    def __exit__(self, *about: Any) -> None:
+        """Forgets what may hold parameters of a model that is gone."""
+        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        self._recipes = {}
+
     def _leaf(self, tensor: torch.Tensor) -> Kept | Away:
         place = place_of(tensor, self._least)
         return Kept(tensor) if place is None else Away(place, Layout.of(tensor), tensor._version)

@@ -71,15 +71,15 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)
 
     def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
-        native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
         super().__enter__()
+        native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
         if self._choice is not None:
             self._choice.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *about: Any) -> None:
         if self._choice is not None:
-            self._choice.__exit__(*about)  # type: ignore[no-untyped-call]
+            self._choice.__exit__(*about)
         super().__exit__(*about)
         native().allocate_from_pool(False)
 

@@ -60,6 +60,7 @@ class Unit:
         self.key: str | None = None  #: of what is on storage, or on its way there
         self.writing: IoFuture | None = None
         self.arriving: IoFuture | None = None
+        self.trouble: BaseException | None = None  #: what writing it failed with
         self.ahead = False  #: it is read ahead of its use
         self.ticket: weakref.ref[Ticket] | None = None
         self._owner = weakref.ref(_owner(tensor))

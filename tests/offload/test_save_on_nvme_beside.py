@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import activations, save_on_nvme, swap_params
-from tests.conftest import MIB, REPOSITORY, in_child
+from tests.conftest import MIB, REPOSITORY
 from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
 from tests.offload.test_optimizer import Failing
 
@@ -151,6 +152,17 @@ def test_computed_again_and_changed(folder: Path) -> None:
     assert saving.stats().bytes_recomputed == before
 
 
+def test_no_model_is_kept(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto", handle=Throttled())
+    for _ in range(3):
+        gradients(model, x, saving)
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 # Not alone
 
 
@@ -182,25 +194,32 @@ def test_threads(folder: Path, together: bool, eager_switches: None) -> None:
 
 
 def test_a_forked_child_makes_its_own(folder: Path) -> None:
-    torch.set_num_threads(1)
-    model, x = perceptron(), torch.randn(64, 128)
-    expected = gradients(model, x)[1:]
-    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
-        loss = model(x).square().sum()
+    """In a fresh process: where torch has threads for accelerators, it refuses to run backward in a child."""
+    program = """
+import os, sys
+import pytest, torch
+from nvme_ops.offload import save_on_nvme
+from tests.conftest import in_child
+from tests.offload.saving import gradients, perceptron, same
 
-    def body() -> None:
-        with pytest.raises(RuntimeError, match="is the parent process's: make one in this process"), saving:
-            model(x)
-        own = save_on_nvme(folder, min_bytes=1, memory_budget=0)
-        x.requires_grad_()
-        with own:
-            y = x.exp()
-            z = y.exp()
-        (found,) = torch.autograd.grad(z.sum(), x)
-        assert torch.equal(found, x.exp() * x.exp().exp())
+torch.set_num_threads(1)
+model, x = perceptron(), torch.randn(64, 128)
+expected = gradients(model, x)
+saving = save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0)
+with saving:
+    loss = model(x).square().sum()
 
-    in_child(body)
-    assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
+def body():
+    with pytest.raises(RuntimeError, match="is the parent process's: make one in this process"), saving:
+        model(x)
+    with pytest.raises(RuntimeError, match="is the parent process's"):
+        loss.backward()
+    assert same(gradients(model, x, save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0)), expected)
+
+in_child(body)
+assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected[1:])
+"""
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=REPOSITORY)
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(folder: Path) -> None:
@@ -271,6 +290,18 @@ def test_a_failure_is_raised_and_the_next_step_goes_on(folder: Path, which: str,
     error.__traceback__ = None  # which has the graphs
     gc.collect()
     assert settled(saving).bytes_stored == 0
+
+
+def test_a_write_that_fails_on_its_way_names_the_tensor(folder: Path) -> None:
+    class Broken(aio_handle):
+        def submit_pwrite(self, tensor: Any, *_: Any, **options: Any) -> Any:
+            return super().submit_pwrite(tensor, folder / "missing" / "file", 0, **options)
+
+    model, x = perceptron(), torch.randn(64, 128)
+    with pytest.raises(FileNotFoundError, match=r"a tensor of 32 KiB, float32 of shape \(64, 128\), to be saved"):
+        gradients(model, x, save_on_nvme(folder, min_bytes=16 * KIB, memory_budget=0, handle=Broken()))
+    roomy = save_on_nvme(folder, min_bytes=1, memory_budget="1M", handle=Broken())
+    assert same(gradients(model, x, roomy), gradients(model, x))
 
 
 def test_a_read_that_fails_names_the_tensor(folder: Path) -> None:
