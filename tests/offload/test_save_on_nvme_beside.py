@@ -200,7 +200,7 @@ import os, sys
 import pytest, torch
 from nvme_ops.offload import save_on_nvme
 from tests.conftest import in_child
-from tests.offload.saving import gradients, perceptron, same
+from tests.offload.saving import gradients, perceptron, same, settled
 
 torch.set_num_threads(1)
 model, x = perceptron(), torch.randn(64, 128)
@@ -208,6 +208,7 @@ expected = gradients(model, x)
 saving = save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0)
 with saving:
     loss = model(x).square().sum()
+settled(saving)  # what is still in memory a child can use
 
 def body():
     with pytest.raises(RuntimeError, match="is the parent process's: make one in this process"), saving:
