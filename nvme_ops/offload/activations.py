@@ -316,21 +316,18 @@ class Activations:
             if unit.arriving is None or unit.arriving.done():
                 self._let_go(unit)
         while self._held.nbytes + self._restored.nbytes > self._budget and (oldest := self._held.first()) is not None:
-            try:
-                trouble, oldest.trouble = oldest.trouble, None
-                if trouble is not None:
-                    raise trouble
-                self._write(oldest)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise _named(
-                        error, f"{oldest.describe()}, to be saved for the backward pass, could not be written"
-                    ) from None
-                if not self._leaving:
-                    raise self._no_room(oldest, error) from error
-                for write, _ in self._leaving:  # whose space is free once they have ended
-                    write.exception()
-                self._collect()
+            failure, oldest.trouble = oldest.trouble, None
+            if failure is None:
+                failure = self._failure_of_write(oldest)
+            if failure is None:
+                continue
+            if not isinstance(failure, OSError) or failure.errno not in NO_ROOM:
+                raise _named(failure, f"{oldest.describe()}, to be saved for the backward pass, could not be written")
+            if not self._leaving:
+                raise self._no_room(oldest, failure) from None
+            for write, _ in self._leaving:  # whose space is free once they have ended
+                write.exception()
+            self._collect()
         written = self._this_pass - self._held.nbytes
         surplus = self._last_pass - self._budget - written
         for unit in self._held.units() if surplus > 0 else []:
@@ -339,6 +336,17 @@ class Activations:
             surplus -= unit.nbytes
             with contextlib.suppress(OSError):  # it is raised when its memory is needed
                 self._write(unit)
+
+    def _failure_of_write(self, unit: Unit) -> OSError | None:
+        """Starts to write a unit, and returns what that failed with.
+
+        It is not raised: who keeps it would keep the frames that it passes, and the graphs in them.
+        """
+        try:
+            self._write(unit)
+        except OSError as error:
+            return error.with_traceback(None)
+        return None
 
     def _no_room(self, unit: Unit, error: OSError) -> OSError:
         return OSError(
