@@ -19,11 +19,12 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command_line, positive
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
-from nvme_ops.offload import page, training_plan
+from nvme_ops.offload import page
 from nvme_ops.offload.generation import generate
 from nvme_ops.offload.plan import Computing, plan
 from nvme_ops.offload.pretrained import from_pretrained, weight_files
 from nvme_ops.offload.probe import Layers, mixed_rate, rates, read_rate, sizes_of
+from nvme_ops.offload.training_plan import TrainedModel, TrainingPlan
 from nvme_ops.progress import progress_bar
 
 _BATCHES = [1, 4, 16, 64]
@@ -150,7 +151,7 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
             seconds, activations, of_layer = layers.training(given.prompt_length)
         except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
             raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
-    trained = training_plan.TrainedModel(
+    trained = TrainedModel(
         parameters=sum(each.numel() for each in parameters),
         itemsize=model.dtype.itemsize,
         largest=max(each.nbytes for each in parameters),
@@ -158,8 +159,8 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
         of_layer=of_layer,
         seconds=seconds,
     )
-    shown = (about, trained, given.memory, rate, free, batches, given.prompt_length)
-    print(json.dumps(training_plan.document(*shown), indent=2) if given.json else training_plan.text(*shown))
+    shown = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
+    print(json.dumps(shown.document(), indent=2) if given.json else shown.text())
     return 0
 
 

@@ -103,61 +103,58 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
     ]
 
 
-def text(
-    about: dict[str, Any],
-    model: TrainedModel,
-    memory: int,
-    rate: float,
-    free: int,
-    batches: Sequence[int],
-    length: int,
-) -> str:
-    """Returns a page for people."""
-    lines = [
-        f"{about['model']}: {model.parameters / 1e9:.3g} billion parameters of {about['dtype']}, "
-        f"{size_words(model.states)} of AdamW's states, {size_words(model.activations * length)} of activations "
-        f"for each sequence of {length} tokens",
-        f"storage {rate_words(rate)} read and written at once, {size_words(free)} free; memory {size_words(memory)}",
-    ]
-    for batch in batches:
-        found = ways(model, memory, rate, free, batch, length)
-        rows = [["", "memory", "read", "written", "step", "tokens/s", "written per day", "largest batch"]]
-        for each in found:
-            tokens = rounded(batch * length / each.seconds, 3) if each.fits else "does not fit"
-            a_day = f"{rounded(each.written_per_day / _TERABYTE, 3)} TB" if each.written else "-"
-            seconds = f"{rounded(each.seconds, 3)} s"
-            moved = [size_words(each.read), size_words(each.written)]
-            rows.append([each.name, size_words(each.memory), *moved, seconds, tokens, a_day, str(each.largest_batch)])
-        lines += ["", f"batch {batch}", columns_text(rows)]
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What ``nvme-offload plan --train`` shows."""
 
+    about: dict[str, Any]
+    model: TrainedModel
+    memory: int  #: bytes
+    rate: float  #: bytes per second
+    free: int  #: bytes of storage
+    batches: Sequence[int]
+    length: int  #: tokens of a sequence
 
-def document(
-    about: dict[str, Any],
-    model: TrainedModel,
-    memory: int,
-    rate: float,
-    free: int,
-    batches: Sequence[int],
-    length: int,
-) -> dict[str, Any]:
-    """Returns the same for programs: bytes, seconds."""
-    return {
-        **about,
-        "memory": memory,
-        "rate": rate,
-        "free": free,
-        "sequence_length": length,
-        **asdict(model),
-        "states": model.states,
-        "batches": [
-            {
-                "batch": batch,
-                "ways": [
-                    {**asdict(each), "written_per_day": each.written_per_day}
-                    for each in ways(model, memory, rate, free, batch, length)
-                ],
-            }
-            for batch in batches
-        ],
-    }
+    def text(self) -> str:
+        """Returns a page for people."""
+        model, length = self.model, self.length
+        lines = [
+            f"{self.about['model']}: {model.parameters / 1e9:.3g} billion parameters of {self.about['dtype']}, "
+            f"{size_words(model.states)} of AdamW's states, {size_words(model.activations * length)} of activations "
+            f"for each sequence of {length} tokens",
+            f"storage {rate_words(self.rate)} read and written at once, {size_words(self.free)} free; "
+            f"memory {size_words(self.memory)}",
+        ]
+        for batch in self.batches:
+            rows = [["", "memory", "read", "written", "step", "tokens/s", "written per day", "largest batch"]]
+            for each in self._ways(batch):
+                tokens = rounded(batch * length / each.seconds, 3) if each.fits else "does not fit"
+                a_day = f"{rounded(each.written_per_day / _TERABYTE, 3)} TB" if each.written else "-"
+                rows.append(
+                    [each.name, size_words(each.memory), size_words(each.read), size_words(each.written),
+                     f"{rounded(each.seconds, 3)} s", tokens, a_day, str(each.largest_batch)]
+                )  # fmt: skip
+            lines += ["", f"batch {batch}", columns_text(rows)]
+        return "\n".join(lines)
+
+    def document(self) -> dict[str, Any]:
+        """Returns the same for programs: bytes, seconds."""
+        return {
+            **self.about,
+            "memory": self.memory,
+            "rate": self.rate,
+            "free": self.free,
+            "sequence_length": self.length,
+            **asdict(self.model),
+            "states": self.model.states,
+            "batches": [
+                {
+                    "batch": batch,
+                    "ways": [{**asdict(each), "written_per_day": each.written_per_day} for each in self._ways(batch)],
+                }
+                for batch in self.batches
+            ],
+        }
+
+    def _ways(self, batch: int) -> list[TrainingWay]:
+        return ways(self.model, self.memory, self.rate, self.free, batch, self.length)
