@@ -10,8 +10,7 @@ import nvme_ops
 
 
 def main(folder: str) -> None:
-    # what nvme-tune found for the device; tune=True would look for it in the background where nothing is known
-    handle = nvme_ops.tuned_handle(folder, tune=False)
+    handle = nvme_ops.tuned_handle(folder)  # what nvme-tune found for the device, else the defaults
     print(f"{handle.get_block_size()} bytes x {handle.get_queue_depth()}, {handle.get_intra_op_parallelism()} lanes")
 
     path = os.path.join(folder, "weights")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nvme_ops import dcp as dcp
     from nvme_ops import offload as offload
+    from nvme_ops.adaptive.handle import adaptive_handle as adaptive_handle
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "IoFuture": "nvme_ops.future",
     "Priority": "nvme_ops.engine",
     "SaveFuture": "nvme_ops.checkpoint.background",
+    "adaptive_handle": "nvme_ops.adaptive.handle",
     "aio_handle": "nvme_ops.handle",
     "empty": "nvme_ops.tensors",
     "gds_handle": "nvme_ops.gds",
@@ -65,6 +67,7 @@ __all__ = [
     "Priority",
     "SaveFuture",
     "__version__",
+    "adaptive_handle",
     "aio_handle",
     "dcp",
     "empty",

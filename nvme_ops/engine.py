@@ -1,7 +1,7 @@
 """``Engine``: the interface between a handle and what moves its bytes.
 
-``aio_handle`` and ``gds_handle`` each have one; a wrapper in between, such as a tuner that watches the transfers, is
-one too. Only the handles and this module access a handle's engine.
+``aio_handle`` and ``gds_handle`` each have one; that of an ``adaptive_handle`` learns which tool suits each transfer.
+Only the handles and this module access a handle's engine.
 """
 
 from __future__ import annotations

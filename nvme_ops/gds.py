@@ -26,14 +26,40 @@ __all__ = ["GDSBuilder", "gds_handle"]
 _PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
 
 
+def mode_of_environment() -> str:
+    """Returns ``NVME_OPS_GDS``. Raises ValueError if it is none of the three."""
+    mode = os.environ.get("NVME_OPS_GDS") or "auto"
+    if mode not in ("auto", "require", "off"):
+        raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
+    return mode
+
+
+def is_ready() -> bool:
+    """Returns whether the gds op is built."""
+    builder = GDSBuilder()
+    return builder.is_loaded() or builder.is_installed() or builder.is_cached()
+
+
+def opened(mode: str) -> Any:
+    """Returns the native module, cuFile's driver open unless ``mode`` is off.
+
+    Raises RuntimeError, without compiling anything, if cuFile cannot work here or not as ``mode`` requires.
+    """
+    module = _native(mode)
+    if mode != "off":
+        driver = _open_driver(module)
+        if mode == "require" and driver["why_not_direct"]:
+            raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
+    return module
+
+
 def _native(mode: str) -> Any:
     """Returns the native module. Raises RuntimeError, without compiling anything, if cuFile cannot work here."""
     from nvme_ops.op_builder import cufile
 
     builder = GDSBuilder()
     unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # whoever names a library means that one
-    ready = unchecked or builder.is_loaded() or builder.is_installed() or builder.is_cached()
-    if not ready and not builder.is_compatible():
+    if not (unchecked or is_ready()) and not builder.is_compatible():
         raise RuntimeError(
             f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
             "(NVME_OPS_GDS=off moves GPU tensors without cuFile)"
@@ -65,15 +91,8 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     """
 
     def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
-        mode = os.environ.get("NVME_OPS_GDS") or "auto"
-        if mode not in ("auto", "require", "off"):
-            raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
-        self._gds = _native(mode)
-        if mode != "off":
-            driver = _open_driver(self._gds)
-            if mode == "require" and driver["why_not_direct"]:
-                raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
-        return _Engines(super()._make_engine(settings), self._gds.Engine(*settings))
+        self._gds = opened(mode_of_environment())
+        return Engines(super()._make_engine(settings), self._gds.Engine(*settings))
 
     @property
     def last_path(self) -> str | None:
@@ -145,8 +164,8 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         return super().is_pinned(buffer)
 
 
-class _Engines:
-    """The ``Engine`` of a ``gds_handle``: the one of ``async_io`` for host memory, the one of ``gds`` for the rest."""
+class Engines:
+    """The ``Engine`` of a handle with cuFile: that of ``async_io`` for host memory, that of ``gds`` for the rest."""
 
     def __init__(self, host: Engine, device: Engine) -> None:
         self._host, self._device = host, device

@@ -153,7 +153,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the handle's settings: unpickling makes a new handle with the same ones."""
-        return _made, (type(self), self._settings())
+        return made, (type(self), self._settings())
 
     def get_block_size(self) -> int:
         """Returns the constructor's ``block_size``, in bytes."""
@@ -402,7 +402,8 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return pin_memory.is_pinned(buffer)
 
 
-def _made(kind: type[aio_handle], settings: dict[str, Any]) -> aio_handle:
+def made(kind: type[aio_handle], settings: dict[str, Any]) -> aio_handle:
+    """Makes a handle from what was pickled."""
     return kind(**settings)
 
 

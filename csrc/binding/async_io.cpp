@@ -167,9 +167,9 @@ PyModuleDef definition{
     PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 class BouncePath final : public DevicePath {
-  void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+  void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
                 const Interrupted& interrupted) override {
-    bounce(engine, op, priority, extents, interrupted);
+    bounce(engine, op, priority, tool, extents, interrupted);
     for (const DeviceExtent& extent : extents) account("bounce", "the only way of this op", extent.bytes);
   }
 };

@@ -42,7 +42,8 @@ private:
 // Everything here is accessed only while holding the GIL, so a forked child finds it consistent.
 class BoundEngine {
 public:
-  BoundEngine(EngineOptions options, Cache cache) : options_(std::move(options)), cache_(cache) {
+  BoundEngine(EngineOptions options, Cache cache, std::shared_ptr<Learner> learner)
+      : options_(std::move(options)), cache_(cache), learner_(std::move(learner)) {
     running();  // reads its environment variables now
     all().insert(this);
   }
@@ -57,24 +58,42 @@ public:
   }
 
   const EngineOptions& options() const { return options_; }
-  Cache cache() const { return cache_; }
   const char* backend() { return running().engine->backend(); }
 
-  std::uint64_t run(const Transfer& transfer, bool all_lanes) {
+  // What an engine that learns chooses for a transfer, and measures; empty for others.
+  Sample sample(Op op, const Memory* memories, std::size_t count, bool waited, bool measured) {
+    if (learner_ || !waited) sweep();
+    if (!learner_) return {};
+    return Sample(learner_, op, memories, count, waited, measured);
+  }
+  Tool tool(const Sample& sample) const {
+    if (sample) return sample.tool();
+    Tool tool;
+    tool.cache = cache_;
+    return tool;
+  }
+
+  std::uint64_t run(const Transfer& transfer, bool all_lanes, Sample sample) {
     Running& current = running();
     const std::shared_ptr<Engine> engine = current.engine;
     const std::shared_ptr<DevicePath> path = current.device_path;
-    const WithoutGil released;
-    return transfer.execute(*engine, *path, all_lanes, signal_raised);
+    std::uint64_t moved;
+    Sample::Clock::time_point end;
+    {
+      const WithoutGil released;
+      moved = transfer.execute(*engine, *path, sample ? transfer.job->tool().lanes > 1 : all_lanes, signal_raised);
+      end = Sample::Clock::now();
+    }
+    sample.end(true, end, transfer.job->cached());
+    return moved;
   }
 
-  std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories) {
-    sweep();
+  std::shared_ptr<Operation> submit(Transfer transfer, std::vector<Memory> memories, Sample sample) {
     Running& current = running();
     if (transfer.plain()) {
       const std::shared_ptr<Engine> engine = current.engine;
       const std::shared_ptr<Job> job = transfer.job;
-      auto operation = std::make_shared<Operation>(job->outcome(), job, std::move(memories));
+      auto operation = std::make_shared<Operation>(job->outcome(), job, std::move(memories), std::move(sample));
       live_.push_back(operation);
       try {
         if (engine->has_thread()) {
@@ -90,7 +109,7 @@ public:
       return operation;
     }
     auto outcome = std::make_shared<Outcome>();
-    auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories));
+    auto operation = std::make_shared<Operation>(outcome, transfer.job, std::move(memories), std::move(sample));
     Worker& service = current.service->of(transfer);
     Worker::Tasks task = Worker::task([engine = current.engine, path = current.device_path, outcome,
                                        transfer = std::make_shared<Transfer>(std::move(transfer))]() mutable noexcept {
@@ -122,7 +141,7 @@ public:
       if ((*operation)->outcome->done()) ended.splice(ended.end(), live_, operation);
       operation = next;
     }
-    for (const auto& operation : ended) const auto memories = std::exchange(operation->memories, {});
+    for (const auto& operation : ended) operation->end();
   }
 
   DevicePath::Statistics paths() { return running().device_path->statistics(); }
@@ -183,6 +202,7 @@ private:
 
   const EngineOptions options_;
   const Cache cache_;
+  const std::shared_ptr<Learner> learner_;
   Running running_;
   std::list<std::shared_ptr<Operation>> live_;
 };

@@ -140,11 +140,12 @@ struct StreamEnd {
 // Moves the chunks of extents whose tensors are on one device.
 class Ring {
 public:
-  Ring(Engine& engine, Op op, Priority priority, const DeviceExtent* extents, std::size_t count,
+  Ring(Engine& engine, Op op, Priority priority, const Tool& tool, const DeviceExtent* extents, std::size_t count,
        const Interrupted& interrupted)
       : engine_(engine),
         op_(op),
         priority_(priority),
+        tool_(tool),
         extents_(extents),
         interrupted_(interrupted),
         like_(staged(extents[0]).flat()),
@@ -248,7 +249,7 @@ private:
       }
       before = &part;
     }
-    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_);
+    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_, tool_);
     engine_.submit(slot.job);
   }
   void end_storage(Slot& slot) {
@@ -276,6 +277,7 @@ private:
   Engine& engine_;
   const Op op_;
   const Priority priority_;
+  const Tool& tool_;
   const DeviceExtent* const extents_;
   const Interrupted& interrupted_;
   const at::Tensor& like_;
@@ -293,7 +295,7 @@ private:
 
 }  // namespace
 
-void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+void bounce(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
             const Interrupted& interrupted) {
   translated([&] {
     const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
@@ -301,7 +303,7 @@ void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceEx
       const c10::Device device = staged(extents[first]).flat().device();
       std::size_t next = first + 1;
       while (next < extents.size() && staged(extents[next]).flat().device() == device) ++next;
-      Ring(engine, op, priority, &extents[first], next - first, interrupted).run();
+      Ring(engine, op, priority, tool, &extents[first], next - first, interrupted).run();
       first = next;
     }
   });

@@ -44,7 +44,7 @@ struct DeviceExtent {
 
 // Moves all extents through one ring of page-locked chunks, which does not drain between them; on return the data are
 // visible to every stream. Each file is open only while it is worked on. Throws IoError.
-void bounce(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+void bounce(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
             const Interrupted& interrupted);
 
 }  // namespace nvme_ops

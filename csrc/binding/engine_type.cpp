@@ -49,17 +49,22 @@ struct SingleCall {
   }
   Op op() const { return write ? Op::Write : Op::Read; }
 
-  Transfer transfer(const BoundEngine& engine, const Memory& lent) const {
-    return build_transfer({op(), priority, engine.cache(), validate != 0}, lent, file, offset);
+  // Those that others may delay, or that are read again, do not say what their tool is worth.
+  Sample sample(BoundEngine& engine, const Memory& lent, bool waited) const {
+    return engine.sample(op(), &lent, 1, waited, validate == 0 && priority < static_cast<int>(Priority::Background));
+  }
+  Transfer transfer(const Tool& tool, const Memory& lent) const {
+    return build_transfer({op(), priority, tool, validate != 0}, lent, file, offset);
   }
 };
 
 // As an object that Python waits for, and one of `pending`, unless that is None, from before it begins.
-PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<Memory> memories, PyObject* pending) {
+PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<Memory> memories, Sample sample,
+                           PyObject* pending) {
   Ref object = new_operation();
   if (pending != Py_None) checked(PyObject_CallMethod(pending, "add", "O", object.get()));
   try {
-    set_operation(object.get(), engine.submit(std::move(transfer), std::move(memories)));
+    set_operation(object.get(), engine.submit(std::move(transfer), std::move(memories), std::move(sample)));
   } catch (...) {
     if (pending != Py_None) remove_pending(pending, object.get());
     throw;
@@ -72,7 +77,9 @@ PyObject* run(PyObject* self, PyObject* arguments) {
     const SingleCall call(arguments);
     const Memory memory = memory_of(call.memory, call.op(), "buffer");
     BoundEngine& engine = engine_of(self);
-    return PyLong_FromUnsignedLongLong(engine.run(call.transfer(engine, memory), call.all_lanes != 0));
+    Sample sample = call.sample(engine, memory, true);
+    const Transfer transfer = call.transfer(engine.tool(sample), memory);
+    return PyLong_FromUnsignedLongLong(engine.run(transfer, call.all_lanes != 0, std::move(sample)));
   });
 }
 
@@ -81,10 +88,11 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
     const SingleCall call(arguments);
     Memory memory = memory_of(call.memory, call.op(), "buffer");
     BoundEngine& engine = engine_of(self);
-    Transfer transfer = call.transfer(engine, memory);
+    Sample sample = call.sample(engine, memory, false);
+    Transfer transfer = call.transfer(engine.tool(sample), memory);
     std::vector<Memory> memories;
     memories.push_back(std::move(memory));
-    return submit_operation(engine, std::move(transfer), std::move(memories), call.pending);
+    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), call.pending);
   });
 }
 
@@ -96,8 +104,10 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     const Op op = write ? Op::Write : Op::Read;
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
     BoundEngine& engine = engine_of(self);
-    Transfer transfer = build_transfer({op, priority, engine.cache(), false}, memories, files, offsets);
-    return submit_operation(engine, std::move(transfer), std::move(memories), Py_None);
+    Sample sample =
+        engine.sample(op, memories.data(), memories.size(), false, priority < static_cast<int>(Priority::Background));
+    Transfer transfer = build_transfer({op, priority, engine.tool(sample), false}, memories, files, offsets);
+    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), Py_None);
   });
 }
 
@@ -146,8 +156,9 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     long long block_size, queue_depth, lanes;
     int single_submit, overlap_events;
     const char *backend_name, *cache;
-    if (!PyArg_ParseTuple(arguments, "LLppLss", &block_size, &queue_depth, &single_submit, &overlap_events, &lanes,
-                          &backend_name, &cache)) {
+    PyObject* experience = Py_None;
+    if (!PyArg_ParseTuple(arguments, "LLppLss|O", &block_size, &queue_depth, &single_submit, &overlap_events, &lanes,
+                          &backend_name, &cache, &experience)) {
       throw PythonError();
     }
     EngineOptions options{{},
@@ -162,7 +173,7 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
     }
     const Cache mode = cache_named(cache);
     options.backends = choose_backends(backend_name);
-    auto engine = std::make_unique<BoundEngine>(std::move(options), mode);
+    auto engine = std::make_unique<BoundEngine>(std::move(options), mode, learner_of(experience));
     Ref self = new_object(type);
     reinterpret_cast<EngineObject*>(self.get())->engine = engine.release();
     return self.release();
@@ -193,7 +204,8 @@ PyType_Slot engine_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(engine_deallocate)},
     {Py_tp_methods, engine_methods},
     {Py_tp_doc,
-     const_cast<char*>("Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache).")},
+     const_cast<char*>(
+         "Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache, experience=None).")},
     {0, nullptr}};
 
 PyType_Spec engine_spec{"nvme_ops.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};

@@ -90,7 +90,7 @@ public:
     options_.queue_depth = 1;  // cuFile's calls block: one per lane
   }
 
-  void transfer(Engine& engine, Op op, Priority priority, const std::vector<DeviceExtent>& extents,
+  void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
                 const Interrupted& interrupted) override {
     std::vector<DeviceExtent> bounced;
     std::uint64_t bounced_bytes = 0;
@@ -110,13 +110,13 @@ public:
       bool prepared = false;
       extent.file->prepare(&prepared, op, extent.offset, extent.bytes, extent.whole);
       std::string why = "less than a page";
-      const Way way = body == 0 ? Way::Bounce : choose(op, extent, head, body, &why);
+      const Way way = body == 0 ? Way::Bounce : choose(op, tool, extent, head, body, &why);
       if (way == Way::Bounce) {
         bounced.push_back(extent);
         bounced_bytes += extent.bytes;
       } else {
         const auto start = std::chrono::steady_clock::now();
-        through_cufile(op, extent, head, body, interrupted);
+        through_cufile(op, tool, extent, head, body, interrupted);
         note(op, way, extent.bytes, start);
         const auto edge = [&](std::uint64_t position, std::uint64_t bytes) {
           DeviceExtent part = extent;
@@ -131,7 +131,7 @@ public:
     }
     if (hold) end_hold(*hold, op);
     const auto start = std::chrono::steady_clock::now();
-    bounce(engine, op, priority, bounced, interrupted);
+    bounce(engine, op, priority, tool, bounced, interrupted);
     if (bounced_bytes > 0) note(op, Way::Bounce, bounced_bytes, start);
   }
 
@@ -147,7 +147,8 @@ private:
     contests_[op == Op::Read ? 0 : 1].note(way, bytes, took.count());
   }
 
-  Way choose(Op op, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes, std::string* why) {
+  Way choose(Op op, const Tool& tool, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
+             std::string* why) {
     if (mode_ == Mode::Off) {
       *why = "NVME_OPS_GDS=off";
       return Way::Bounce;
@@ -156,6 +157,10 @@ private:
     if (driver == nullptr) return fall_back("cuFile's driver is not open", why);
     if (Pins::instance().borders_in(extent.tensor->data() + position, bytes)) {
       return fall_back("only part of the tensor is pinned", why);
+    }
+    if (tool.bounce && mode_ == Mode::Auto) {
+      *why = "experience";
+      return Way::Bounce;
     }
     const bool direct = driver->why_not_direct().empty();
     if (!direct && mode_ == Mode::Require) return fall_back(driver->why_not_direct(), why);
@@ -191,13 +196,13 @@ private:
     return {};
   }
 
-  void through_cufile(Op op, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
+  void through_cufile(Op op, const Tool& tool, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
                       const Interrupted& interrupted) {
     extent.tensor->synchronize();
     Extent part{extent.file, extent.tensor->data() + position, bytes, extent.offset + position, true};
     part.prepared = part.device = true;
     const Pins::Use use(part.memory, bytes);
-    const auto job = std::make_shared<Job>(op, std::vector<Extent>{part});
+    const auto job = std::make_shared<Job>(op, std::vector<Extent>{part}, Priority::Demand, tool);
     cufile().submit(job);
     wait(*job, interrupted);
     if (job->outcome()->failure()) raise(*job->outcome()->failure());

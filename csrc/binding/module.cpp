@@ -1,6 +1,7 @@
 #include "binding/module.h"
 
 #include "binding/engine_type.h"
+#include "binding/experience_type.h"
 #include "binding/open_file.h"
 #include "binding/operation.h"
 #include "binding/pending.h"
@@ -33,7 +34,7 @@ PyObject* make_module(PyModuleDef* definition, const char* interface) {
   Ref module = checked(PyModule_Create(definition));
   find_tensor_class();
   if (!add_engine_type(module.get()) || !add_operation_type(module.get()) || !add_pending_type(module.get()) ||
-      !add_open_file_type(module.get())) {
+      !add_open_file_type(module.get()) || !add_experience_type(module.get())) {
     throw PythonError();
   }
   add_interface(module.get(), interface);

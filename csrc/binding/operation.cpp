@@ -39,7 +39,7 @@ std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes
 
 void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const {
   if (device.empty()) return;
-  path.transfer(engine, op, priority, device, interrupted);
+  path.transfer(engine, op, priority, job->tool(), device, interrupted);
   if (!validate) return;
   for (const DeviceExtent& extent : device) {
     FileHold hold(extent.file);
@@ -57,8 +57,20 @@ void Transfer::end(FileHold& hold) const {
   if (error != 0 && op == Op::Write) raise(system_failure(error, "closing the file", hold.path()));
 }
 
-Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> moving, std::vector<Memory> lent)
-    : outcome(std::move(result)), job(std::move(moving)), memories(std::move(lent)), generation(fork_generation()) {}
+Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> moving, std::vector<Memory> lent,
+                     Sample measured)
+    : outcome(std::move(result)),
+      job(std::move(moving)),
+      memories(std::move(lent)),
+      sample(std::move(measured)),
+      generation(fork_generation()) {
+  sample.meter(*outcome);
+}
+
+void Operation::end() {
+  sample.end(*outcome, job->cached());
+  const std::vector<Memory> ended = std::exchange(memories, {});  // releasing them may run code that calls this again
+}
 
 Operation::~Operation() {
   if (retrieved || generation != fork_generation() || !outcome->done() || !outcome->failure()) return;
@@ -104,8 +116,7 @@ void require_own_process(const Operation& operation) {
 // Releases the memory as soon as the result is known.
 bool settled(Operation& operation) {
   if (!operation.outcome->done()) return false;
-  const std::vector<Memory> ended =
-      std::exchange(operation.memories, {});  // releasing them may run code that calls this again
+  operation.end();
   return true;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "binding/device_path.h"
+#include "binding/experience_type.h"
 #include "binding/memory.h"
 #include "binding/python.h"
 #include "engine/engine.h"
@@ -33,12 +34,16 @@ private:
 // Created and destroyed with the GIL held. A failure that was never retrieved is reported when the last reference is
 // released.
 struct Operation {
-  Operation(std::shared_ptr<Outcome> outcome, std::shared_ptr<Job> job, std::vector<Memory> memories);
+  Operation(std::shared_ptr<Outcome> outcome, std::shared_ptr<Job> job, std::vector<Memory> memories, Sample sample);
   ~Operation();
+
+  // Once done: releases the memory and notes what was learned.
+  void end();
 
   std::shared_ptr<Outcome> outcome;
   std::shared_ptr<Job> job;  // to stop it
   std::vector<Memory> memories;
+  Sample sample;
   unsigned long generation;
   bool retrieved = false;
 };

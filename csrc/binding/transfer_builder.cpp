@@ -39,7 +39,7 @@ std::uint64_t offset_of(PyObject* object) {
 class TransferBuilder {
 public:
   TransferBuilder(const TransferKind& kind, bool whole)
-      : transfer_{kind.op, nullptr, {}, kind.validate, priority_of(kind.priority)}, whole_(whole) {}
+      : transfer_{kind.op, nullptr, {}, kind.validate, priority_of(kind.priority)}, tool_(kind.tool), whole_(whole) {}
 
   void add(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) {
     check_range(offset, memory.bytes);
@@ -65,7 +65,7 @@ public:
 
   Transfer take() {
     end_run();
-    transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_), transfer_.priority);
+    transfer_.job = std::make_shared<Job>(transfer_.op, std::move(extents_), transfer_.priority, tool_);
     if (population_ && !population_->empty()) transfer_.job->await(Population::start(std::move(population_)));
     return std::move(transfer_);
   }
@@ -90,6 +90,7 @@ private:
   }
 
   Transfer transfer_;
+  const Tool tool_;
   const bool whole_;
   std::vector<Extent> extents_;
   std::shared_ptr<Population> population_;
@@ -158,7 +159,7 @@ Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject
   const FileName name(file);
   const bool whole = kind.op == Op::Write && offset == Py_None && !name.is_open();
   TransferBuilder builder(kind, whole);
-  builder.add(memory, name.share(kind.op, kind.cache), offset_of(offset));
+  builder.add(memory, name.share(kind.op, kind.tool.cache), offset_of(offset));
   return builder.take();
 }
 
@@ -178,7 +179,7 @@ Transfer build_transfer(const TransferKind& kind, const std::vector<Memory>& mem
                 whole ? 0 : offset_of(PyTuple_GetItem(places.get(), index)));
   }
   TransferBuilder builder(kind, whole && kind.op == Op::Write);
-  return by_file.transfer(builder, memories, kind.op, kind.cache);
+  return by_file.transfer(builder, memories, kind.op, kind.tool.cache);
 }
 
 }  // namespace nvme_ops

@@ -7,14 +7,14 @@
 
 #include "binding/memory.h"
 #include "binding/operation.h"
-#include "engine/shared_file.h"
+#include "engine/tool.h"
 
 namespace nvme_ops {
 
 struct TransferKind {
   Op op;
   int priority;  // as Python gives it
-  Cache cache;
+  Tool tool;
   bool validate;
 };
 

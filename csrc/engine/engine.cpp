@@ -149,7 +149,9 @@ void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& inte
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
   if (job->priority() == Priority::Demand) note_demand();
-  std::vector<Share> shares = split(job, threads_.size());
+  const std::uint64_t wanted = job->tool().lanes;
+  const std::size_t lanes = wanted == 0 ? threads_.size() : std::min<std::size_t>(wanted, threads_.size());
+  std::vector<Share> shares = split(job, lanes);
   std::vector<Lane::Shares> ready;
   ready.reserve(shares.size());
   for (Share& share : shares) ready.push_back(Lane::ready(share));
@@ -158,6 +160,7 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
     const std::lock_guard<std::mutex> lock(submit_mutex_);
     lane = next_;
     next_ = (next_ + shares.size()) % threads_.size();
+    lane %= lanes;
   }
   // From here on every failure belongs to the job.
   job->expect_shares(ready.size());
@@ -165,7 +168,7 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
     for (Lane::Shares& share : ready) share.front().share.claim_files();
   }
   for (Lane::Shares& share : ready) {
-    if (start(lane++, share)) continue;
+    if (start(lane++ % lanes, share)) continue;
     const std::lock_guard<std::mutex> lock(inline_mutex_);
     inline_lane_.add(std::move(share));
     while (inline_lane_.busy()) inline_lane_.step(milliseconds(kInterruptMilliseconds));

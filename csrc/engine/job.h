@@ -14,6 +14,7 @@
 #include "engine/population.h"
 #include "engine/shared_file.h"
 #include "engine/spans.h"
+#include "engine/tool.h"
 
 namespace nvme_ops {
 
@@ -31,11 +32,12 @@ struct Extent {
 
 class Job {
 public:
-  Job(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand)
-      : op_(op), priority_(priority), extents_(std::move(extents)) {}
+  Job(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand, const Tool& tool = {})
+      : op_(op), priority_(priority), tool_(tool), extents_(std::move(extents)) {}
 
   Op op() const { return op_; }
   Priority priority() const { return priority_; }
+  const Tool& tool() const { return tool_; }
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
 
@@ -95,18 +97,23 @@ public:
     }
   }
 
+  // Bytes that were found in the page cache.
+  void note_cached(std::uint64_t bytes) noexcept { cached_.fetch_add(bytes, std::memory_order_relaxed); }
+  std::uint64_t cached() const { return cached_.load(std::memory_order_relaxed); }
+
   // Keeps the extents after the end, for reading them back.
   void keep_extents() { keep_extents_ = true; }
 
 private:
   const Op op_;
   const Priority priority_;
+  const Tool tool_;
   std::vector<Extent> extents_;
   std::shared_ptr<const Population> population_;
   bool keep_extents_ = false;
   const std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   std::atomic<std::size_t> shares_{0};
-  std::atomic<std::uint64_t> moved_{0};
+  std::atomic<std::uint64_t> moved_{0}, cached_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;
   std::optional<Failure> failure_;

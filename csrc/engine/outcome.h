@@ -43,6 +43,7 @@ public:
 
   // Once done.
   std::uint64_t bytes() const { return bytes_; }
+  std::chrono::steady_clock::time_point settled_at() const { return settled_at_; }
   const std::optional<Failure>& failure() const { return failure_; }
 
 private:
@@ -52,6 +53,7 @@ private:
       const std::lock_guard<std::mutex> lock(mutex_);
       bytes_ = bytes;
       failure_ = std::move(failure);
+      settled_at_ = std::chrono::steady_clock::now();
       done_ = true;
       listeners.swap(listeners_);
       settled_.notify_all();
@@ -64,6 +66,7 @@ private:
   mutable std::condition_variable settled_;
   std::atomic<bool> done_{false};
   std::uint64_t bytes_ = 0;
+  std::chrono::steady_clock::time_point settled_at_;
   std::optional<Failure> failure_;
   std::vector<std::function<void()>> listeners_;
 };

@@ -113,6 +113,8 @@ Planner::Planned Planner::plan_share(ActiveShare& active) {
       if (entered != Planned::Piece) return entered;
     }
     const std::uint64_t end = active.extent == share.last ? share.stop : extents[active.extent].bytes;
+    const std::uint64_t most = share.job->tool().queue_depth;
+    if (active.position < end && most != 0 && active.in_flight >= most) return Planned::Gated;
     if (active.position < end) {
       const unsigned slot = free_flights_.back();
       flights_[slot] = {&active, active.extent, active.position, end - active.position};
@@ -172,7 +174,8 @@ Planner::Planned Planner::denied(ActiveShare& active, Failure failure) {
 Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
   Flight& flight = flights_[slot];
   ActiveShare& active = *flight.share;
-  const Job& job = *active.share.job;
+  Job& job = *active.share.job;
+  const Tool& tool = job.tool();
   const Extent& extent = job.extents()[flight.extent];
   File& file = extent.file->file();
   const bool scattered = extent.spans != nullptr;
@@ -182,9 +185,10 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
                       file.memory_alignment(),
                       file.offset_alignment(),
                       file.edge(),
-                      !scattered && (extent.fast_memory || extent.bytes <= kInPlaceBytes),
+                      !scattered && (tool.in_place || extent.fast_memory || extent.bytes <= kInPlaceBytes),
                       extent.device};
-  const std::uint64_t block_size = scattered ? std::min(block_size_, kStagingBlock) : block_size_;
+  const std::uint64_t wanted = tool.block_size != 0 ? tool.block_size : block_size_;
+  const std::uint64_t block_size = scattered ? std::min(wanted, kStagingBlock) : wanted;
   const Piece piece = next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, flight.bytes,
                                  block_size, kStagingBlock);
   if (!job.populated(flight.extent, flight.position, piece.bytes)) return Planned::Gated;
@@ -194,6 +198,7 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
     copied_ += *advanced;
     counters_->read_bytes.add(*advanced);
     counters_->cached_bytes.add(*advanced);
+    job.note_cached(*advanced);
     if (*advanced > 0) return Planned::Copied;
   }
   flight.piece = piece;

@@ -104,8 +104,8 @@ public:
   const StagingArea& staging() const { return staging_; }
 
 private:
-  // Gated: writes of the other kind are in flight in the piece's folios, its memory has no pages yet, or more urgent
-  // requests go first.
+  // Gated: writes of the other kind are in flight in the piece's folios, its memory has no pages yet, more urgent
+  // requests go first, or its job has as much in flight as it may.
   enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   Planned plan_next();

@@ -32,7 +32,8 @@ class Meter:
     """
 
     def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
-        self._parts, why_not = _rapl(Path(sysfs))
+        found, why_not = _rapl(Path(sysfs))
+        self._parts = {part: _of_rapl(*counter) for part, counter in found.items()}
         self._gone: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail because of these
         self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
 
@@ -81,18 +82,34 @@ def total(joules: Mapping[str, float]) -> float:
     return sum(value for part, value in joules.items() if not (platform and part.startswith((_PACKAGE, "dram"))))
 
 
-def _rapl(sysfs: Path) -> tuple[dict[str, Callable[[], float]], str]:
-    """Returns the packages, their memory and the whole platform, which include everything; or why there are none."""
+def counters(sysfs: str = "/sys") -> list[tuple[str, int]]:
+    """Returns the files of microjoules that together count everything once, each with the value it wraps around after.
+
+    Raises RuntimeError, with what to do, if there is none that can be read.
+    """
+    parts, why_not = _rapl(Path(sysfs))
+    if not parts:
+        raise RuntimeError(f"there is no counter of energy: {why_not}")
+    whole = [part for part in parts if part.startswith("psys")] or list(parts)
+    return [(str(file), most) for file, most in map(parts.__getitem__, whole)]
+
+
+def _rapl(sysfs: Path) -> tuple[dict[str, tuple[Path, int]], str]:
+    """Returns the counters of packages, memory and the whole platform, which includes everything; or why none.
+
+    A counter is a file of microjoules and the value after which it wraps around.
+    """
     folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # also AMD's; intel-rapl-mmio has the same counters again
     if not folders:
         return {}, f"no RAPL in {sysfs / _CLASS} (a virtual machine, or the module intel_rapl_msr is not loaded)"
-    found: dict[str, Callable[[], float]] = {}
+    found: dict[str, tuple[Path, int]] = {}
     why = f"no package among the counters in {sysfs / _CLASS}"
     for folder in folders:
         try:
             part = _part(folder)
             if part is not None and part not in found:
-                found[part] = _of_rapl(folder / "energy_uj", int(_text(folder / "max_energy_range_uj")))
+                int(_text(folder / "energy_uj"))
+                found[part] = folder / "energy_uj", int(_text(folder / "max_energy_range_uj"))
         except PermissionError:
             why = f"RAPL is readable by root only: {_FIX}"
         except (OSError, ValueError) as error:

@@ -35,6 +35,36 @@ class Operation:
     def bytes(self) -> int: ...
     def add_callback(self, callable: Callable[[], object], /) -> None: ...
 
+@final
+class Experience:
+    """What the adaptive handles of one device learn.
+
+    ``first`` is the tool without experience: block size, queue depth, lanes, in place, bounce, cache. ``fixed`` says
+    which of block size, queue depth, lanes and cache stay. ``counters`` are files of microjoules and the values they
+    wrap around after; none: seconds count.
+    """
+
+    def __new__(
+        cls,
+        first: Sequence[int],
+        lanes: int,
+        fixed: tuple[bool, bool, bool, bool],
+        cufile: bool,
+        frozen: bool,
+        counters: Sequence[tuple[str, int]],
+        /,
+    ) -> Experience: ...
+    def entries(self) -> list[tuple[Any, ...]]: ...
+    def restore(
+        self,
+        fields: tuple[int, ...],
+        tools: Sequence[Sequence[int]],
+        costs: Sequence[float],
+        chosen: int,
+        transfers: int,
+        /,
+    ) -> None: ...
+
 class Engine:
     """The lanes of one handle."""
 
@@ -47,6 +77,7 @@ class Engine:
         lanes: int,
         backend: str,
         cache: str,
+        experience: Experience | None = None,
         /,
     ) -> Engine: ...
     def run(

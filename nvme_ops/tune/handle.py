@@ -1,16 +1,14 @@
-"""``tuned_handle``: an ``aio_handle`` with the settings that suit the device under a path."""
+"""``tuned_handle``: an ``aio_handle`` with the settings that ``nvme-tune`` found for the device under a path."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
-from nvme_ops.handle import aio_handle
+from nvme_ops.handle import aio_handle, made
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import BARE, folder_of, identify
+from nvme_ops.storage.identity import identify
 from nvme_ops.tune import store
-from nvme_ops.tune.background import Watched, tuner_of
 
 __all__ = ["stored_settings", "tuned_handle"]
 
@@ -28,50 +26,31 @@ def stored_settings(path: str | os.PathLike[str], way: str = "cpu", backend: str
 
 
 class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
-    """An ``aio_handle`` with the settings found for the device under ``path``, by ``nvme-tune`` or by itself.
+    """An ``aio_handle`` with the settings that ``nvme-tune`` found for the device under ``path``; else the defaults.
 
-    If none are stored it starts with the defaults and, after its first transfer of 16 MiB or more, tunes the device in
-    the background: while no tuned handle of the process moves anything, for at most 20 seconds of measuring, in a
-    nameless scratch file of 128 MiB in the folder of ``path`` (not without room or permission for it). Later transfers
-    have the new settings. The result is stored for the next program. Several handles, threads and processes that use
-    the same device tune it once; a forked child leaves it to its parent. A failed tuning issues one ``RuntimeWarning``.
+    They never change; ``adaptive_handle`` goes on from them by what it learns.
 
     ``path`` only identifies the device: the handle reads and writes any file.
 
     Args:
         path: a file or folder, which need not exist yet.
-        tune: False uses stored settings and never tunes; so does ``NVME_OPS_TUNE=off``.
-        overrides: arguments of ``aio_handle``, which are never changed.
+        overrides: arguments of ``aio_handle``, which are used as they are given.
 
     Raises:
-        ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_TUNE``.
+        ValueError: as ``aio_handle``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tune: bool = True, **overrides: Any) -> None:
-        mode = os.environ.get("NVME_OPS_TUNE") or "auto"
-        if mode not in ("auto", "off"):
-            raise ValueError(f"NVME_OPS_TUNE={mode!r} is not one of auto, off")
-        super().__init__(**overrides)
+    def __init__(self, path: str | os.PathLike[str], **overrides: Any) -> None:
+        self._path = os.path.abspath(os.fspath(path))
         self._overrides = {name: value for name, value in overrides.items() if value is not None}
-        identity = identify(path, "cpu", self.backend)
-        found = store.load(identity)
-        if found is not None:
-            self.adopt(found)
-        elif tune and mode == "auto" and self._cache != "buffered" and identity.file_system != BARE:
-            same: dict[str, Any] = {"backend": overrides.get("backend"), "cache": self._cache}
-            tuner = tuner_of(identity, partial(aio_handle, **same))
-            tuner.join(self, folder_of(path))
-            self._engine = Watched(self._engine, tuner)
+        self._identity = identify(path, "cpu", aio_handle(backend=overrides.get("backend")).backend)
+        found = store.load(self._identity)
+        values = {**(found.as_json() if found else {}), **self._overrides}
+        if "num_threads" in self._overrides:  # the other name of the same setting
+            values.pop("intra_op_parallelism", None)
+            values.update({name: value for name, value in overrides.items() if name == "intra_op_parallelism"})
+        super().__init__(**values)
 
-    def adopt(self, settings: Settings | None) -> None:
-        """Uses these settings from the next transfer on; pending ones keep theirs. None: tuning is over."""
-        engine: Any = self._engine
-        if settings is None:
-            self._engine = engine.engine if isinstance(engine, Watched) else engine
-            return
-        values = {**settings.as_json(), **self._overrides, "cache": self._cache}
-        if self._overrides.get("num_threads") is not None:  # the other name of the same setting
-            del values["intra_op_parallelism"]
-        tuned = aio_handle(**values)
-        for name in ("_block_size", "_queue_depth", "_single_submit", "_overlap_events", "_lanes", "_engine"):
-            setattr(self, name, getattr(tuned, name))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles path and arguments: unpickling makes a handle with what is stored there."""
+        return made, (type(self), {"path": self._path, **self._overrides})

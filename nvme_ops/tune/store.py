@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,26 +32,39 @@ def folder() -> Path:
     return base / "nvme_ops" / "tune"
 
 
-def path_of(identity: Identity) -> Path:
-    """Returns the file with the settings of a device. Raises RuntimeError without a home folder."""
-    return folder() / f"{identity.file_system}-{identity.way}-{identity.key}.json".replace("/", "-")
+def path_of(identity: Identity, section: str = "") -> Path:
+    """Returns the file with the settings of a device, or another section's. Raises RuntimeError without a home."""
+    words = [identity.file_system, identity.way, identity.key, section]
+    return folder() / f"{'-'.join(filter(None, words))}.json".replace("/", "-")
 
 
 def load(identity: Identity) -> Settings | None:
     """Returns the settings stored for this device, kernel and way, or None. Warns as ``document`` does."""
     found = document(identity)
-    return None if found is None else _settings_of(found["aio"])
+    return None if found is None else settings_of(found)
 
 
-def document(identity: Identity) -> dict[str, Any] | None:
-    """Returns everything stored for this device, kernel and way, its section ``aio`` checked; or None.
+def settings_of(document: Mapping[str, Any]) -> Settings:
+    """Returns the settings in what ``document`` returned. Raises one of its errors unless they are complete."""
+    return _settings_of(document["aio"])
+
+
+def document(
+    identity: Identity, section: str = "", check: Callable[[Mapping[str, Any]], object] = settings_of
+) -> dict[str, Any] | None:
+    """Returns everything stored for this device, kernel and way, in this section; or None.
+
+    Args:
+        identity: of the device.
+        section: of those given to ``save_section``; empty: the settings found.
+        check: raises ValueError, LookupError, TypeError or AttributeError if the content is not what was stored.
 
     Warns:
         RuntimeWarning: the file is damaged or of another format; it is ignored and the next tuning replaces it. Or
             other users can write to it.
     """
     try:
-        path = path_of(identity)
+        path = path_of(identity, section)
         if path.exists() and (problem := trust.why_not(path)):
             warnings.warn(f"{path} is ignored, because others could change it: {problem}", RuntimeWarning, stacklevel=2)
             return None
@@ -64,10 +75,12 @@ def document(identity: Identity) -> dict[str, Any] | None:
         found = json.loads(content)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']} instead of {FORMAT}")
-        _settings_of(found["aio"])
+        check(found)
         return dict(found)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} is ignored: {error or 'damaged'} (nvme-tune replaces it)", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{path} is ignored: {error or 'damaged'} (the next result replaces it)", RuntimeWarning, stacklevel=2
+        )
         return None
 
 
@@ -87,12 +100,16 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     ``found``: whatever else is worth storing. Raises OSError, also if others can write to the folder, and RuntimeError
     without a home folder.
     """
-    path = path_of(identity)
+    return save_section(identity, "", {**found, "aio": settings.as_json()})
+
+
+def save_section(identity: Identity, section: str, content: Mapping[str, Any]) -> Path:
+    """Writes the file of a section as ``save`` does."""
+    path = path_of(identity, section)
     _make(path.parent)
     kept = {
-        **found,
+        **content,
         "format": FORMAT,
-        "aio": settings.as_json(),
         "identity": asdict(identity),
         "tuned": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -122,26 +139,8 @@ def _directions(document: Mapping[str, Any]) -> set[str]:
     return set(document.get("bytes_per_second", {}).get("best", {}))
 
 
-@contextlib.contextmanager
-def sole(identity: Identity) -> Iterator[bool]:
-    """Locks the device and yields whether this process is the only one that tunes it, until the end of the block.
-
-    The lock belongs to the process, not to the descriptor: children forked meanwhile do not inherit it. Raises OSError
-    or RuntimeError if the folder cannot be written.
-    """
-    path = path_of(identity).with_suffix(".lock")
-    _make(path.parent)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alone = True
-        except (BlockingIOError, PermissionError):  # POSIX lets systems choose
-            alone = False
-        yield alone
-
-
 def _make(place: Path) -> None:
-    """Makes the folder. Raises PermissionError if others can write to it: they could hold the lock for ever."""
+    """Makes the folder. Raises PermissionError if others can write to it: what is kept there would be theirs."""
     trust.make_folder(place)
     if problem := trust.why_not(place):
         raise PermissionError(f"others could change what is kept in {place}: {problem}")

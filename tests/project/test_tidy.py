@@ -54,6 +54,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "bench": {"measuring", "storage.device", "storage.mounts"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
     "tune": {"measuring", "storage.atomic", "storage.identity"},
+    "adaptive": {"tune.store", "tune.handle", "storage.identity", "measuring.energy"},
 }
 # What the single modules may import of the subpackages: nvme_ops.open has its stream, and nothing else any.
 OF_SINGLE_MODULES = {"file": {"stream"}}
@@ -199,7 +200,7 @@ def test_subpackages_import_what_is_below_them() -> None:
 
 
 def test_where_a_handle_keeps_its_engine_is_known_to_handles_alone() -> None:
-    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py", "nvme_ops/tune/handle.py"}
+    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py", "nvme_ops/adaptive/handle.py"}
     problems = []
     for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in known]:
         for number, line in enumerate(lines_of(path), 1):

@@ -177,8 +177,6 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_saving_only(tmp_path: Pa
         assert store.load(DEVICE) is None
         with pytest.raises(PermissionError):
             store.save(DEVICE, FOUND, {})
-        with pytest.raises(PermissionError), store.sole(DEVICE):
-            pass
 
     in_child(body)
 
@@ -202,22 +200,13 @@ def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, tmp_p
         store.save(DEVICE, FOUND, {})
         assert store.load(DEVICE) == FOUND
     else:
-        for act in (lambda: store.save(DEVICE, FOUND, {}), lambda: store.sole(DEVICE).__enter__()):
-            with pytest.raises(PermissionError, match=rf"others could change .*chmod go-w '{path}'"):
-                act()
+        with pytest.raises(PermissionError, match=rf"others could change .*chmod go-w '{path}'"):
+            store.save(DEVICE, FOUND, {})
     if os.geteuid() == 0:
         path.chmod(0o755)
         os.chown(path, NOBODY, 0)
         with pytest.warns(RuntimeWarning, match="belongs to the user nobody"):
             assert store.load(DEVICE) is None
-
-
-def test_the_lock_does_not_go_through_a_link(cache: Path, tmp_path: Path) -> None:
-    lock = store.save(DEVICE, FOUND, {}).with_suffix(".lock")
-    lock.symlink_to(tmp_path / "made")
-    with pytest.raises(OSError, match="symbolic links"), store.sole(DEVICE):
-        pass
-    assert not (tmp_path / "made").exists()
 
 
 def test_writers_at_once_leave_one_whole_file(cache: Path) -> None:
@@ -233,37 +222,3 @@ def test_writers_at_once_leave_one_whole_file(cache: Path) -> None:
     in_threads(write, len(choices))
     assert store.load(DEVICE) in choices
     assert len(list(cache.iterdir())) == 1
-
-
-def test_only_one_process_tunes_a_device() -> None:
-    program = """
-        from nvme_ops.tune import store
-        from tests.tune.test_store import DEVICE
-        with store.sole(DEVICE) as alone:
-            print(alone)
-    """
-    with store.sole(DEVICE) as alone:
-        assert alone
-        assert run_python(program).stdout == "False\n"
-    assert run_python(program).stdout == "True\n"
-
-
-def test_a_forked_child_does_not_keep_the_device_to_itself() -> None:
-    reading, writing = os.pipe()
-    with store.sole(DEVICE):
-        child = os.fork()
-        if child == 0:
-            os.close(writing)
-            os.read(reading, 1)  # until the parent has left
-            os._exit(0)
-    try:
-
-        def ask() -> None:
-            with store.sole(DEVICE) as alone:
-                assert alone
-
-        in_child(ask)
-    finally:
-        os.close(writing)
-        os.close(reading)
-        os.waitpid(child, 0)

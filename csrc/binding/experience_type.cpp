@@ -1,0 +1,257 @@
+#include "binding/experience_type.h"
+
+#include <fstream>
+
+#include "base/limits.h"
+#include "binding/python.h"
+
+namespace nvme_ops {
+namespace {
+
+constexpr std::uint64_t kMetered = 16 << 20;  // bytes from which on a counter, which advances every millisecond, tells
+constexpr std::uintptr_t kAligned = 512;      // of memory, for direct I/O
+
+PyTypeObject* experience_class = nullptr;
+
+struct ExperienceObject {
+  PyObject_HEAD std::shared_ptr<Learner>* learner;
+};
+
+Place place_of(const Memory& memory) {
+  if (memory.device) return Place::Device;
+  if (memory.fast) return Place::Pinned;
+  return reinterpret_cast<std::uintptr_t>(memory.data) % kAligned == 0 ? Place::Aligned : Place::Pageable;
+}
+
+bool to_tool(PyObject* object, Tool* tool) {
+  unsigned long long block_size, queue_depth, lanes;
+  int in_place, bounce, cache;
+  const Ref tuple = checked(PySequence_Tuple(object));
+  if (!PyArg_ParseTuple(tuple.get(), "KKKppi", &block_size, &queue_depth, &lanes, &in_place, &bounce, &cache)) {
+    return false;
+  }
+  *tool = {block_size, queue_depth, lanes, in_place != 0, bounce != 0, static_cast<Cache>(cache)};
+  return true;
+}
+
+Ref from_tool(const Tool& tool) {
+  const auto number = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
+  return checked(Py_BuildValue("(KKKOOi)", number(tool.block_size), number(tool.queue_depth), number(tool.lanes),
+                               tool.in_place ? Py_True : Py_False, tool.bounce ? Py_True : Py_False,
+                               static_cast<int>(tool.cache)));
+}
+
+template <class Values, class Convert>
+Ref list_of(const Values& values, Convert&& convert) {
+  Ref list = checked(PyList_New(0));
+  for (const auto& value : values) {
+    const Ref item = convert(value);
+    if (PyList_Append(list.get(), item.get()) != 0) throw PythonError();
+  }
+  return list;
+}
+
+PyObject* entries(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    const Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
+    return list_of(learner.experience.entries(),
+                   [](const auto& item) {
+                     const auto& [kind, entry] = item;
+                     const Trials& trials = entry.trials;
+                     const auto [op, size, place, cached, concurrency] = kind.fields();
+                     Ref tools = list_of(entry.tools, from_tool);
+                     Ref tried = list_of(trials.tried(), [](const Trials::Tried& one) {
+                       return checked(Py_BuildValue("(dO)", one.cost, one.dropped ? Py_True : Py_False));
+                     });
+                     return checked(Py_BuildValue(
+                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), tried.release(),
+                         static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
+                         static_cast<unsigned long long>(trials.explorations()),
+                         static_cast<unsigned long long>(entry.transfers)));
+                   })
+        .release();
+  });
+}
+
+PyObject* restore(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    unsigned op, size, place, cached, concurrency;
+    PyObject *tools, *costs;
+    Py_ssize_t chosen;
+    unsigned long long transfers;
+    if (!PyArg_ParseTuple(arguments, "(IIIII)OOnK", &op, &size, &place, &cached, &concurrency, &tools, &costs, &chosen,
+                          &transfers)) {
+      throw PythonError();
+    }
+    const TransferClass kind{static_cast<Op>(op != 0), static_cast<std::uint8_t>(size), static_cast<Place>(place),
+                             cached != 0, static_cast<Concurrency>(concurrency)};
+    std::vector<Tool> found;
+    const Ref known = tuple_of(tools, "tools must be a sequence");
+    for (Py_ssize_t i = 0; i < PyTuple_Size(known.get()); ++i) {
+      if (!to_tool(PyTuple_GetItem(known.get(), i), &found.emplace_back())) throw PythonError();
+    }
+    std::vector<double> values;
+    const Ref list = tuple_of(costs, "costs must be a sequence");
+    for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
+      values.push_back(PyFloat_AsDouble(PyTuple_GetItem(list.get(), i)));
+      if (PyErr_Occurred()) throw PythonError();
+    }
+    Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
+    learner.experience.restore(kind, found, static_cast<std::size_t>(chosen), values, transfers);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* experience_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *first, *counters;
+    unsigned long long lanes;
+    int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile, frozen;
+    if (!PyArg_ParseTuple(arguments, "OK(pppp)ppO", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
+                          &cache_fixed, &cufile, &frozen, &counters)) {
+      throw PythonError();
+    }
+    Bounds bounds{{},         lanes, block_size_fixed != 0, queue_depth_fixed != 0, lanes_fixed != 0, cache_fixed != 0,
+                  cufile != 0};
+    if (!to_tool(first, &bounds.first)) throw PythonError();
+    EnergyMeter meter;
+    const Ref files = tuple_of(counters, "counters must be a sequence");
+    for (Py_ssize_t i = 0; i < PyTuple_Size(files.get()); ++i) {
+      const char* path;
+      unsigned long long most;
+      if (!PyArg_ParseTuple(PyTuple_GetItem(files.get(), i), "sK", &path, &most)) throw PythonError();
+      meter.add(path, most);
+    }
+    auto learner =
+        std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds, frozen != 0, std::move(meter)));
+    Ref self = new_object(type);
+    reinterpret_cast<ExperienceObject*>(self.get())->learner = learner.release();
+    return self.release();
+  });
+}
+
+void experience_deallocate(PyObject* self) {
+  delete reinterpret_cast<ExperienceObject*>(self)->learner;
+  free_object(self);
+}
+
+PyMethodDef experience_methods[] = {
+    {"entries", entries, METH_NOARGS,
+     "entries() -> list. Of each class: its fields, tools, what they cost, the one chosen, and how often it came."},
+    {"restore", restore, METH_VARARGS,
+     "restore(fields, tools, costs, chosen, transfers). Adds a class that entries() told of before."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot experience_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(experience_create)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(experience_deallocate)},
+    {Py_tp_methods, experience_methods},
+    {Py_tp_doc, const_cast<char*>("Experience(first, lanes, fixed, cufile, frozen, counters).")},
+    {0, nullptr}};
+
+PyType_Spec experience_spec{"nvme_ops.Experience", sizeof(ExperienceObject), 0, Py_TPFLAGS_DEFAULT, experience_slots};
+
+}  // namespace
+
+std::vector<std::uint64_t> EnergyMeter::read() const {
+  std::vector<std::uint64_t> values;
+  for (const Counter& counter : counters_) {
+    std::uint64_t value = 0;
+    if (!(std::ifstream(counter.path) >> value)) return {};
+    values.push_back(value);
+  }
+  return values;
+}
+
+double EnergyMeter::between(const std::vector<std::uint64_t>& start, const std::vector<std::uint64_t>& end) const {
+  if (start.size() != counters_.size() || end.size() != counters_.size()) return 0;
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < start.size(); ++i) {
+    sum += end[i] >= start[i] ? end[i] - start[i] : counters_[i].most - start[i] + end[i];
+  }
+  return static_cast<double>(sum) / 1e6;
+}
+
+Sample::Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, std::size_t count, bool waited,
+               bool measured)
+    : measured_(measured), generation_(fork_generation()) {
+  for (std::size_t i = 0; i < count; ++i) bytes_ += memories[i].bytes;
+  if (learner->generation != generation_) {  // what is in flight is the parent's
+    learner->generation = generation_;
+    learner->in_flight = 0;
+  }
+  ahead_ = learner->in_flight;
+  const Concurrency concurrency = ahead_ > 0 || count > 1 ? Concurrency::Crowd
+                                  : waited                ? Concurrency::Waited
+                                                          : Concurrency::Alone;
+  const std::uint64_t each = count > 0 ? bytes_ / count : 0;
+  const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
+  choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency});
+  learner_ = std::move(learner);
+  learner_->in_flight += bytes_;
+  if (!learner_->meter.empty() && bytes_ >= kMetered) meter_start_ = learner_->meter.read();
+  start_ = Clock::now();
+}
+
+Sample::Sample(Sample&& other) noexcept {
+  *this = std::move(other);
+}
+
+Sample& Sample::operator=(Sample&& other) noexcept {
+  if (this == &other) return *this;
+  drop();
+  learner_ = std::exchange(other.learner_, nullptr);
+  choice_ = other.choice_;
+  bytes_ = other.bytes_, ahead_ = other.ahead_, measured_ = other.measured_;
+  generation_ = other.generation_, start_ = other.start_;
+  meter_start_ = std::move(other.meter_start_), meter_end_ = std::move(other.meter_end_);
+  return *this;
+}
+
+void Sample::drop() noexcept {
+  if (learner_) end(false, start_, 0);
+}
+
+void Sample::meter(Outcome& outcome) {
+  if (meter_start_.empty()) return;
+  meter_end_ = std::make_shared<Reading>();
+  outcome.then([learner = learner_, end = meter_end_] {
+    try {
+      end->values = learner->meter.read();
+    } catch (const std::exception&) {  // no memory: it is not known
+      end->values.clear();
+    }
+    end->done.store(true, std::memory_order_release);
+  });
+}
+
+void Sample::end(const Outcome& outcome, std::uint64_t cached) {
+  if (learner_ && outcome.done()) end(!outcome.failure(), outcome.settled_at(), cached);
+}
+
+void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
+  const std::shared_ptr<Learner> learner = std::exchange(learner_, nullptr);
+  if (!learner) return;
+  if (learner->generation == generation_) learner->in_flight -= bytes_;
+  // As long as the bytes ahead of it and its own took together: so many bytes a second the device moved meanwhile.
+  double cost = std::chrono::duration<double>(when - start_).count();
+  if (!meter_start_.empty()) {
+    const bool read = !meter_end_ || meter_end_->done.load(std::memory_order_acquire);
+    cost = read ? learner->meter.between(meter_start_, meter_end_ ? meter_end_->values : learner->meter.read()) : 0;
+  }
+  if (!succeeded || !measured_ || bytes_ == 0) return learner->experience.lose(choice_);
+  learner->experience.note(choice_, bytes_ + ahead_, cached > bytes_ / 2, cost);
+}
+
+std::shared_ptr<Learner> learner_of(PyObject* object) {
+  if (object == Py_None) return nullptr;
+  if (Py_TYPE(object) != experience_class) raise_type_error("experience must be an Experience or None");
+  return *reinterpret_cast<ExperienceObject*>(object)->learner;
+}
+
+bool add_experience_type(PyObject* module) {
+  experience_class = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&experience_spec));
+  return experience_class != nullptr && PyModule_AddType(module, experience_class) == 0;
+}
+
+}  // namespace nvme_ops

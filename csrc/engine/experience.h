@@ -1,0 +1,90 @@
+// The dictionary of an adaptive handle: what was learned about each class of transfers. Knows no torch and no Python.
+// Used by one thread at a time.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "base/io.h"
+#include "engine/tool.h"
+#include "engine/trials.h"
+
+namespace nvme_ops {
+
+// Where a tensor lies: ordinary memory at an address that direct I/O allows, or not; huge or page-locked pages; an
+// accelerator.
+enum class Place : std::uint8_t { Pageable, Aligned, Pinned, Device };
+
+// Waited: the caller's thread moves it, and nothing else is in flight. Alone: a lane's thread does. Crowd: more is in
+// flight, or it is one of many tensors of a call.
+enum class Concurrency : std::uint8_t { Waited, Alone, Crowd };
+
+struct TransferClass {
+  Op op;
+  std::uint8_t size;  // see size_class()
+  Place place;
+  bool cached;  // the page cache has most of it. Not known beforehand: as the transfers before
+  Concurrency concurrency;
+
+  std::array<unsigned, 5> fields() const {
+    return {static_cast<unsigned>(op), size, static_cast<unsigned>(place), cached, static_cast<unsigned>(concurrency)};
+  }
+  friend bool operator<(const TransferClass& one, const TransferClass& other) { return one.fields() < other.fields(); }
+};
+
+inline constexpr std::uint8_t kSizeClasses = 10;  // up to 4 KiB, 16 KiB, ..., 256 MiB, and more
+
+std::uint8_t size_class(std::uint64_t bytes);
+
+// What the tools of a class are made from.
+struct Bounds {
+  Tool first;           // the handle's own settings, and the tool to prefer without experience
+  std::uint64_t lanes;  // the most that it pays to try
+  bool block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed;  // given by the user
+  bool cufile;                                                         // a way for accelerator tensors besides bounce
+};
+
+// Returns the tools to try for a class, bounds.first before all others.
+std::vector<Tool> tools_for(const TransferClass& kind, const Bounds& bounds);
+
+class Experience {
+public:
+  struct Entry {
+    std::vector<Tool> tools;
+    Trials trials;
+    std::uint64_t transfers = 0;
+  };
+  struct Choice {
+    TransferClass kind;
+    Tool tool;
+    Trials::Ticket ticket;
+  };
+
+  Experience(Bounds bounds, bool frozen) : bounds_(bounds), frozen_(frozen) {}
+
+  const Bounds& bounds() const { return bounds_; }
+  bool frozen() const { return frozen_; }
+
+  // Returns what to use for a transfer; of `kind`, `cached` is ignored. Every choice is given back by note() or lose().
+  Choice choose(TransferClass kind);
+  // What so many bytes cost, in seconds or joules; `cached`: the page cache had most of them.
+  void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);
+  void lose(const Choice& choice);
+
+  const std::map<TransferClass, Entry>& entries() const { return entries_; }
+  // Adds what was learned before, unless the class is known or would not have these tools here.
+  void restore(const TransferClass& kind, const std::vector<Tool>& tools, std::size_t chosen,
+               const std::vector<double>& costs, std::uint64_t transfers);
+
+private:
+  Entry& entry_of(const TransferClass& kind);
+
+  const Bounds bounds_;
+  const bool frozen_;
+  std::map<TransferClass, Entry> entries_;
+  std::map<TransferClass, bool> cached_;  // by class, its own `cached` left out: how the latest transfer was found
+};
+
+}  // namespace nvme_ops

@@ -1,0 +1,122 @@
+#include "engine/trials.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+namespace nvme_ops {
+namespace {
+
+constexpr double kUnknown = std::numeric_limits<double>::infinity();
+constexpr double kNewWeight = 0.125;  // of the latest cost in the average
+constexpr unsigned kUsualUses = 16;   // uses that make the usual cost
+// How many times the best cost a tool may have to be in the next round. The first turn of a tool may also pay for
+// threads and memory.
+constexpr double kStay[] = {2.0, 1.2};
+
+double cost_of(const Trials::Tried& tried) {
+  return tried.cost > 0 ? tried.cost : kUnknown;
+}
+
+}  // namespace
+
+Trials::Trials(std::size_t tools, unsigned turn, unsigned rounds) : turn_(turn), rounds_(rounds), tried_(tools) {
+  explore();
+}
+
+void Trials::explore() {
+  exploring_ = tried_.size() > 1;
+  ++exploration_;
+  round_ = 0;
+  begun_ = outstanding_ = 0;
+  order_.clear();
+  for (std::size_t tool = 0; tool < tried_.size(); ++tool) {
+    order_.push_back(tool);
+    tried_[tool] = {};
+  }
+}
+
+Trials::Ticket Trials::choose() {
+  if (std::exchange(first_, false)) return {0, 0};
+  if (exploring_ && begun_ == order_.size() * turn_ && outstanding_ == 0) end_round();
+  if (!exploring_) return {chosen_, 0};
+  if (begun_ == order_.size() * turn_) return {chosen_, 0};  // the last ones of the round have not ended yet
+  ++outstanding_;
+  return {order_[begun_++ / turn_], exploration_};
+}
+
+void Trials::lose(const Ticket& ticket) {
+  if (ticket.exploration == exploration_ && outstanding_ > 0) --outstanding_;
+}
+
+void Trials::note(const Ticket& ticket, std::uint64_t bytes, double cost) {
+  if (bytes == 0 || !(cost > 0)) return lose(ticket);
+  if (ticket.exploration == 0) {
+    if (!exploring_ && ticket.tool == chosen_) watch(cost / static_cast<double>(bytes));
+    return;
+  }
+  if (ticket.exploration != exploration_) return;
+  lose(ticket);
+  Tried& tried = tried_[ticket.tool];
+  tried.bytes += bytes;
+  tried.turn_cost += cost;
+}
+
+void Trials::end_round() {
+  double best = kUnknown;
+  for (const std::size_t number : order_) {
+    Tried& tried = tried_[number];
+    if (tried.bytes > 0) tried.cost = std::min(cost_of(tried), tried.turn_cost / static_cast<double>(tried.bytes));
+    tried.bytes = 0;
+    tried.turn_cost = 0;
+    best = std::min(best, cost_of(tried));
+  }
+  const double most = best * kStay[std::min<std::size_t>(round_, std::size(kStay) - 1)];
+  const auto lasts =
+      [&](std::size_t tool) {  // the first one, which all others must beat, has a second turn in any case
+        return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0);
+      };
+  for (const std::size_t tool : order_) tried_[tool].dropped = !lasts(tool);
+  order_.erase(std::stable_partition(order_.begin(), order_.end(), lasts), order_.end());
+  begun_ = 0;
+  if (++round_ == rounds_ || order_.size() <= 1) settle();
+}
+
+// The tools that lasted have had as many turns as one another, so that their best ones compare.
+void Trials::settle() {
+  exploring_ = false;
+  uses_ = 0;
+  usual_ = lately_ = 0;
+  if (order_.empty()) return;  // nothing could be measured
+  const auto cheaper = [this](std::size_t one, std::size_t other) {
+    return cost_of(tried_[one]) < cost_of(tried_[other]);
+  };
+  chosen_ = *std::min_element(order_.begin(), order_.end(), cheaper);
+  if (order_.front() == 0 && tried_[0].cost <= tried_[chosen_].cost * kMargin) chosen_ = 0;
+}
+
+void Trials::watch(double cost) {
+  ++uses_;
+  if (tried_.size() < 2) return;
+  lately_ = lately_ == 0 ? cost : (1 - kNewWeight) * lately_ + kNewWeight * cost;
+  if (uses_ == kUsualUses) usual_ = lately_;
+  const bool drifted = usual_ > 0 && (lately_ > kDrift * usual_ || lately_ * kDrift < usual_);
+  if (!(drifted && uses_ >= patience_) && uses_ < kMostPatience) return;
+  patience_ = drifted ? std::min(2 * patience_, kMostPatience) : kDriftUses;
+  explore();
+}
+
+void Trials::restore(std::size_t chosen, const std::vector<double>& costs) {
+  first_ = false;
+  order_.clear();
+  for (std::size_t tool = 0; tool < tried_.size(); ++tool) {
+    tried_[tool] = {};
+    tried_[tool].cost = costs[tool];
+  }
+  settle();
+  chosen_ = chosen;
+  usual_ = tried_[chosen].cost;  // what has changed since is noticed
+}
+
+}  // namespace nvme_ops

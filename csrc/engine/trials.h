@@ -1,0 +1,70 @@
+// Which of several tools costs least, found by using them: a few rounds in which each is used for one turn and the
+// worst drop out, then the best alone, until its cost changes or much time has passed. A pure decision that knows no
+// file and no clock. Used by one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace nvme_ops {
+
+class Trials {
+public:
+  // What one use is counted for. `exploration` 0: for the cost of the tool in use alone.
+  struct Ticket {
+    std::size_t tool = 0;
+    std::uint64_t exploration = 0;
+  };
+  struct Tried {
+    double cost = 0;       // of a byte, in its best turn; 0 before the first
+    bool dropped = false;  // in the latest exploration
+    double turn_cost = 0;  // of the present turn
+    std::uint64_t bytes = 0;
+  };
+
+  static constexpr double kMargin = 1.03;          // by which a tool must be better than the first one
+  static constexpr unsigned kDriftUses = 32;       // after which a changed cost starts an exploration
+  static constexpr unsigned kMostPatience = 1024;  // uses after which an exploration starts in any case
+  static constexpr double kDrift = 1.5;            // times the cost, or a part of it, that counts as a change
+
+  // The first tool is the one to prefer without experience. A turn is so many uses in a row.
+  Trials(std::size_t tools, unsigned turn, unsigned rounds);
+
+  // Returns the tool to use now. Every ticket is given back by note() or lose(), unless forget() was called.
+  Ticket choose();
+  void note(const Ticket& ticket, std::uint64_t bytes, double cost);
+  void lose(const Ticket& ticket);  // its use failed, or says nothing
+
+  bool exploring() const { return exploring_; }
+  std::size_t chosen() const { return chosen_; }
+  std::uint64_t explorations() const { return exploration_; }
+  const std::vector<Tried>& tried() const { return tried_; }
+
+  // Goes on from what was found before: the costs of the tools and the one chosen, which must be one of them.
+  void restore(std::size_t chosen, const std::vector<double>& costs);
+
+private:
+  void explore();
+  void end_round();
+  void settle();
+  void watch(double cost);
+
+  const unsigned turn_, rounds_;
+  std::vector<Tried> tried_;
+  std::size_t chosen_ = 0;
+  bool first_ = true;  // what the first use of all pays for, threads and memory, is no tool's fault
+  bool exploring_ = false;
+  std::uint64_t exploration_ = 0;  // the number of explorations begun
+  // Of the present exploration
+  std::vector<std::size_t> order_;  // tools of the present round, in their order
+  unsigned round_ = 0;
+  std::uint64_t begun_ = 0;        // uses in the present round
+  std::uint64_t outstanding_ = 0;  // tickets of it that were not given back
+  // Of the tool in use
+  std::uint64_t uses_ = 0;
+  unsigned patience_ = kDriftUses;
+  double usual_ = 0, lately_ = 0;  // cost of a byte
+};
+
+}  // namespace nvme_ops

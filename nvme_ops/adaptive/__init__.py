@@ -1,0 +1,1 @@
+"""The way of each transfer chosen from experience: see ``handle.py``."""

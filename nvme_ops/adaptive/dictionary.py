@@ -1,0 +1,217 @@
+"""What was learned of a device: shared by the handles of a process, kept for the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nvme_ops.storage.identity import Identity
+from nvme_ops.text import rate_words, size_words
+from nvme_ops.tune import store
+
+SECTION = "adaptive"  # of the names of files
+_PLACES = ("pageable", "aligned", "pinned", "device")
+_CONCURRENCY = ("waited", "alone", "crowd")
+_CACHES = ("auto", "direct", "buffered")
+_SMALLEST = 4096  # bytes: the first class; each further one is four times as large
+_CLASSES = 10
+_MOST_KEPT = 1000  # classes in a file
+
+#: Block size, queue depth, lanes, in place, bounce, cache: as the native module has it.
+Tool = tuple[int, int, int, bool, bool, int]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A tool and what was found of it."""
+
+    block_size: int
+    queue_depth: int
+    lanes: int
+    in_place: bool  #: without staging memory, wherever alignment allows
+    bounce: bool  #: accelerator tensors through page-locked memory, even if cuFile could move them
+    cache: str
+    cost: float | None  #: seconds, or joules, for a byte; None: not tried yet
+
+    def words(self) -> str:
+        """For a reader."""
+        lanes = f"{self.lanes} {'lane' if self.lanes == 1 else 'lanes'}"
+        cache = "" if self.cache == "auto" else "through the page cache" if self.cache == "buffered" else "direct"
+        switches = [word for word, on in (("in place", self.in_place), ("bounce", self.bounce)) if on]
+        return ", ".join(filter(None, [f"{size_words(self.block_size)} x {self.queue_depth}", lanes, cache, *switches]))
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What is known of one class of transfers."""
+
+    op: str  #: ``read`` or ``write``
+    most_bytes: int | None  #: of a transfer; at least a quarter of it, unless it is the first. None: more than 256 MiB
+    place: str  #: of the tensor: ``pageable``, ``aligned``, ``pinned`` (or in huge pages), ``device``
+    cached: bool  #: the page cache had most of the bytes
+    concurrency: str  #: ``waited``: nothing else in flight, the caller waits; ``alone``: it does not; ``crowd``
+    tools: tuple[Tried, ...]  #: the handle's own settings first
+    chosen: int  #: index of the one in use
+    exploring: bool  #: the others are being tried
+    explorations: int  #: begun in this process
+    transfers: int
+    energy: bool  #: costs are joules, not seconds
+
+    def __str__(self) -> str:
+        size = f"up to {size_words(self.most_bytes)}" if self.most_bytes else "more than 256 MiB"
+        cached = ", in the page cache" if self.cached else ""
+        state = "exploring" if self.exploring else "settled" if len(self.tools) > 1 else "no choice"
+        head = f"{self.op} {size}, {self.place}{cached}, {self.concurrency}: {state} after {self.transfers} transfers"
+        order = sorted(range(len(self.tools)), key=lambda number: number != self.chosen)
+        return "\n".join([head, *(self._line(number) for number in order)])
+
+    def _line(self, number: int) -> str:
+        tried = self.tools[number]
+        used = "-> " if number == self.chosen else "   "
+        own = " (the handle's settings)" if number == 0 else ""
+        if tried.cost is None:
+            return f"  {used}{tried.words()}{own}" + (": not measured" if len(self.tools) > 1 else "")
+        worth = f"{tried.cost * 1e9:.3g} J/GB" if self.energy else rate_words(1 / tried.cost)
+        return f"  {used}{tried.words()}{own}: {worth}"
+
+
+class Dictionary:
+    """What the handles of this process with the same settings know of one device."""
+
+    def __init__(self, identity: Identity, energy: bool, *arguments: Any) -> None:
+        self._identity, self._energy = identity, energy
+        self._first, self._lanes, self._fixed, self._frozen = arguments
+        self._experiences: dict[str, Any] = {}  # by the native module that moves the bytes
+        self._saved = 0
+        self._why_not_kept = ""
+
+    def of(self, module: Any, cufile: bool) -> Any:
+        """Returns the native ``Experience`` for an engine of that module; the first time with what is stored."""
+        name = module.__name__.rpartition(".")[2]
+        if name not in self._experiences:
+            counters = _counters() if self._energy else []
+            made = module.Experience(self._first, self._lanes, self._fixed, cufile, self._frozen, counters)
+            for entry in _stored(self._identity):
+                if (entry["op"], entry["energy"]) == (name, self._energy):
+                    _restore(made, entry)
+            self._experiences[name] = made
+            self._saved = self._explored()
+        return self._experiences[name]
+
+    def learned(self) -> list[Learned]:
+        """Returns what is known of each class."""
+        return [self._learned(entry) for made in self._experiences.values() for entry in made.entries()]
+
+    def _learned(self, entry: tuple[Any, ...]) -> Learned:
+        (op, size, place, cached, concurrency), tools, tried, chosen, exploring, explorations, transfers = entry
+        return Learned(
+            op="write" if op else "read",
+            most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
+            place=_PLACES[place],
+            cached=bool(cached),
+            concurrency=_CONCURRENCY[concurrency],
+            tools=tuple(_tried(tool, cost) for tool, (cost, _) in zip(tools, tried, strict=True)),
+            chosen=chosen,
+            exploring=exploring,
+            explorations=explorations,
+            transfers=transfers,
+            energy=self._energy,
+        )
+
+    def save(self) -> None:
+        """Keeps what has settled since the last time; what others kept of other classes stays. Never raises."""
+        explored = self._explored()
+        if self._frozen or explored == self._saved:
+            return
+        self._saved = explored
+        entries = [entry for name, made in self._experiences.items() for entry in self._settled(name, made)]
+        try:
+            known = {_key(entry): entry for entry in _stored(self._identity)}
+            known.update({_key(entry): entry for entry in entries})
+            store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
+        except (OSError, RuntimeError) as error:  # the program can do without
+            self._why_not_kept = str(error)
+
+    def words(self) -> str:
+        """Says where it is kept."""
+        if self._why_not_kept:
+            return f"not kept for the next program: {self._why_not_kept}"
+        if self._frozen:
+            return f"frozen: as kept in {store.path_of(self._identity, SECTION)}"
+        return f"kept in {store.path_of(self._identity, SECTION)}: remove it to begin anew"
+
+    def _settled(self, name: str, made: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "op": name,
+                "energy": self._energy,
+                "class": fields,
+                "tools": tools,
+                "costs": [cost for cost, _ in tried],
+                "chosen": chosen,
+                "transfers": transfers,
+            }
+            for fields, tools, tried, chosen, exploring, _, transfers in made.entries()
+            if not exploring and len(tools) > 1
+        ]
+
+    def _explored(self) -> int:
+        """Counts the explorations that have ended."""
+        entries = [entry for made in self._experiences.values() for entry in made.entries()]
+        return sum(entry[5] - bool(entry[4]) for entry in entries if len(entry[1]) > 1)
+
+
+def _tried(tool: Tool, cost: float) -> Tried:
+    block_size, queue_depth, lanes, in_place, bounce, cache = tool
+    return Tried(block_size, queue_depth, lanes, in_place, bounce, _CACHES[cache], cost or None)
+
+
+#: By process, so that a forked child has its own; and by all that what is learned depends on.
+_dictionaries: dict[tuple[Any, ...], Dictionary] = {}
+
+
+def dictionary_of(
+    identity: Identity, first: Tool, lanes: int, fixed: tuple[bool, ...], frozen: bool, objective: str
+) -> Dictionary:
+    """Returns the dictionary of the handles with these settings, making one if there is none."""
+    arguments = (first, lanes, fixed, frozen)
+    key = (os.getpid(), identity, objective, *arguments)
+    return _dictionaries.setdefault(key, Dictionary(identity, objective == "energy", *arguments))
+
+
+def _stored(identity: Identity) -> list[dict[str, Any]]:
+    document = store.document(identity, SECTION, _check)
+    return [] if document is None else list(document["classes"])
+
+
+def _check(document: Mapping[str, Any]) -> None:
+    """Raises one of ValueError, LookupError, TypeError unless this is what ``save`` writes."""
+    for entry in document["classes"]:
+        if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
+            raise ValueError(f"its op {entry['op']}")
+        numbers = [*entry["class"], *entry["costs"], entry["chosen"], entry["transfers"]]
+        if len(entry["class"]) != 5 or not all(value >= 0 for value in numbers):
+            raise ValueError(f"its class {entry['class']}")
+        if not len(entry["tools"]) == len(entry["costs"]) > entry["chosen"]:
+            raise ValueError(f"its class {entry['class']} has {len(entry['tools'])} tools")
+        if any(len(tool) != 6 or not all(value >= 0 for value in tool) for tool in entry["tools"]):
+            raise ValueError(f"its tools {entry['tools']}")
+
+
+def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells classes apart: those of other settings have other tools."""
+    return entry["op"], entry["energy"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))
+
+
+def _restore(made: Any, entry: Mapping[str, Any]) -> None:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # numbers that no version wrote
+        made.restore(tuple(entry["class"]), entry["tools"], entry["costs"], entry["chosen"], entry["transfers"])
+
+
+def _counters() -> list[tuple[str, int]]:
+    from nvme_ops.measuring.energy import counters
+
+    return counters()

@@ -1,0 +1,483 @@
+"""``adaptive_handle``: any tool moves the right bytes, what is learned is used, kept and told."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nvme_ops
+from nvme_ops import Priority, adaptive_handle, aio_handle, tuned_handle
+from nvme_ops.adaptive import dictionary
+from nvme_ops.adaptive import handle as module
+from nvme_ops.adaptive.dictionary import SECTION, Learned
+from nvme_ops.measuring.energy import counters
+from nvme_ops.op_builder.cache import default_root
+from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import identify
+from nvme_ops.tune import store as kept
+from tests.conftest import KIB, MIB, in_child, in_threads, pattern, round_trip, run_python, store
+
+OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
+MANY = 40  # transfers, by which every class has settled
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is known at first."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(module.MODE, raising=False)
+    monkeypatch.setattr(dictionary, "_dictionaries", {})
+    return tmp_path / "cache" / "nvme_ops" / "tune"
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(dictionary, "_dictionaries", {})
+
+
+def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * MIB) -> None:
+    data = nvme_ops.empty(size, dtype=torch.uint8)  # of one place, whatever the allocator of torch does
+    for _ in range(times):
+        handle.sync_pwrite(data, folder / "used", 0)
+
+
+def only(handle: adaptive_handle, **wanted: object) -> Learned:
+    (found,) = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
+    return found
+
+
+# The bytes
+
+
+@pytest.mark.parametrize("size", [1, 4 * KIB, 100 * KIB + 1, 3 * MIB + 5, 17 * MIB])
+@pytest.mark.parametrize("cached", [False, True])
+def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool) -> None:
+    handle = adaptive_handle(folder, cache=None)
+    path = store(folder / "file", pattern(size + 7))
+    for number in range(24):
+        data = pattern(size, number)
+        handle.sync_pwrite(data, path, 3)
+        if cached:
+            path.read_bytes()
+        back = torch.zeros_like(data)
+        handle.sync_pread(back, path, 3)
+        assert torch.equal(back, data)
+    assert {one.op for one in handle.learned()} == {"read", "write"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6 * MIB), st.integers(0, 5000), st.booleans()), min_size=1, max_size=12))
+def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfers: list[tuple[int, int, bool]]) -> None:
+    folder = tmp_path_factory.mktemp("mix")
+    handle = adaptive_handle(folder)
+    for size, offset, pooled in transfers:
+        data = pattern(size)
+        source = nvme_ops.empty(size, dtype=torch.uint8).copy_(data) if pooled else data
+        handle.submit_pwrite(source, folder / "file", offset).result()
+        back = torch.zeros(size, dtype=torch.uint8)
+        handle.read(back, folder / "file", False, offset)
+        assert torch.equal(back, data)
+
+
+@pytest.mark.parametrize("call", ["write", "sync_pwrite", "async_pwrite", "submit_pwrite", "submit_pwritev", "rows"])
+def test_every_way_to_move_data_is_learned_from(folder: Path, call: str) -> None:
+    handle, data = adaptive_handle(folder), nvme_ops.empty(2 * MIB, dtype=torch.uint8).copy_(pattern(2 * MIB))
+    for _ in range(6):
+        if call == "submit_pwritev":
+            assert handle.submit_pwritev([data[:MIB], data[MIB:]], folder / "file", [0, MIB]).result() == 2 * MIB
+        elif call == "rows":
+            assert handle.submit_pwritev(data.view(2, -1), folder / "file", [0, MIB]).result() == 2 * MIB
+        elif call == "submit_pwrite":
+            assert handle.submit_pwrite(data, folder / "file", priority=Priority.WRITEBACK).result() == 2 * MIB
+        elif call == "async_pwrite":
+            handle.async_pwrite(data, folder / "file")
+            assert handle.wait() == 1
+        elif call == "sync_pwrite":
+            handle.sync_pwrite(data, folder / "file")
+        else:
+            assert handle.write(data, folder / "file") == 0
+        assert torch.equal(torch.from_file(str(folder / "file"), size=2 * MIB, dtype=torch.uint8), data)
+    (learned,) = handle.learned()
+    wanted = {"write": "waited", "sync_pwrite": "waited", "submit_pwritev": "crowd", "rows": "crowd"}
+    assert (learned.transfers, learned.concurrency) == (6, wanted.get(call, "alone"))
+
+
+def test_what_is_in_flight_makes_a_crowd(folder: Path) -> None:
+    handle, data = adaptive_handle(folder), pattern(8 * MIB)
+    futures = [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(30)]
+    assert all(future.result() == len(data) for future in futures)
+    assert {one.concurrency for one in handle.learned()} == {"alone", "crowd"}
+    futures[0].result()
+    handle.sync_pwrite(data, folder / "file", 0)
+    assert only(handle, concurrency="waited").transfers == 1  # nothing is left in flight
+
+
+def test_a_failed_transfer_raises_and_teaches_nothing(folder: Path) -> None:
+    handle, back = adaptive_handle(folder), torch.empty(2 * MIB, dtype=torch.uint8)
+    short = store(folder / "short", pattern(MIB))
+    for _ in range(MANY):
+        with pytest.raises(EOFError):
+            handle.sync_pread(back, short)
+        with pytest.raises(FileNotFoundError):
+            handle.submit_pread(back, folder / "none").result()
+    with pytest.raises(TypeError):
+        handle.sync_pread(back, 3.5)  # type: ignore[arg-type]
+    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
+    handle.submit_pread(back[:MIB], short).result()
+    assert only(handle, most_bytes=MIB, concurrency="alone").transfers == 1
+
+
+def test_validation_is_not_measured(folder: Path) -> None:
+    handle = adaptive_handle(folder)
+    for _ in range(MANY):
+        handle.write(pattern(2 * MIB), folder / "file", True)
+    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
+
+
+def test_a_file_object_is_adaptive_too(folder: Path) -> None:
+    data = pattern(4 * MIB)
+    path = store(folder / "file", data)
+    handle = adaptive_handle(folder)
+    with nvme_ops.open(path, "r", handle=handle) as file:
+        for _ in range(20):
+            back = torch.zeros_like(data)
+            file.pread(back, 0)
+            assert torch.equal(back, data)
+    assert sum(one.transfers for one in handle.learned()) == 20
+
+
+# What is chosen
+
+
+def test_small_reads_in_a_row_come_to_use_the_page_cache_or_not_but_writes_never(folder: Path) -> None:
+    handle = adaptive_handle(folder)
+    write(handle, folder, size=16 * KIB)
+    assert [tried.cache for tried in only(handle, op="write").tools] == ["auto"]
+    back = torch.empty(16 * KIB, dtype=torch.uint8)
+    for _ in range(MANY):
+        handle.sync_pread(back, folder / "used")
+    assert {tried.cache for one in handle.learned() if one.op == "read" for tried in one.tools} == {"auto", "buffered"}
+
+
+def test_arguments_are_never_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = adaptive_handle(folder, block_size=512 * KIB, queue_depth=9, num_threads=1, cache="direct")
+    data = nvme_ops.empty(17 * MIB, dtype=torch.uint8)
+    handle.sync_pwrite(data, folder / "file")
+    handle.sync_pread(data, folder / "file")
+    for one in handle.learned():
+        (tool,) = one.tools
+        assert (tool.block_size, tool.queue_depth, tool.lanes, tool.cache) == (512 * KIB, 9, 1, "direct")
+    monkeypatch.setenv("NVME_OPS_CACHE", "direct")
+    small = adaptive_handle(folder)
+    small.sync_pread(data[:4096], folder / "file")
+    assert {tool.cache for one in small.learned() for tool in one.tools} == {"direct"}
+
+
+def test_it_begins_with_what_nvme_tune_found(folder: Path) -> None:
+    found = Settings(block_size=256 * KIB, queue_depth=16, intra_op_parallelism=2)
+    kept.save(identify(folder, "cpu", aio_handle().backend), found, {})
+    handle = adaptive_handle(folder)
+    assert isinstance(handle, tuned_handle)
+    assert (handle.get_block_size(), handle.get_intra_op_parallelism()) == (256 * KIB, 2)
+    write(handle, folder, 1)
+    first = only(handle).tools[0]
+    assert (first.block_size, first.queue_depth, first.lanes) == (256 * KIB, 16, 2)
+    round_trip(handle, folder / "file")
+
+
+def test_handles_of_a_device_learn_together(folder: Path) -> None:
+    one, other = adaptive_handle(folder), adaptive_handle(folder / "elsewhere")
+    write(one, folder, 3)
+    write(other, folder, 4)
+    assert only(one).transfers == only(other).transfers == 7
+
+
+# What is kept
+
+
+def test_what_is_learned_is_kept_for_the_next_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+        before = only(handle)
+        assert not before.exploring
+    assert handle.learned() == [before]  # also of one that is closed
+    forget(monkeypatch)
+    again = adaptive_handle(folder)
+    known = only(again)
+    assert (known.chosen, known.transfers) == (before.chosen, before.transfers)
+    assert [tried.cost is None for tried in known.tools] == [tried.cost is None for tried in before.tools]
+    write(again, folder, 1)
+    assert not only(again).exploring
+
+
+def test_a_handle_that_is_dropped_keeps_it_too(folder: Path, cache: Path) -> None:
+    handle = adaptive_handle(folder)
+    write(handle, folder)
+    assert list(cache.glob("*")) == []
+    del handle
+    gc.collect()
+    assert [path.name.endswith(f"-{SECTION}.json") for path in cache.iterdir()] == [True]
+
+
+def test_the_end_of_the_program_keeps_it_too(folder: Path, cache: Path) -> None:
+    run_python(f"""
+        import torch, nvme_ops
+        handle = nvme_ops.adaptive_handle({str(folder)!r})
+        for _ in range({MANY}):
+            handle.sync_pwrite(torch.zeros({2 * MIB}, dtype=torch.uint8), {str(folder / "file")!r}, 0)
+    """)
+    assert len(list(cache.glob(f"*-{SECTION}.json"))) == 1
+
+
+def test_nothing_is_kept_before_something_is_learned(folder: Path, cache: Path) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder, 2)
+    assert not cache.exists()
+
+
+def test_what_others_have_learned_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (2 * MIB, 8 * MIB):
+        forget(monkeypatch)
+        handle = adaptive_handle(folder)
+        write(handle, folder, size=size)
+        handle.close()
+    forget(monkeypatch)
+    assert {one.most_bytes for one in adaptive_handle(folder).learned()} >= {4 * MIB, 16 * MIB}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace('"chosen": ', '"chosen": 1000'),
+        lambda text: text.replace('"costs": [', '"costs": [-1, '),
+        lambda text: text.replace('"classes": [', '"classes": [7, '),
+        lambda text: text.replace('"async_io"', "[]"),
+    ],
+)
+def test_a_damaged_file_is_one_warning_and_ignored(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+    (path,) = cache.glob("*.json")
+    damaged = damage(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    forget(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="is ignored"):
+        again = adaptive_handle(folder)
+    assert again.learned() == []
+    write(again, folder)
+    with warnings.catch_warnings(record=True):
+        again.close()
+    json.loads(path.read_text())
+
+
+def test_numbers_too_large_for_any_version_are_ignored(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+    (path,) = cache.glob("*.json")
+    document = json.loads(path.read_text())
+    for entry in document["classes"]:
+        entry["tools"][0][0] = 1 << 80
+    path.write_text(json.dumps(document))
+    forget(monkeypatch)
+    again = adaptive_handle(folder)
+    assert again.learned() == []
+    round_trip(again, folder / "file")
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with adaptive_handle(folder) as handle:
+            write(handle, folder)
+    assert "not kept for the next program: " in handle.explain()
+
+
+# Modes
+
+
+def test_frozen_it_uses_what_is_known_and_learns_nothing(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+        known = only(handle)
+    (path,) = cache.glob("*.json")
+    before = path.read_bytes()
+    forget(monkeypatch)
+    monkeypatch.setenv(module.MODE, "frozen")
+    with adaptive_handle(folder) as frozen:
+        write(frozen, folder)
+        write(frozen, folder, size=8 * MIB)
+        assert (only(frozen).chosen, only(frozen).transfers) == (known.chosen, known.transfers)
+        assert "frozen: as kept in " in frozen.explain()
+    assert path.read_bytes() == before
+
+
+def test_off_it_is_a_tuned_handle(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.MODE, "off")
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+        round_trip(handle, folder / "file")
+        assert handle.learned() == []
+        assert handle.explain() == "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings"
+    assert not cache.exists()
+
+
+def test_another_mode_or_objective_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="objective must be 'time' or 'energy', not 'speed'"):
+        adaptive_handle(folder, objective="speed")  # type: ignore[arg-type]
+    monkeypatch.setenv(module.MODE, "no")
+    with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
+        adaptive_handle(folder)
+
+
+def test_wrong_arguments_are_refused_as_by_aio_handle(folder: Path) -> None:
+    with pytest.raises(ValueError, match="block_size must lie between"):
+        adaptive_handle(folder, block_size=0)
+    with pytest.raises(TypeError, match="no_such_argument"):
+        adaptive_handle(folder, no_such_argument=1)
+
+
+def test_it_is_pickled_as_path_and_arguments(folder: Path) -> None:
+    handle = pickle.loads(pickle.dumps(adaptive_handle(folder, queue_depth=7)))
+    assert (type(handle), handle.get_queue_depth()) == (adaptive_handle, 7)
+    round_trip(handle, folder / "file")
+
+
+def test_it_says_what_it_does_and_why(folder: Path) -> None:
+    handle = adaptive_handle(folder)
+    assert handle.explain().startswith("nothing was transferred yet")
+    write(handle, folder)
+    text = handle.explain()
+    assert "write up to 4 MiB, pinned, waited: settled after 40 transfers" in text
+    assert text.count("  -> ") == 1
+    assert "(the handle's settings): " in text
+    assert "GB/s" in text or "MB/s" in text
+    assert text.splitlines()[-1].startswith("kept in ")
+
+
+# Energy
+
+
+def made_up_rapl(folder: Path) -> Path:
+    counter = folder / "class" / "powercap" / "intel-rapl:0"
+    counter.mkdir(parents=True)
+    for name, text in (("name", "package-0"), ("max_energy_range_uj", "262143328850"), ("energy_uj", "1000000")):
+        (counter / name).write_text(text + "\n")
+    return counter / "energy_uj"
+
+
+def test_energy_can_be_the_objective(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = made_up_rapl(tmp_path / "sys")
+    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
+    handle = adaptive_handle(folder, objective="energy")
+    data = pattern(20 * MIB)
+    path = store(folder / "file", data)
+    back = torch.zeros_like(data)
+    for number in range(MANY):  # the counter advances between the transfers only: none says what it took
+        handle.sync_pread(back, path)
+        file.write_text(f"{1000000 * number}\n")
+    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
+    assert all(one.energy for one in handle.learned())
+    file.unlink()
+    handle.submit_pread(back, path).result()  # nor does one that is gone
+    handle.close()
+
+
+def test_joules_are_told() -> None:
+    tried = dictionary.Tried(MIB, 128, 1, False, False, "auto", 3e-9)
+    learned = Learned("read", None, "pinned", True, "alone", (tried, tried), 1, False, 1, 7, True)
+    assert str(learned).splitlines() == [
+        "read more than 256 MiB, pinned, in the page cache, alone: settled after 7 transfers",
+        "  -> 1 MiB x 128, 1 lane: 3 J/GB",
+        "     1 MiB x 128, 1 lane (the handle's settings): 3 J/GB",
+    ]
+
+
+def test_without_a_counter_energy_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
+    with pytest.raises(RuntimeError, match="there is no counter of energy: no RAPL in"):
+        adaptive_handle(folder, objective="energy")
+
+
+# Not alone
+
+
+def test_several_threads_learn_in_one_dictionary(folder: Path) -> None:
+    handle = adaptive_handle(folder)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            data = pattern(2 * MIB, number)
+            handle.sync_pwrite(data, folder / f"file{number}", 0)
+            back = torch.zeros_like(data)
+            handle.sync_pread(back, folder / f"file{number}")
+            assert torch.equal(back, data)
+
+    in_threads(work, 4)
+    assert sum(one.transfers for one in handle.learned()) == 160
+    write(handle, folder, 1)
+    assert any(one.concurrency == "waited" for one in handle.learned())  # nothing is left in flight
+
+
+def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
+    handle = adaptive_handle(folder)
+    write(handle, folder, 3)
+    pending = [handle.submit_pwrite(pattern(8 * MIB), folder / f"file{number}", 0) for number in range(4)]
+
+    def child() -> None:
+        round_trip(handle, folder / "child")
+        write(handle, folder, 1, size=64 * KIB)
+        assert only(handle, most_bytes=64 * KIB).concurrency == "waited"  # what is in flight is the parent's
+        fresh = adaptive_handle(folder)
+        write(fresh, folder)
+        fresh.close()
+
+    in_child(child)
+    assert [future.result() for future in pending] == [8 * MIB] * 4
+    write(handle, folder, 2)
+    assert only(handle, concurrency="waited", most_bytes=4 * MIB).transfers == 5
+
+
+def test_several_processes_leave_one_whole_file(folder: Path, cache: Path) -> None:
+    def child(size: int) -> None:
+        with adaptive_handle(folder) as handle:
+            write(handle, folder / f"of{size}", size=size)
+
+    for size in (2 * MIB, 8 * MIB):
+        (folder / f"of{size}").mkdir()
+    in_threads(lambda number: in_child(lambda: child((2 * MIB, 8 * MIB)[number])), 2)
+    (path,) = cache.glob("*.json")
+    assert json.loads(path.read_text())["classes"]
+
+
+def test_the_handle_needs_nothing_of_the_benchmarks() -> None:
+    run_python("""
+        import sys
+        import nvme_ops
+        assert nvme_ops.adaptive_handle
+        assert [name for name in sys.modules if name.startswith(("nvme_ops.bench", "nvme_ops.measuring"))] == []
+    """)
+
+
+def test_no_python_stands_between_a_transfer_and_the_choice(folder: Path) -> None:
+    assert adaptive_handle.sync_pread is aio_handle.sync_pread
+    assert type(adaptive_handle(folder)._engine) is type(aio_handle()._engine)

@@ -1,0 +1,226 @@
+// Trials and Experience: which tool is used next, and which one in the end.
+#include <algorithm>
+#include <vector>
+
+#include "check.h"
+#include "engine/experience.h"
+#include "engine/trials.h"
+#include "support.h"
+
+using namespace nvme_ops;
+using support::Random;
+
+namespace {
+
+// Uses the tools `times` times, at these costs; returns which ones.
+std::vector<std::size_t> use(Trials& trials, const std::vector<double>& costs, std::size_t times) {
+  std::vector<std::size_t> used;
+  for (std::size_t i = 0; i < times; ++i) {
+    const Trials::Ticket ticket = trials.choose();
+    used.push_back(ticket.tool);
+    trials.note(ticket, 100, 100 * costs[ticket.tool]);
+  }
+  return used;
+}
+
+Tool handle_settings() {
+  return {1 << 20, 128, 1};
+}
+
+Bounds bounds() {
+  return {handle_settings(), 2, false, false, false, false, false};
+}
+
+TransferClass reads(std::uint64_t bytes) {
+  return {Op::Read, size_class(bytes), Place::Pageable, false, Concurrency::Waited};
+}
+
+bool has(const std::vector<Tool>& tools, const Tool& wanted) {
+  return std::find(tools.begin(), tools.end(), wanted) != tools.end();
+}
+
+}  // namespace
+
+TEST(one_tool_needs_no_trial) {
+  Trials trials(1, 1, 3);
+  CHECK(!trials.exploring(), "there is nothing to find out");
+  CHECK(use(trials, {1}, 3000) == std::vector<std::size_t>(3000, 0), "always this one");
+  CHECK_EQUAL(trials.explorations(), 1U);
+}
+
+TEST(the_best_tool_is_found_within_twenty_uses) {
+  Random random(1);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<double> costs(support::between(random, 2, 6));
+    for (double& cost : costs) cost = 1 + static_cast<double>(support::between(random, 0, 99)) / 50;
+    Trials trials(costs.size(), 1, 3);
+    use(trials, costs, 20);
+    CHECK(!trials.exploring(), "it has ended");
+    const double best = *std::min_element(costs.begin(), costs.end());
+    CHECK(costs[trials.chosen()] <= best * Trials::kMargin, "the best one, or as good");
+  }
+}
+
+TEST(a_bad_tool_is_used_for_one_turn) {
+  Trials trials(3, 1, 3);
+  const auto used = use(trials, {1, 10, 0.9}, 100);
+  CHECK_EQUAL(std::count(used.begin(), used.end(), 1U), 1);
+  CHECK_EQUAL(trials.chosen(), 2U);
+}
+
+TEST(the_first_tool_is_kept_unless_another_is_clearly_better) {
+  Trials trials(2, 1, 3);
+  use(trials, {1, 0.99}, 20);
+  CHECK_EQUAL(trials.chosen(), 0U);
+}
+
+TEST(what_the_first_use_of_all_costs_is_not_counted) {
+  Trials trials(2, 1, 3);
+  const Trials::Ticket first = trials.choose();
+  trials.note(first, 1, 1000);
+  use(trials, {1, 2}, 20);
+  CHECK_EQUAL(trials.chosen(), 0U);
+}
+
+TEST(a_turn_is_so_many_uses) {
+  Trials trials(2, 4, 2);
+  const auto used = use(trials, {1, 2}, 9);
+  CHECK(used == (std::vector<std::size_t>{0, 0, 0, 0, 0, 1, 1, 1, 1}), "one after the other");
+}
+
+TEST(a_round_ends_when_its_uses_have_ended) {
+  Trials trials(2, 1, 3);
+  use(trials, {1, 0.5}, 1);
+  const Trials::Ticket one = trials.choose(), other = trials.choose();
+  CHECK_EQUAL(other.tool, 1U);
+  for (int i = 0; i < 10; ++i) {
+    const Trials::Ticket between = trials.choose();
+    CHECK_EQUAL(between.exploration, 0U);
+    trials.note(between, 1, 100);
+  }
+  trials.note(other, 1, 0.5);
+  trials.lose(one);  // it failed
+  use(trials, {1, 0.5}, 10);
+  CHECK_EQUAL(trials.chosen(), 1U);
+}
+
+TEST(nothing_that_can_be_measured_leaves_the_first_tool) {
+  Trials trials(3, 1, 3);
+  for (int i = 0; i < 100; ++i) trials.lose(trials.choose());
+  CHECK_EQUAL(trials.chosen(), 0U);
+}
+
+TEST(a_cost_that_changes_starts_an_exploration) {
+  Trials trials(2, 1, 3);
+  use(trials, {1, 2}, 100);
+  CHECK_EQUAL(trials.explorations(), 1U);
+  use(trials, {4, 2}, 100);
+  CHECK_EQUAL(trials.explorations(), 2U);
+  CHECK_EQUAL(trials.chosen(), 1U);
+}
+
+TEST(noise_starts_none) {
+  Random random(2);
+  Trials trials(2, 1, 3);
+  use(trials, {1, 2}, 20);
+  for (int i = 0; i < 900; ++i) {
+    const Trials::Ticket ticket = trials.choose();
+    trials.note(ticket, 1, 0.8 + static_cast<double>(support::between(random, 0, 39)) / 100);
+  }
+  CHECK_EQUAL(trials.explorations(), 1U);
+}
+
+TEST(it_looks_again_in_any_case_and_loses_little_by_it) {
+  Trials trials(5, 1, 3);
+  const std::vector<double> costs{1, 3, 3, 3, 3};
+  const auto used = use(trials, costs, 10000);
+  double spent = 0;
+  for (const std::size_t tool : used) spent += costs[tool];
+  CHECK(trials.explorations() > 5, "it has looked again");
+  CHECK(spent < 10000 * 1.02, "2 % at most");
+}
+
+TEST(what_was_found_before_is_used_at_once) {
+  Trials trials(3, 1, 3);
+  trials.restore(2, {1, 0, 0.5});
+  CHECK(use(trials, {1, 1, 0.5}, 10) == std::vector<std::size_t>(10, 2), "always this one");
+  use(trials, {1, 1, 5}, 100);
+  CHECK_EQUAL(trials.chosen(), 0U);
+}
+
+TEST(sizes_are_powers_of_four) {
+  CHECK_EQUAL(size_class(0), 0);
+  CHECK_EQUAL(size_class(4096), 0);
+  CHECK_EQUAL(size_class(4097), 1);
+  CHECK_EQUAL(size_class(256 << 20), 8);
+  CHECK_EQUAL(size_class(std::uint64_t{1} << 40), kSizeClasses - 1);
+}
+
+TEST(tools_differ_in_what_the_user_left_open) {
+  Bounds fixed = bounds();
+  fixed.block_size_fixed = fixed.queue_depth_fixed = fixed.lanes_fixed = fixed.cache_fixed = true;
+  for (const std::uint64_t bytes : {4 << 10, 1 << 20, 64 << 20}) {
+    CHECK_EQUAL(tools_for(reads(bytes), fixed).size(), 1U);
+    CHECK(tools_for(reads(bytes), bounds()).size() > 1, "there is a choice");
+    CHECK(tools_for(reads(bytes), bounds())[0] == handle_settings(), "the handle's settings come first");
+  }
+}
+
+TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
+  for (const std::uint64_t bytes : {4 << 10, 256 << 10, 1 << 20, 64 << 20}) {
+    Tool cached = handle_settings();
+    cached.cache = Cache::Buffered;
+    TransferClass kind = reads(bytes);
+    CHECK_EQUAL(has(tools_for(kind, bounds()), cached), bytes <= 256 << 10);
+    kind.op = Op::Write;
+    CHECK(!has(tools_for(kind, bounds()), cached), "its errors would be lost");
+  }
+}
+
+TEST(accelerators_have_bounce_where_cufile_is_the_other_way) {
+  TransferClass kind = reads(64 << 20);
+  kind.place = Place::Device;
+  Tool bounce = handle_settings();
+  bounce.bounce = true;
+  CHECK(!has(tools_for(kind, bounds()), bounce), "the only way");
+  Bounds both = bounds();
+  both.cufile = true;
+  CHECK(has(tools_for(kind, both), bounce), "one of two");
+}
+
+TEST(what_the_page_cache_has_is_a_class_of_its_own) {
+  Experience experience(bounds(), false);
+  const auto kind = reads(64 << 20);
+  const auto cold = experience.choose(kind);
+  CHECK(!cold.kind.cached, "nothing is known");
+  experience.note(cold, 100, true, 1);
+  const auto hot = experience.choose(kind);
+  CHECK(hot.kind.cached, "as the one before");
+  experience.note(hot, 100, false, 1);
+  CHECK(!experience.choose(kind).kind.cached, "as the one before");
+  CHECK_EQUAL(experience.entries().size(), 2U);
+}
+
+TEST(frozen_it_learns_nothing) {
+  Experience experience(bounds(), true);
+  for (int i = 0; i < 50; ++i) {
+    const auto choice = experience.choose(reads(64 << 20));
+    CHECK(choice.tool == handle_settings(), "nothing is known");
+    experience.note(choice, 100, false, i);
+  }
+  CHECK(experience.entries().empty(), "and nothing is learned");
+  const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
+  experience.restore(reads(64 << 20), tools, 1, std::vector<double>(tools.size(), 1), 7);
+  CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
+}
+
+TEST(what_was_found_for_other_tools_is_left_aside) {
+  Experience experience(bounds(), false);
+  std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
+  std::vector<double> costs(tools.size(), 1);
+  experience.restore(reads(64 << 20), tools, tools.size(), costs, 1);
+  experience.restore(reads(64 << 20), tools, 0, {1}, 1);
+  tools[0].block_size *= 2;
+  experience.restore(reads(64 << 20), tools, 0, costs, 1);
+  CHECK(experience.entries().empty(), "none of these can be used");
+}
