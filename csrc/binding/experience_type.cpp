@@ -179,6 +179,7 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, 
   if (learner->generation != generation_) {  // what is in flight is the parent's
     learner->generation = generation_;
     learner->in_flight = 0;
+    learner->experience.forget();
   }
   ahead_ = learner->in_flight;
   const Concurrency concurrency = ahead_ > 0 || count > 1 ? Concurrency::Crowd

@@ -95,6 +95,10 @@ void Experience::lose(const Choice& choice) {
   if (!frozen_) entry_of(choice.kind).trials.lose(choice.ticket);
 }
 
+void Experience::forget() {
+  for (auto& [kind, entry] : entries_) entry.trials.forget();
+}
+
 void Experience::restore(const TransferClass& kind, const std::vector<Tool>& tools, std::size_t chosen,
                          const std::vector<double>& costs, std::uint64_t transfers) {
   if (entries_.count(kind) != 0 || tools != tools_for(kind, bounds_)) return;

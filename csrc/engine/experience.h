@@ -72,6 +72,8 @@ public:
   // What so many bytes cost, in seconds or joules; `cached`: the page cache had most of them.
   void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);
   void lose(const Choice& choice);
+  // No choice made so far will be given back: they are another process's.
+  void forget();
 
   const std::map<TransferClass, Entry>& entries() const { return entries_; }
   // Adds what was learned before, unless the class is known or would not have these tools here.

@@ -35,6 +35,7 @@ public:
   Ticket choose();
   void note(const Ticket& ticket, std::uint64_t bytes, double cost);
   void lose(const Ticket& ticket);  // its use failed, or says nothing
+  void forget() { outstanding_ = 0; }
 
   bool exploring() const { return exploring_; }
   std::size_t chosen() const { return chosen_; }

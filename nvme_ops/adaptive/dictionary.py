@@ -97,7 +97,7 @@ class Dictionary:
             for entry in _stored(self._identity):
                 if (entry["op"], entry["energy"]) == (name, self._energy):
                     _restore(made, entry)
-            self._experiences[name] = made
+            self._experiences.setdefault(name, made)  # another thread's may be there by now
             self._saved = self._explored()
         return self._experiences[name]
 
@@ -180,6 +180,11 @@ def dictionary_of(
     arguments = (first, lanes, fixed, frozen)
     key = (os.getpid(), identity, objective, *arguments)
     return _dictionaries.setdefault(key, Dictionary(identity, objective == "energy", *arguments))
+
+
+def forget() -> None:
+    """Makes the handles to come begin anew, but for what is kept; those that are made keep what they know."""
+    _dictionaries.clear()
 
 
 def _stored(identity: Identity) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops import Priority, adaptive_handle, aio_handle, tuned_handle
+from nvme_ops._native import native
 from nvme_ops.adaptive import dictionary
 from nvme_ops.adaptive import handle as module
 from nvme_ops.adaptive.dictionary import SECTION, Learned
@@ -36,13 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(module.MODE, raising=False)
-    monkeypatch.setattr(dictionary, "_dictionaries", {})
+    dictionary.forget()
     return tmp_path / "cache" / "nvme_ops" / "tune"
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(dictionary, "_dictionaries", {})
 
 
 def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * MIB) -> None:
@@ -169,6 +165,21 @@ def test_small_reads_in_a_row_come_to_use_the_page_cache_or_not_but_writes_never
     assert {tried.cache for one in handle.learned() if one.op == "read" for tried in one.tools} == {"auto", "buffered"}
 
 
+def test_a_tool_bounds_what_is_in_flight(folder: Path) -> None:
+    data = pattern(MIB)
+    path, back = store(folder / "file", data), nvme_ops.empty(MIB, dtype=torch.uint8)
+    for depth, lanes in ((2, 1), (3, 2), (64, 1)):
+        experience = native().Experience((4096, depth, lanes, False, False, 1), lanes, (True,) * 4, False, True, [])
+        engine = native().Engine(MIB, 128, False, False, 4, aio_handle().backend, "direct", experience)
+        back.zero_()
+        assert engine.run(0, back, path, 0, False) == MIB
+        assert torch.equal(back, data)
+        assert engine.submit(1, back, path, 0, False).wait(None)
+        found = engine.statistics()
+        assert found["requests"] == 2 * MIB // 4096
+        assert found["in_flight_max"] <= depth
+
+
 def test_arguments_are_never_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = adaptive_handle(folder, block_size=512 * KIB, queue_depth=9, num_threads=1, cache="direct")
     data = nvme_ops.empty(17 * MIB, dtype=torch.uint8)
@@ -211,7 +222,7 @@ def test_what_is_learned_is_kept_for_the_next_program(folder: Path, monkeypatch:
         before = only(handle)
         assert not before.exploring
     assert handle.learned() == [before]  # also of one that is closed
-    forget(monkeypatch)
+    dictionary.forget()
     again = adaptive_handle(folder)
     known = only(again)
     assert (known.chosen, known.transfers) == (before.chosen, before.transfers)
@@ -247,11 +258,11 @@ def test_nothing_is_kept_before_something_is_learned(folder: Path, cache: Path) 
 
 def test_what_others_have_learned_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (2 * MIB, 8 * MIB):
-        forget(monkeypatch)
+        dictionary.forget()
         handle = adaptive_handle(folder)
         write(handle, folder, size=size)
         handle.close()
-    forget(monkeypatch)
+    dictionary.forget()
     assert {one.most_bytes for one in adaptive_handle(folder).learned()} >= {4 * MIB, 16 * MIB}
 
 
@@ -275,7 +286,7 @@ def test_a_damaged_file_is_one_warning_and_ignored(
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     path.write_text(damaged)
-    forget(monkeypatch)
+    dictionary.forget()
     with pytest.warns(RuntimeWarning, match="is ignored"):
         again = adaptive_handle(folder)
     assert again.learned() == []
@@ -295,7 +306,7 @@ def test_numbers_too_large_for_any_version_are_ignored(
     for entry in document["classes"]:
         entry["tools"][0][0] = 1 << 80
     path.write_text(json.dumps(document))
-    forget(monkeypatch)
+    dictionary.forget()
     again = adaptive_handle(folder)
     assert again.learned() == []
     round_trip(again, folder / "file")
@@ -321,7 +332,7 @@ def test_frozen_it_uses_what_is_known_and_learns_nothing(
         known = only(handle)
     (path,) = cache.glob("*.json")
     before = path.read_bytes()
-    forget(monkeypatch)
+    dictionary.forget()
     monkeypatch.setenv(module.MODE, "frozen")
     with adaptive_handle(folder) as frozen:
         write(frozen, folder)
@@ -447,6 +458,8 @@ def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
         round_trip(handle, folder / "child")
         write(handle, folder, 1, size=64 * KIB)
         assert only(handle, most_bytes=64 * KIB).concurrency == "waited"  # what is in flight is the parent's
+        write(handle, folder)
+        assert not only(handle, place="pinned", op="write", concurrency="waited", most_bytes=4 * MIB).exploring
         fresh = adaptive_handle(folder)
         write(fresh, folder)
         fresh.close()

@@ -104,6 +104,16 @@ TEST(a_round_ends_when_its_uses_have_ended) {
   CHECK_EQUAL(trials.chosen(), 1U);
 }
 
+TEST(what_another_process_has_begun_is_not_waited_for) {
+  Trials trials(2, 1, 3);
+  use(trials, {1, 0.5}, 1);
+  trials.choose();
+  trials.forget();
+  use(trials, {1, 0.5}, 20);
+  CHECK(!trials.exploring(), "it has ended");
+  CHECK_EQUAL(trials.chosen(), 1U);
+}
+
 TEST(nothing_that_can_be_measured_leaves_the_first_tool) {
   Trials trials(3, 1, 3);
   for (int i = 0; i < 100; ++i) trials.lose(trials.choose());

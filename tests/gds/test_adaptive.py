@@ -18,7 +18,7 @@ pytest_plugins = ("tests.fake_cufile.fixtures",)
 @pytest.fixture(autouse=True)
 def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(dictionary, "_dictionaries", {})
+    dictionary.forget()
 
 
 def learn(handle: aio_handle, device: PrivateDevice, folder: Path) -> None:
