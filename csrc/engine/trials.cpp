@@ -73,10 +73,8 @@ void Trials::end_round() {
     best = std::min(best, cost_of(tried));
   }
   const double most = best * kStay[std::min<std::size_t>(round_, std::size(kStay) - 1)];
-  const auto lasts =
-      [&](std::size_t tool) {  // the first one, which all others must beat, has a second turn in any case
-        return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0);
-      };
+  // The first one, which all others must beat, has a second turn in any case.
+  const auto lasts = [&](std::size_t tool) { return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0); };
   for (const std::size_t tool : order_) tried_[tool].dropped = !lasts(tool);
   order_.erase(std::stable_partition(order_.begin(), order_.end(), lasts), order_.end());
   begun_ = 0;
@@ -100,7 +98,7 @@ void Trials::watch(double cost) {
   ++uses_;
   if (tried_.size() < 2) return;
   lately_ = lately_ == 0 ? cost : (1 - kNewWeight) * lately_ + kNewWeight * cost;
-  if (uses_ == kUsualUses) usual_ = lately_;
+  if (usual_ == 0 && uses_ == kUsualUses) usual_ = lately_;
   const bool drifted = usual_ > 0 && (lately_ > kDrift * usual_ || lately_ * kDrift < usual_);
   if (!(drifted && uses_ >= patience_) && uses_ < kMostPatience) return;
   patience_ = drifted ? std::min(2 * patience_, kMostPatience) : kDriftUses;

@@ -156,6 +156,10 @@ TEST(what_was_found_before_is_used_at_once) {
   CHECK(use(trials, {1, 1, 0.5}, 10) == std::vector<std::size_t>(10, 2), "always this one");
   use(trials, {1, 1, 5}, 100);
   CHECK_EQUAL(trials.chosen(), 0U);
+  Trials slower(2, 1, 3);
+  slower.restore(1, {1, 0.5});
+  use(slower, {1, 2}, 60);  // what has changed between two programs
+  CHECK_EQUAL(slower.chosen(), 0U);
 }
 
 TEST(sizes_are_powers_of_four) {
