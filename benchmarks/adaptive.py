@@ -171,8 +171,14 @@ def deepspeed_row(work: Work) -> Row:
         return unavailable("DeepSpeed", found)
     handle = found.aio_handle()
     memory = filled(handle.new_cpu_locked_tensor(work.each, torch.empty(0, dtype=torch.uint8)))
-    move = handle.sync_pwrite if work.write else handle.sync_pread
-    return files_row(work, "DeepSpeed", memory, lambda path: move(memory, path), lambda path: move(memory, path))
+
+    def save(path: str) -> None:
+        handle.sync_pwrite(memory, path)
+
+    def load(path: str) -> None:
+        handle.sync_pread(memory, path)
+
+    return files_row(work, "DeepSpeed", memory, save, load)
 
 
 def plain_rows(work: Work) -> list[Row]:

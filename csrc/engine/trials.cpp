@@ -1,7 +1,6 @@
 #include "engine/trials.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -11,9 +10,9 @@ namespace {
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr double kNewWeight = 0.125;  // of the latest cost in the average
 constexpr unsigned kUsualUses = 16;   // uses that make the usual cost
-// How many times the best cost a tool may have to be in the next round. The first turn of a tool may also pay for
+// How many times the best cost a tool may have to be in the next round. A first turn of one use may also have paid for
 // threads and memory.
-constexpr double kStay[] = {2.0, 1.2};
+constexpr double kStay = 1.2, kStayAfterOneUse = 2.0;
 
 double cost_of(const Trials::Tried& tried) {
   return tried.cost > 0 ? tried.cost : kUnknown;
@@ -72,7 +71,7 @@ void Trials::end_round() {
     tried.turn_cost = 0;
     best = std::min(best, cost_of(tried));
   }
-  const double most = best * kStay[std::min<std::size_t>(round_, std::size(kStay) - 1)];
+  const double most = best * (round_ == 0 && turn_ == 1 ? kStayAfterOneUse : kStay);
   // The first one, which all others must beat, has a second turn in any case.
   const auto lasts = [&](std::size_t tool) { return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0); };
   for (const std::size_t tool : order_) tried_[tool].dropped = !lasts(tool);

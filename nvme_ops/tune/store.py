@@ -122,7 +122,7 @@ def save_section(identity: Identity, section: str, content: Mapping[str, Any]) -
 def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Returns why ``known`` is more reliable than ``found``; an empty string if ``found`` may replace it.
 
-    Both come from ``report.details``; ``known`` may also come from a tuning in the background.
+    Both come from ``report.details``; ``known`` may also come from a version that tuned in the background.
     """
     if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
         return "this run read from the page cache, that one from the device"
