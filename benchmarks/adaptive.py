@@ -40,8 +40,8 @@ from nvme_ops.text import GIB, MIB, parse_size, size_words
 GROUPS = {
     "read": "cold reads of tensors of each size, in GB/s",
     "write": "writes of tensors of each size until they are on the device, in GB/s",
-    "read-load": "the same reads beside a process that reads the device",
-    "write-load": "the same writes beside it",
+    "read-load": "cold reads beside a process that reads the device",
+    "write-load": "writes beside a process that reads the device",
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 LEARNING = 20  # transfers
