@@ -60,11 +60,11 @@ PyObject* entries(PyObject* self, PyObject*) {
                      const Trials& trials = entry.trials;
                      const auto [op, size, place, cached, concurrency] = kind.fields();
                      Ref tools = list_of(entry.tools, from_tool);
-                     Ref tried = list_of(trials.tried(), [](const Trials::Tried& one) {
-                       return checked(Py_BuildValue("(dO)", one.cost, one.dropped ? Py_True : Py_False));
+                     Ref costs = list_of(trials.tried(), [](const Trials::Tried& one) {
+                       return checked(PyFloat_FromDouble(one.cost));
                      });
                      return checked(Py_BuildValue(
-                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), tried.release(),
+                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), costs.release(),
                          static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
                          static_cast<unsigned long long>(trials.explorations()),
                          static_cast<unsigned long long>(entry.transfers)));

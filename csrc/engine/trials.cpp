@@ -74,7 +74,6 @@ void Trials::end_round() {
   const double most = best * (round_ == 0 && turn_ == 1 ? kStayAfterOneUse : kStay);
   // The first one, which all others must beat, has a second turn in any case.
   const auto lasts = [&](std::size_t tool) { return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0); };
-  for (const std::size_t tool : order_) tried_[tool].dropped = !lasts(tool);
   order_.erase(std::stable_partition(order_.begin(), order_.end(), lasts), order_.end());
   begun_ = 0;
   if (++round_ == rounds_ || order_.size() <= 1) settle();

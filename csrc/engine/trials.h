@@ -18,7 +18,6 @@ public:
   };
   struct Tried {
     double cost = 0;       // of a byte, in its best turn; 0 before the first
-    bool dropped = false;  // in the latest exploration
     double turn_cost = 0;  // of the present turn
     std::uint64_t bytes = 0;
   };

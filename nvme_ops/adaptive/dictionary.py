@@ -106,14 +106,14 @@ class Dictionary:
         return [self._learned(entry) for made in self._experiences.values() for entry in made.entries()]
 
     def _learned(self, entry: tuple[Any, ...]) -> Learned:
-        (op, size, place, cached, concurrency), tools, tried, chosen, exploring, explorations, transfers = entry
+        (op, size, place, cached, concurrency), tools, costs, chosen, exploring, explorations, transfers = entry
         return Learned(
             op="write" if op else "read",
             most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
             place=_PLACES[place],
             cached=bool(cached),
             concurrency=_CONCURRENCY[concurrency],
-            tools=tuple(_tried(tool, cost) for tool, (cost, _) in zip(tools, tried, strict=True)),
+            tools=tuple(_tried(tool, cost) for tool, cost in zip(tools, costs, strict=True)),
             chosen=chosen,
             exploring=exploring,
             explorations=explorations,
@@ -150,11 +150,11 @@ class Dictionary:
                 "energy": self._energy,
                 "class": fields,
                 "tools": tools,
-                "costs": [cost for cost, _ in tried],
+                "costs": costs,
                 "chosen": chosen,
                 "transfers": transfers,
             }
-            for fields, tools, tried, chosen, exploring, _, transfers in made.entries()
+            for fields, tools, costs, chosen, exploring, _, transfers in made.entries()
             if not exploring and len(tools) > 1
         ]
 
@@ -198,7 +198,8 @@ def _check(document: Mapping[str, Any]) -> None:
         if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
             raise ValueError(f"its op {entry['op']}")
         numbers = [*entry["class"], *entry["costs"], entry["chosen"], entry["transfers"]]
-        if len(entry["class"]) != 5 or not all(value >= 0 for value in numbers):
+        fields = zip(entry["class"], (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY)), strict=True)
+        if not all(value >= 0 for value in numbers) or not all(value < most for value, most in fields):
             raise ValueError(f"its class {entry['class']}")
         if not len(entry["tools"]) == len(entry["costs"]) > entry["chosen"]:
             raise ValueError(f"its class {entry['class']} has {len(entry['tools'])} tools")

@@ -78,7 +78,7 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
             return super()._make_engine(settings)
         block_size, queue_depth, *switches, lanes, backend, cache = settings
         lanes_fixed = {"intra_op_parallelism", "num_threads"} & set(self._overrides)
-        most_lanes = lanes if lanes_fixed else max(lanes, min(_MOST_LANES, max(2, os.cpu_count() or 1)))
+        most_lanes = lanes if lanes_fixed else max(lanes, min(_MOST_LANES, max(2, len(os.sched_getaffinity(0)))))
         fixed = (
             "block_size" in self._overrides,
             "queue_depth" in self._overrides,

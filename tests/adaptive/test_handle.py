@@ -275,6 +275,7 @@ def test_what_others_have_learned_stays(folder: Path, monkeypatch: pytest.Monkey
         lambda text: text.replace('"costs": [', '"costs": [-1, '),
         lambda text: text.replace('"classes": [', '"classes": [7, '),
         lambda text: text.replace('"async_io"', "[]"),
+        lambda text: text.replace('"class": [\n        1', '"class": [\n        9'),
     ],
 )
 def test_a_damaged_file_is_one_warning_and_ignored(
