@@ -78,9 +78,10 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
   } else if (memory.bytes > 0) {
     memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
-    const bool huge = BufferPool::instance().contains(memory.data, memory.bytes);
-    pooled = huge && !managed(tensor->storage());
-    memory.fast = memory.bytes > kInPlaceBytes && (huge || pinned_by_torch(object, *tensor));
+    const BufferPool& pool = BufferPool::instance();
+    pooled = pool.contains(memory.data, memory.bytes) && !managed(tensor->storage());
+    memory.fast =
+        memory.bytes > kInPlaceBytes && (pool.huge(memory.data, memory.bytes) || pinned_by_torch(object, *tensor));
   }
   if (memory.bytes > 0) memory.keep = hold_bytes(tensor->storage(), object, pooled);
   return memory;
@@ -96,7 +97,7 @@ Memory memory_of_buffer(PyObject* object, Op op, const std::string& argument) {
   Memory memory;
   memory.data = static_cast<std::byte*>(view->buf);
   memory.bytes = static_cast<std::uint64_t>(view->len);
-  memory.fast = memory.bytes > kInPlaceBytes && BufferPool::instance().contains(memory.data, memory.bytes);
+  memory.fast = memory.bytes > kInPlaceBytes && BufferPool::instance().huge(memory.data, memory.bytes);
   memory.keep = std::shared_ptr<void>(view.release(), [](void* held) {
     PyBuffer_Release(static_cast<Py_buffer*>(held));
     delete static_cast<Py_buffer*>(held);

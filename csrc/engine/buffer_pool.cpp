@@ -151,12 +151,17 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   }
 }
 
-bool BufferPool::contains(const std::byte* memory, std::size_t bytes) const {
+bool BufferPool::huge(const std::byte* memory, std::size_t bytes) const {
+  return allocation(memory, bytes) >= kHugePage;
+}
+
+std::size_t BufferPool::allocation(const std::byte* memory, std::size_t bytes) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto after = live_.upper_bound(memory);
-  if (after == live_.begin()) return false;
+  if (after == live_.begin()) return 0;
   const auto& [start, size] = *std::prev(after);
-  return memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
+  const bool inside = memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
+  return inside ? size : 0;
 }
 
 void BufferPool::trim(std::size_t keep) noexcept {

@@ -24,13 +24,17 @@ public:
   void release(std::byte* memory) noexcept { release(memory, bound_); }
 
   // Returns whether [memory, memory + bytes) lies inside one live allocation.
-  bool contains(const std::byte* memory, std::size_t bytes) const;
+  bool contains(const std::byte* memory, std::size_t bytes) const { return allocation(memory, bytes) > 0; }
+
+  // Returns whether that allocation is in huge pages; a small one is in pages like any other memory's.
+  bool huge(const std::byte* memory, std::size_t bytes) const;
 
   void trim(std::size_t keep = 0) noexcept;  // gives cached memory back to the system, but for so many bytes
   Statistics statistics() const;
 
 private:
   BufferPool();
+  std::size_t allocation(const std::byte* memory, std::size_t bytes) const;  // its size; 0 if there is none
   void free_cached(std::size_t bound) noexcept;
 
   mutable std::mutex mutex_;
