@@ -29,6 +29,7 @@ import nvme_ops
 from benchmarks import command
 from nvme_ops.adaptive import dictionary
 from nvme_ops.arguments import size
+from nvme_ops.bench import fio
 from nvme_ops.bench.engines import deepspeed, unavailable
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, metered, timed
 from nvme_ops.bench.tables import Table
@@ -46,6 +47,8 @@ GROUPS = {
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 LEARNING = 20  # transfers
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
+FIO = "fio, as deep as one tensor allows"
+_FIO_BYTES = 16 * MIB  # at least: it counts milliseconds
 _PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
 _MOST = 256
 _DATASYNC = "+ fdatasync"
@@ -216,6 +219,14 @@ def _numpy_save(memory: torch.Tensor) -> Callable[[str], None]:
     return save
 
 
+def fio_row(work: Work) -> Row:
+    """The device's rate: one block at a time, as a tensor of that size is moved; fio's best for larger ones."""
+    shape = fio.variants([f"--bs={work.each}", "--iodepth=1"]) if work.each < fio.BLOCK else fio.BEST
+    nbytes = max(_FIO_BYTES, work.count * work.each)
+    pattern = "randwrite" if work.write else "randread"
+    return fio.row(FIO, pattern, lambda: work.path, nbytes, lambda: make_cold(work.path), shape)
+
+
 def files_row(
     work: Work, name: str, memory: torch.Tensor, save: Callable[[str], object], load: Callable[[str], object]
 ) -> Row:
@@ -259,7 +270,7 @@ def load(scratch: str, wanted: bool) -> Iterator[None]:
 
 
 def told(table: Table) -> str:
-    """Returns what the choice loses against the best fixed tool of this package in hindsight."""
+    """Returns what the choice loses against the best fixed tool in hindsight, and what it reaches of torch and fio."""
     rates = {row.name: statistics.median(table.values(row)) for row in table.rows if table.values(row)}
     fixed = {name: rate for name, rate in rates.items() if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW)}
     if not fixed or ADAPTIVE not in rates:
@@ -271,7 +282,13 @@ def told(table: Table) -> str:
         if found := table.against(row, best):
             ratios[name] = statistics.median(found)
     words = ", ".join(f"{ratio:.2f} ({name.rpartition(', ')[2]})" for name, ratio in ratios.items())
-    return f"of the best fixed tool ({best}): {words}"
+    learned = next(row for row in table.rows if row.name == ADAPTIVE)
+    others = [
+        f"{statistics.median(found):.2f} x {name.partition(',')[0]}"
+        for name in rates
+        if name.startswith(("torch", "fio")) and (found := table.against(learned, name))
+    ]
+    return "; ".join([f"of the best fixed tool ({best}): {words}", *others])
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
@@ -289,6 +306,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
                 rows += plain_rows(work)
             if not run.given.no_deepspeed:
                 rows.append(deepspeed_row(work))
+            rows.append(fio_row(work))
             for row in rows:
                 metered(row, meter)
             with load(scratch, group.endswith("load")):

@@ -34,6 +34,18 @@ TEST(memory_is_aligned_for_its_size) {
   CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
 }
 
+TEST(only_large_allocations_are_in_huge_pages) {
+  std::byte* const small = pool().allocate(kHugePage / 2);
+  std::byte* const large = pool().allocate(2 * kHugePage);
+  CHECK(pool().contains(small, kHugePage / 2) && !pool().huge(small, kHugePage / 2), "small pages");
+  CHECK(pool().huge(large + kPageSize, kPageSize), "a part of a large allocation is in huge pages");
+  CHECK(!pool().huge(large + kHugePage, 2 * kHugePage), "what reaches beyond the allocation is not of the pool");
+  pool().release(small);
+  CHECK(!pool().huge(large - kPageSize, 2 * kPageSize), "nor what begins before it");
+  pool().release(large);
+  pool().trim();
+}
+
 TEST(released_memory_serves_the_next_of_about_its_size) {
   std::byte* const first = pool().allocate(16 * kHugePage);
   pool().release(first);

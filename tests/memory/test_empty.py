@@ -245,3 +245,19 @@ def test_tensors_outlive_their_handle() -> None:
     tensor.fill_(5)
     assert aio_handle().is_pinned(tensor)
     assert AsyncIOBuilder().load().aio_handle().free_cpu_locked_tensor(tensor)
+
+
+def test_small_tensors_are_read_through_staging_memory(folder: Path) -> None:
+    """Their pages are small: in place costs more than a copy. A slice of a large one has huge pages."""
+    data = pattern(MIB)
+    (folder / "file").write_bytes(data.numpy().tobytes())
+    handle = aio_handle(cache="direct")
+    for tensor, staged in (
+        (nvme_ops.empty(MIB, dtype=torch.uint8), MIB),
+        (nvme_ops.empty(4 * MIB, dtype=torch.uint8)[MIB : 2 * MIB], 0),
+        (nvme_ops.empty(2 * MIB, dtype=torch.uint8)[:MIB], 0),
+    ):
+        before = handle.statistics().staged_bytes
+        handle.sync_pread(tensor, folder / "file")
+        assert torch.equal(tensor, data)
+        assert handle.statistics().staged_bytes - before == staged
