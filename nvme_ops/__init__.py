@@ -18,6 +18,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvme_ops import data as data
     from nvme_ops import dcp as dcp
     from nvme_ops import offload as offload
     from nvme_ops.adaptive.handle import adaptive_handle as adaptive_handle
@@ -69,6 +70,7 @@ __all__ = [
     "__version__",
     "adaptive_handle",
     "aio_handle",
+    "data",
     "dcp",
     "empty",
     "gds_handle",
@@ -88,7 +90,7 @@ if not TYPE_CHECKING:  # so that a name which is not there is an error to type c
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name in ("dcp", "offload"):  # modules to be named as they are, which importing sets
+        if name in ("data", "dcp", "offload"):  # modules to be named as they are, which importing sets
             return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 

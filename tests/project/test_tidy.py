@@ -48,6 +48,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "checkpoint": {"memory", "storage", "formats"},
     "dcp": {"memory", "storage", "formats"},
     "inspection": {"memory", "storage", "formats", "checkpoint", "dcp.contents"},
+    "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
     "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
     "measuring": {"storage.mounts", "storage.owner"},
@@ -61,7 +62,7 @@ OF_SINGLE_MODULES = {"file": {"stream"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
-    f"nvme_ops/{name}/cli.py" for name in ("bench", "inspection", "offload", "tune")
+    f"nvme_ops/{name}/cli.py" for name in ("bench", "data", "inspection", "offload", "tune")
 }
 ENTRY_POINTS = {"__init__", "__main__"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")

@@ -1,0 +1,18 @@
+"""The I/O of training data: samples in few large files, read at random at the speed of the device.
+
+from nvme_ops.data import Loader, SampleWriter
+with SampleWriter("/mnt/nvme/train", {"image": bytes, "label": torch.int64}) as writer:
+    writer.add({"image": jpeg, "label": 3})
+for batch in Loader("/mnt/nvme/train", 256, shuffle=True): ...
+"""
+
+from nvme_ops.data.columns import Columns as Columns
+from nvme_ops.data.dataset import Dataset as Dataset
+from nvme_ops.data.loader import Loader as Loader
+from nvme_ops.data.log import AsyncLog as AsyncLog
+from nvme_ops.data.log import read_log as read_log
+from nvme_ops.data.store import Read as Read
+from nvme_ops.data.store import SampleStore as SampleStore
+from nvme_ops.data.writer import SampleWriter as SampleWriter
+
+__all__ = ["AsyncLog", "Columns", "Dataset", "Loader", "Read", "SampleStore", "SampleWriter", "read_log"]

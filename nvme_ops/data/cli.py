@@ -1,0 +1,153 @@
+"""The command ``nvme-data``: makes stores of samples, describes and verifies them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from nvme_ops import __version__
+from nvme_ops.arguments import command_line, size
+from nvme_ops.data.convert import convert, open_source
+from nvme_ops.data.store import SampleStore
+from nvme_ops.data.writer import SampleWriter
+from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.progress import byte_bar
+from nvme_ops.text import MIB, size_words
+
+_EPILOG = """\
+examples:
+  nvme-data convert imagenet/train /mnt/nvme/train     each file a sample; folders become labels
+  nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample; also .parquet, tars and MDS shards
+  nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
+  nvme-data info /mnt/nvme/train                       samples, columns, files; also of tars and MDS shards
+  nvme-data verify /mnt/nvme/train                     reads every sample, and compares checksums where there are any
+
+exit status: 0; 1 when verify finds damage; 2 for wrong arguments and what cannot be read or written; 130 after Ctrl-C
+"""
+_AT_ONCE = 32 * MIB
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = command_line("nvme-data", "Makes stores of samples for training, describes and verifies them.", _EPILOG)
+    made.add_argument("--version", action="version", version=f"nvme-data {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = "make a store of a folder of files, a .npy, Parquet, tars (WebDataset) or MDS shards"
+    command = commands.add_parser("convert", help=words, description=words)
+    command.add_argument("source", metavar="SOURCE")
+    command.add_argument("folders", metavar="FOLDER", nargs="+", help="of the store; made if it is missing")
+    command.add_argument("--shard-bytes", type=size, default="4G", metavar="SIZE", help="of a data file (default 4G)")
+    command.add_argument(
+        "--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    for name, words in (
+        ("info", "what a store holds; reads only its index"),
+        ("verify", "read every sample, and compare checksums where there are any"),
+    ):
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument("path", metavar="PATH", help="a store, or a folder of tars or MDS shards")
+        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    given = parser().parse_args(words)
+    try:
+        return {"convert": _convert, "info": _info, "verify": _verify}[given.command](given)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        print(f"nvme-data: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("nvme-data: interrupted", file=sys.stderr)
+        return 130
+
+
+def _convert(given: argparse.Namespace) -> int:
+    source = open_source(given.source)
+    for folder in given.folders:
+        os.makedirs(folder, exist_ok=True)
+    with (
+        SampleWriter(
+            given.folders,
+            source.columns,
+            shard_bytes=given.shard_bytes,
+            alignment=given.alignment,
+            overwrite=given.overwrite,
+        ) as writer,
+        byte_bar(source.nbytes, "convert") as told,
+    ):
+        count = convert(source, writer, told)
+    print(f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}")
+    return 0
+
+
+def _info(given: argparse.Namespace) -> int:
+    with SampleStore(given.path) as store:
+        index = store.index
+        columns = store.columns.words() if store.columns else index.more.get("column_names", [])
+        found: dict[str, Any] = {
+            "kind": index.kind,
+            "samples": len(store),
+            "bytes": store.nbytes,
+            "record_bytes": index.record_bytes,
+            "alignment": index.alignment,
+            "columns": columns,
+            "files": [
+                {"path": path, "bytes": file.nbytes, "samples": count}
+                for path, file, count in zip(store._files.paths, index.files, index.counts(), strict=True)
+            ],
+        }
+    if given.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
+    print(f"{index.kind}: {len(store)} samples, {size_words(store.nbytes)}{mean}")
+    for words in columns:
+        print(f"  column {words}")
+    for each in found["files"]:
+        print(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}")
+    return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    wrong: list[str] = []
+    with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as told:
+        each = max(1, store.nbytes // max(1, len(store)))
+        step = max(1, min(4096, _AT_ONCE // each))
+        for start in range(0, len(store), step):
+            numbers = range(start, min(len(store), start + step))
+            try:
+                store.read(numbers)
+            except (ChecksumError, FormatError, EOFError, OSError):
+                wrong += _wrong(store, numbers)
+            told(each * len(numbers))
+        checked = store.index.checksums is not None
+    if given.json:
+        print(json.dumps({"samples": len(store), "checksums": checked, "damaged": wrong}, indent=2))
+    else:
+        for words in wrong:
+            print(f"DAMAGED {words}")
+        how = "are what was written" if checked else "can be read; there are no checksums to compare with"
+        damaged = f"[DAMAGED] {len(wrong)} of {len(store)} samples"
+        print(damaged if wrong else f"[OKAY] {len(store)} samples, {size_words(store.nbytes)}, {how}")
+    return 1 if wrong else 0
+
+
+def _wrong(store: SampleStore, numbers: Sequence[int]) -> list[str]:
+    found = []
+    for number in numbers:
+        try:
+            store.read([number])
+        except (ChecksumError, FormatError, EOFError, OSError) as error:
+            found.append(f"sample {number}: {error}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

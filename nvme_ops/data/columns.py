@@ -1,0 +1,240 @@
+"""``Columns``: what a sample consists of, and where each part lies in a record.
+
+A record has: a little-endian uint64 with the bytes of each column of variable size but the last one; the columns of
+fixed size; the columns of variable size. Each of these begins at a multiple of 8 bytes. A store of one unnamed column
+has records that are just its values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from nvme_ops.errors import FormatError
+from nvme_ops.tensors import bytes_of
+
+#: ``bytes``, ``str``, a dtype (for numbers), or a dtype and a shape, whose first dimension may be -1: any length.
+Spec: TypeAlias = "type[bytes] | type[str] | torch.dtype | tuple[torch.dtype, Sequence[int]]"
+#: A tensor, a str, or a dict of them by column.
+Sample: TypeAlias = Any
+
+_WORD = 8  # bytes to which the parts of a record are aligned
+_UNNAMED = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of one dtype and shape; ``shape[0]`` is -1 where each sample has a length of its own."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    text: bool = False  # UTF-8, given and returned as str
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes in each record; None if they vary."""
+        return None if -1 in self.shape else math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, spec: Spec) -> Column:
+        """Raises TypeError or ValueError for what is no column."""
+        if spec is bytes or spec is str:
+            return cls(name, torch.uint8, (-1,), spec is str)
+        dtype, shape = (spec, ()) if isinstance(spec, torch.dtype) else spec if isinstance(spec, tuple) else (None, ())
+        if not isinstance(dtype, torch.dtype) or (dtype.is_complex and dtype == torch.complex32):
+            raise TypeError(f"column {name!r} must be bytes, str, a dtype, or a dtype and a shape, not {spec!r}")
+        shape = tuple(int(length) for length in shape)
+        if any(length < 0 for length in shape[1:]) or (shape and shape[0] < -1):
+            raise ValueError(f"column {name!r}: only the first dimension of {shape} may be -1")
+        if math.prod(shape[1:]) == 0 and -1 in shape:
+            raise ValueError(f"column {name!r}: the length of {shape} cannot be told from no bytes")
+        return cls(name, dtype, shape)
+
+    def packed(self, value: Any) -> memoryview:
+        """Returns the bytes of one value. Raises TypeError or ValueError that names the column."""
+        if self.text:
+            if not isinstance(value, str):
+                raise TypeError(f"{self._words()} needs a str, not {type(value).__name__}")
+            return memoryview(value.encode())
+        if isinstance(value, bytes | bytearray | memoryview) and self.dtype == torch.uint8 and len(self.shape) == 1:
+            view = memoryview(value)
+            view = view.cast("B") if view.nbytes else memoryview(b"")
+            if self.nbytes is not None and len(view) != self.nbytes:
+                raise ValueError(f"{self._words()} needs {self.nbytes} bytes, not {len(view)}")
+            return view
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{self._words()} cannot hold {type(value).__name__}: {error}") from error
+        exact = isinstance(value, torch.Tensor)  # numbers and lists of them have no dtype of their own
+        if tensor.dtype != self.dtype if exact else tensor.numel() and not torch.can_cast(tensor.dtype, self.dtype):
+            raise TypeError(f"{self._words()} needs {self.dtype}, not {tensor.dtype}")
+        fits = len(tensor.shape) == len(self.shape) and all(
+            want in (-1, length) for want, length in zip(self.shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{self._words()} needs the shape {self.shape}, not {tuple(tensor.shape)}")
+        made = tensor.to(self.dtype).contiguous().resolve_conj().resolve_neg()
+        if not (exact or tensor.is_floating_point() or torch.equal(made.to(tensor.dtype), tensor)):
+            raise ValueError(f"{self._words()}: {value!r} does not fit {self.dtype}")
+        return _held(made)
+
+    def unpacked(self, memory: torch.Tensor) -> Any:
+        """Returns the value over its bytes, without a copy but of a str."""
+        if self.text:
+            return bytes(bytes_of(memory)).decode() if memory.numel() else ""
+        return memory.view(self.dtype).view(self.shape)
+
+    def stacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the values over the rows of memory, one row for each."""
+        return rows.view(self.dtype).view(rows.shape[0], *self.shape)
+
+    def _words(self) -> str:
+        return f"column {self.name!r}" if self.name else "a record"
+
+
+class Columns:
+    """The columns of a store.
+
+    Args:
+        given: names and what they hold; a single spec for one unnamed column; None for records of bytes.
+    """
+
+    def __init__(self, given: Mapping[str, Spec] | Spec | None = None) -> None:
+        if isinstance(given, Mapping):
+            if not given:
+                raise ValueError("columns must not be empty")
+            self.all = [Column.of(str(name), spec) for name, spec in given.items()]
+        else:
+            self.all = [Column.of(_UNNAMED, bytes if given is None else given)]
+        self.fixed = [column for column in self.all if column.nbytes is not None]
+        self.variable = [column for column in self.all if column.nbytes is None]
+        self._lengths = max(0, len(self.variable) - 1) * _WORD
+        self._places: dict[str, int] = {}
+        end = self._lengths
+        for column in self.fixed:
+            self._places[column.name] = end = _up(end)
+            end += column.nbytes or 0
+        self._fixed_bytes = end
+
+    @property
+    def record_bytes(self) -> int | None:
+        """Bytes of every record; None if they vary."""
+        return None if self.variable else self._fixed_bytes
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether samples are values and not dicts."""
+        return self.all[0].name == _UNNAMED
+
+    def packed(self, sample: Sample) -> list[memoryview]:
+        """Returns the parts of the sample's record. Raises TypeError, ValueError or KeyError that names the column."""
+        if self.unnamed:
+            return [self.all[0].packed(sample)]
+        if not isinstance(sample, Mapping) or sample.keys() != {column.name for column in self.all}:
+            names = ", ".join(repr(column.name) for column in self.all)
+            there = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            raise KeyError(f"a sample must be a dict of {names}, not {there}")
+        values = {column.name: column.packed(sample[column.name]) for column in self.all}
+        parts = [memoryview(len(values[column.name]).to_bytes(_WORD, "little")) for column in self.variable[:-1]]
+        end = self._lengths
+        for column in [*self.fixed, *self.variable]:
+            if end % _WORD:
+                parts.append(memoryview(bytes(-end % _WORD)))
+                end = _up(end)
+            parts.append(values[column.name])
+            end += len(values[column.name])
+        return parts
+
+    def unpacked(self, record: torch.Tensor) -> Sample:
+        """Returns the sample over the bytes of a record. Raises FormatError for a record that cannot be one."""
+        try:
+            if self.unnamed:
+                return self.all[0].unpacked(record)
+            sample = {column.name: column.unpacked(self._part(column, record)) for column in self.fixed}
+            end = self._fixed_bytes
+            for number, column in enumerate(self.variable):
+                begin = _up(end)
+                end = record.numel() if column is self.variable[-1] else begin + _word(record, number)
+                if not begin <= end <= record.numel():
+                    raise FormatError(f"column {column.name!r} does not fit its record of {record.numel()} bytes")
+                sample[column.name] = column.unpacked(record[begin:end])
+            return {column.name: sample[column.name] for column in self.all}
+        except (RuntimeError, UnicodeDecodeError) as error:
+            raise FormatError(f"a record of {record.numel()} bytes does not hold its columns: {error}") from error
+
+    def stacked(self, rows: torch.Tensor) -> Any:
+        """Returns tensors over rows of records of fixed size, ``[n, bytes]``: one, or one for each column."""
+        parts = {column.name: column.stacked(self._part(column, rows)) for column in self.all}
+        return parts[_UNNAMED] if self.unnamed else parts
+
+    def gathered(self, samples: Sequence[Sample]) -> Any:
+        """Returns samples by column: a tensor where their size is fixed, else a list."""
+        if self.unnamed:
+            return list(samples) if self.variable else torch.stack(list(samples))
+        values = {column.name: [sample[column.name] for sample in samples] for column in self.all}
+        return {
+            column.name: values[column.name] if column.nbytes is None else torch.stack(values[column.name])
+            for column in self.all
+        }
+
+    def _part(self, column: Column, memory: torch.Tensor) -> torch.Tensor:
+        begin = self._places[column.name]
+        return memory[..., begin : begin + (column.nbytes or 0)]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Returns what an index keeps of them."""
+        return [
+            {
+                "name": column.name,
+                "dtype": str(column.dtype).removeprefix("torch."),
+                "shape": list(column.shape),
+                "text": column.text,
+            }
+            for column in self.all
+        ]
+
+    @classmethod
+    def from_json(cls, given: Sequence[Mapping[str, Any]]) -> Columns:
+        """Raises ValueError, KeyError, TypeError or AttributeError for what ``as_json`` did not make."""
+        specs: dict[str, Spec] = {}
+        for each in given:
+            dtype = getattr(torch, each["dtype"])
+            specs[str(each["name"])] = str if each["text"] else (dtype, tuple(int(length) for length in each["shape"]))
+        return cls(specs[_UNNAMED]) if list(specs) == [_UNNAMED] else cls(specs)
+
+    def __repr__(self) -> str:
+        """Returns for example ``Columns(image: bytes, label: int64 [])``."""
+        return f"Columns({', '.join(self.words())})"
+
+    def words(self) -> list[str]:
+        """Returns each column in words."""
+        return [
+            f"{column.name or '(unnamed)'}: "
+            + ("str" if column.text else f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}")
+            for column in self.all
+        ]
+
+
+def _up(value: int) -> int:
+    return -(-value // _WORD) * _WORD
+
+
+def _word(record: torch.Tensor, number: int) -> int:
+    part = record[number * _WORD : (number + 1) * _WORD]
+    return int.from_bytes(bytes_of(part), "little") if part.numel() == _WORD else -1
+
+
+def _held(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor, which they keep alive."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.keeps = tensor
+    return memoryview(array).cast("B")

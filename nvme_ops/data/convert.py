@@ -1,0 +1,231 @@
+"""Makes a store of samples from a folder of files, a NumPy array, a Parquet file, tars or MDS shards."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nvme_ops.data import formats
+from nvme_ops.data.columns import Sample, Spec
+from nvme_ops.data.index import NAME
+from nvme_ops.data.store import SampleStore
+from nvme_ops.data.writer import SampleWriter
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.memory.carve import lay_out
+from nvme_ops.settings import PIECE
+from nvme_ops.tensors import empty
+
+OnProgress = Callable[[int], object]  # bytes more that were read
+_AT_ONCE = 4 * PIECE  # bytes of files that are read by one request
+_ROWS = 1024
+
+
+@dataclass
+class Source:
+    """Samples to be written, in order; each with the bytes that it has at the source."""
+
+    columns: Mapping[str, Spec] | Spec
+    samples: Iterator[tuple[Sample, int]]
+    nbytes: int
+
+
+def open_source(path: str) -> Source:
+    """Returns what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        FormatError: nothing that can be converted.
+        ImportError: numpy or pyarrow is needed and not installed; says so.
+    """
+    os.stat(path)
+    if os.path.isfile(path) and path.endswith(".npy"):
+        return _array(path)
+    if os.path.isfile(path) and path.endswith(".parquet"):
+        return _parquet([path])
+    if any(each.matches(path) for each in formats.FORMATS.values()):
+        return _store(path)
+    if not os.path.isdir(path):
+        raise FormatError(f"{path}: no .npy, no .parquet, no tar and no folder")
+    tables = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(".parquet"))
+    return _parquet(tables) if tables else _folder(path)
+
+
+def convert(source: Source, writer: SampleWriter, told: OnProgress = lambda _: None) -> int:
+    """Writes all samples; returns how many. The writer is left open."""
+    for sample, nbytes in source.samples:
+        writer.add(sample)
+        told(nbytes)
+    return len(writer)
+
+
+def _folder(path: str) -> Source:
+    """Every file below a folder is a sample. Those of folders of their own get the number of the folder as label."""
+    names = sorted(
+        os.path.relpath(os.path.join(folder, name), path)
+        for folder, _, found in os.walk(path)
+        for name in found
+        if not name.startswith(".") and name != NAME
+    )
+    names = [name for name in names if os.path.isfile(os.path.join(path, name))]
+    if not names:
+        raise FormatError(f"{path}: has no files")
+    labels = {label: number for number, label in enumerate(sorted({name.split(os.sep)[0] for name in names}))}
+    labelled = all(os.sep in name for name in names)
+    sizes = [os.path.getsize(os.path.join(path, name)) for name in names]
+    columns: dict[str, Spec] = {"data": bytes, "name": str}
+    if labelled:
+        columns["label"] = torch.int64
+
+    def samples() -> Iterator[tuple[Sample, int]]:
+        for name, content in _contents(path, names, sizes):
+            sample: dict[str, Any] = {"data": content, "name": name}
+            if labelled:
+                sample["label"] = labels[name.split(os.sep)[0]]
+            yield sample, content.nbytes
+
+    return Source(columns, samples(), sum(sizes))
+
+
+def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the contents of files, of which many are read by one request, and the next ones ahead."""
+    groups: list[list[int]] = [[]]
+    for number, nbytes in enumerate(sizes):
+        if groups[-1] and sum(sizes[k] for k in groups[-1]) + nbytes > _AT_ONCE:
+            groups.append([])
+        groups[-1].append(number)
+
+    def begin(group: list[int]) -> tuple[list[int], list[torch.Tensor], Any]:
+        places, total = lay_out([(0, sizes[k]) for k in group])
+        memory = empty(total, dtype=torch.uint8)
+        parts = [memory[place : place + sizes[k]] for place, k in zip(places, group, strict=True)]
+        wanted = [(part, os.path.join(path, names[k])) for part, k in zip(parts, group, strict=True) if sizes[k]]
+        tensors, files = [part for part, _ in wanted], [file for _, file in wanted]
+        return group, parts, shared_handle().submit_preadv(tensors, files, [0] * len(files)) if files else None
+
+    ahead = begin(groups[0])
+    for following in [*groups[1:], None]:
+        group, parts, transfer = ahead
+        if following is not None:
+            ahead = begin(following)
+        if transfer is not None:
+            transfer.result()
+        for number, part in zip(group, parts, strict=True):
+            yield names[number], part
+
+
+def _array(path: str) -> Source:
+    numpy = _needed("numpy", path)
+    rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    if rows.ndim == 0:
+        raise FormatError(f"{path}: an array without dimensions has no samples")
+    try:
+        dtype = torch.from_numpy(numpy.empty(0, rows.dtype)).dtype
+    except TypeError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+    def samples() -> Iterator[tuple[Sample, int]]:
+        for start in range(0, len(rows), _ROWS):
+            for row in torch.from_numpy(numpy.array(rows[start : start + _ROWS])):
+                yield row, row.nbytes
+
+    return Source((dtype, rows.shape[1:]), samples(), rows.nbytes)
+
+
+def _parquet(paths: list[str]) -> Source:
+    pyarrow = _needed("pyarrow", paths[0])
+    from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    schema = parquet.ParquetFile(paths[0]).schema_arrow
+    columns = {field.name: _arrow_spec(field, pyarrow, paths[0]) for field in schema}
+
+    def samples() -> Iterator[tuple[Sample, int]]:
+        for path in paths:
+            with parquet.ParquetFile(path) as file:
+                if file.schema_arrow != schema:
+                    raise FormatError(f"{path}: other columns than those of {paths[0]}")
+                each = os.path.getsize(path) / max(1, file.metadata.num_rows)
+                carried = 0.0
+                for batch in file.iter_batches(_ROWS):
+                    for row in batch.to_pylist():
+                        missing = next((name for name, value in row.items() if value is None), None)
+                        if missing is not None:
+                            raise FormatError(f"{path}: column {missing!r} has no value in some row")
+                        carried += each
+                        yield row, int(carried)
+                        carried -= int(carried)
+
+    return Source(columns, samples(), sum(map(os.path.getsize, paths)))
+
+
+def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
+    kind = field.type
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        return str
+    if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
+        return bytes
+    values = kind.value_type if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) else kind
+    name = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}.get(
+        str(values), str(values)
+    )
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"{path}: column {field.name!r} is of {kind}, which this cannot hold")
+    return dtype if values is kind else (dtype, (-1,))
+
+
+def _store(path: str) -> Source:
+    store = SampleStore(path)
+    if store.columns is not None:
+        specs = {column.name: _spec(column.dtype, column.shape, column.text) for column in store.columns.all}
+        columns: Mapping[str, Spec] | Spec = specs[""] if store.columns.unnamed else specs
+    else:
+        if len(store) == 0:
+            raise FormatError(f"{path}: has no samples")
+        columns = {name: _spec_of(value) for name, value in store[0].items()}
+
+    def samples() -> Iterator[tuple[Sample, int]]:
+        each = store.nbytes // max(1, len(store))
+        numbers = iter(range(len(store)))
+        size = max(1, min(_ROWS, _AT_ONCE // max(1, each)))
+        while chunk := list(islice(numbers, size)):
+            for sample in store.read(chunk):
+                yield sample if store.columns is not None else _plain(sample), each
+
+    return Source(columns, samples(), store.nbytes)
+
+
+def _spec(dtype: torch.dtype, shape: tuple[int, ...], text: bool) -> Spec:
+    return str if text else (dtype, shape)
+
+
+def _spec_of(value: object) -> Spec:
+    """Returns the column for values like this one."""
+    if isinstance(value, str | dict | list):
+        return str
+    if isinstance(value, bool):
+        return torch.bool
+    if isinstance(value, int):
+        return torch.int64
+    if isinstance(value, float):
+        return torch.float64
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, (-1, *value.shape[1:])) if value.dim() else value.dtype
+    raise FormatError(f"values of {type(value).__name__} cannot be held")
+
+
+def _plain(sample: Mapping[str, Any]) -> Sample:
+    return {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in sample.items()}
+
+
+def _needed(package: str, path: str) -> Any:
+    try:
+        return __import__(package)
+    except ImportError:
+        raise ImportError(f"{path}: reading it needs {package}: pip install 'nvme-ops[data]'") from None

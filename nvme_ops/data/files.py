@@ -1,0 +1,110 @@
+"""``DataFiles``: the data files of a store, kept open while they are read, and checked to be what the index says."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nvme_ops._native import native
+from nvme_ops.data.index import DataFile
+from nvme_ops.errors import FormatError
+from nvme_ops.settings import PAGE
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
+
+_OPEN = 256  # files that are kept open
+
+
+def trailer(store: str, number: int) -> bytes:
+    """Returns the last page of a data file of this package: which file of which store it is."""
+    return json.dumps({"nvme_ops": "samples", "store": store, "file": number}).encode().ljust(PAGE)
+
+
+class Opened:
+    """A file that is open until nobody refers to it: the store, which may forget it, or a read that uses it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.file: OpenFile = native().OpenFile(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+            os.close(self._fd)
+
+
+class DataFiles:
+    """Files that are opened when they are first read. Threads may share them; a forked child inherits them.
+
+    Args:
+        files: as the index has them.
+        paths: where each is.
+        store: the identity that native files end with; None for files of other programs.
+
+    Raises:
+        FormatError: a file has another size, or another modification time, than the index says.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, files: Sequence[DataFile], paths: Sequence[str], store: str | None) -> None:
+        self._files, self._store = files, store
+        self.paths = list(paths)
+        self._seen: dict[int, tuple[int, int, int, int]] = {}
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._open: OrderedDict[int, Opened] = OrderedDict()
+        for number, path in enumerate(paths):
+            self._check(number, os.stat(path))
+        for number in range(min(len(paths), _OPEN)):
+            self.open(number)
+
+    def open(self, number: int) -> Opened:
+        """Returns a file to be kept while a transfer uses it. Raises as the constructor does."""
+        found = self._open.get(number)
+        if found is not None:
+            return found
+        if self._process != os.getpid():  # another thread of the parent may have held the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
+        with self._lock:
+            while len(self._open) >= _OPEN:
+                self._open.popitem(last=False)
+            found = self._open[number] = self._opened(number)
+            return found
+
+    def close(self) -> None:
+        """Closes all that no transfer uses; the others when it has ended."""
+        self._open.clear()
+
+    def _opened(self, number: int) -> Opened:
+        path = self.paths[number]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._check(number, os.fstat(fd))
+            if self._store is not None:
+                end = os.pread(fd, PAGE, self._files[number].nbytes - PAGE)
+                if end != trailer(self._store, number):
+                    raise FormatError(f"{path}: belongs to another store than its index, or is damaged at its end")
+            return Opened(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _check(self, number: int, status: os.stat_result) -> None:
+        file, path = self._files[number], self.paths[number]
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no file", path)
+        if status.st_size != file.nbytes:
+            raise FormatError(
+                f"{path}: has {status.st_size} bytes, and {file.nbytes} by the index: it was cut off or replaced"
+            )
+        if file.stamp is not None and status.st_mtime_ns != file.stamp:
+            raise FormatError(f"{path}: was changed after its index was made: make the index again")
+        seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        if self._seen.setdefault(number, seen) != seen:
+            raise FormatError(f"{path}: was replaced while the store was open")

@@ -1,0 +1,73 @@
+"""The index of files that other programs wrote: made once, kept beside them, and made again when they change."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_ops.checksums import checksums_of
+from nvme_ops.data.index import DataFile, Index, read_index, write_index
+from nvme_ops.errors import FormatError
+
+_NAME = ".foreign.nvmedata"  # hidden: programs list these folders
+
+
+class Found(NamedTuple):
+    """What a file holds: where its first record begins, and where each ends."""
+
+    start: int
+    ends: torch.Tensor
+
+
+def index_of(
+    kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any]
+) -> Index:
+    """Returns the kept index if it is of these files as they are now, else a new one, which it keeps.
+
+    Args:
+        kind: of the index.
+        folder: that has the files.
+        names: of the files, in the order of their records.
+        about: whatever else the index depends on.
+        scan: looks through the file with a path and a number.
+        more: what the index is to hold besides.
+    """
+    path = os.path.join(folder, _NAME)
+    stamp = checksums_of([about or b"-"], "crc32c")[0]
+    files = [(name, status.st_size, status.st_mtime_ns) for name in names
+             for status in [os.stat(os.path.join(folder, name))]]  # fmt: skip
+    try:
+        kept = read_index(path)
+        if kept.kind == kind and kept.more.get("about") == stamp and files == [
+            (file.name, file.nbytes, file.stamp) for file in kept.files
+        ]:  # fmt: skip
+            return kept
+    except (FormatError, OSError):
+        pass
+    index = _made(kind, path, files, (scan(os.path.join(folder, name), k) for k, name in enumerate(names)),
+                  {**more, "about": stamp})  # fmt: skip
+    try:
+        write_index(path, index)
+    except OSError as error:
+        warnings.warn(
+            f"{folder}: its index cannot be kept and is made anew each time it is opened: {error}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return index
+
+
+def _made(
+    kind: str, path: str, files: Sequence[tuple[str, int, int]], found: Iterable[Found], more: dict[str, Any]
+) -> Index:
+    data, ends, records = [], [], 0
+    for (name, nbytes, stamp), each in zip(files, found, strict=True):
+        data.append(DataFile(name, nbytes, records, each.start, stamp))
+        ends.append(each.ends)
+        records += len(each.ends)
+    whole = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64)
+    return Index(os.urandom(8).hex(), kind, records, data, more=more, ends=whole, path=path)

@@ -1,0 +1,78 @@
+"""Which format a path has, its index, and what makes samples of its records. A format is a row of ``FORMATS``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from nvme_ops.data import index as own
+from nvme_ops.data import mds, webdataset
+from nvme_ops.data.columns import Columns, Sample
+from nvme_ops.errors import FormatError
+
+
+class Reader(Protocol):
+    """Makes samples of records."""
+
+    def sample(self, record: torch.Tensor) -> Sample:
+        """Returns the sample in the bytes of a record. Raises FormatError."""
+
+
+class Native:
+    """Samples of ``SampleWriter``."""
+
+    def __init__(self, index: own.Index) -> None:
+        self.columns = Columns.from_json(index.columns)
+
+    def sample(self, record: torch.Tensor) -> Sample:
+        """Returns the sample over the bytes of a record."""
+        return self.columns.unpacked(record)
+
+
+class Format(NamedTuple):
+    """How to know a format by its path, to make or find its index, and to read its records."""
+
+    matches: Callable[[str], bool]
+    make_index: Callable[[str, bool], own.Index]
+    reader: Callable[[own.Index], Reader]
+
+
+def _has_index(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, own.NAME))
+
+
+def _own_index(path: str, checksums: bool) -> own.Index:
+    return own.read_index(os.path.join(path, own.NAME), ("ends", "checksums") if checksums else ("ends",))
+
+
+FORMATS = {
+    "native": Format(_has_index, _own_index, Native),
+    "mds": Format(mds.matches, mds.index_of, mds.Shards),
+    "webdataset": Format(webdataset.matches, webdataset.index_of, webdataset.Tars),
+}
+
+
+def index_of(path: str, checksums: bool = False) -> own.Index:
+    """Returns the index of what is at ``path``.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        FormatError: nothing that can be read.
+    """
+    os.stat(path)
+    for each in FORMATS.values():
+        if each.matches(path):
+            return each.make_index(path, checksums)
+    raise FormatError(
+        f"{path}: has no samples: no {own.NAME} (SampleWriter), no index.json (MDS) and no tars (WebDataset)"
+    )
+
+
+def reader_of(index: own.Index) -> Reader:
+    """Returns what makes samples of the records. Raises FormatError for an unknown kind."""
+    if index.kind not in FORMATS:
+        raise FormatError(f"{index.path}: samples of an unknown kind: {index.kind!r}")
+    return FORMATS[index.kind].reader(index)

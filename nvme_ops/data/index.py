@@ -1,0 +1,208 @@
+"""``Index``: where each record of a store lies; and the file that holds it.
+
+The file, all numbers little-endian: 8 bytes ``NVMEDATA``; uint32 version, uint32 bytes of the header, uint32 CRC-32C of
+the header; the header, a JSON object; then the sections that the header names, each from a multiple of 4096 bytes on:
+
+- ``ends``: an int64 for each record, the offset in its data file at which it ends. A record begins where the one before
+  it ends, rounded up to ``alignment``; the first of a file at the ``start`` of that file. There is no such section if
+  all records have the same size.
+- ``checksums``: a uint32 for each record, the CRC-32C of its bytes. May be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from nvme_ops.checksums import checksum_of, checksums_of
+from nvme_ops.data.columns import Columns
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.settings import PAGE
+from nvme_ops.storage.atomic import opened, replacing
+from nvme_ops.tensors import bytes_of, empty
+
+MAGIC = b"NVMEDATA"
+VERSION = 1
+NAME = "index.nvmedata"  # of the file, in the folder of the store
+_PREFIX = struct.Struct("<8sIII")
+_SECTIONS = {"ends": torch.int64, "checksums": torch.int32}
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file with records. ``name`` is relative to the folder of the index, or absolute."""
+
+    name: str
+    nbytes: int
+    first: int  #: the number of its first record
+    start: int = 0  #: the offset of that record
+    stamp: int | None = None  #: of a file that others wrote: its modification time in nanoseconds
+
+
+@dataclass
+class Index:
+    """What a store consists of. ``files`` are in the order of their records."""
+
+    id: str  #: random; the data files of this package's own format have it too
+    kind: str  #: ``native``, ``mds`` or ``webdataset``
+    records: int
+    files: list[DataFile]
+    alignment: int = 1  #: bytes, of the beginning of records
+    record_bytes: int | None = None  #: None: their sizes vary
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  #: what the kind needs
+    ends: torch.Tensor | None = None
+    checksums: torch.Tensor | None = None
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        self._bounds = [file.first for file in self.files]
+        self._firsts = torch.tensor([file.first for file in self.files], dtype=torch.int64)
+        self._starts = torch.tensor([file.start for file in self.files], dtype=torch.int64)
+        self._sizes = torch.tensor([file.nbytes for file in self.files], dtype=torch.int64)
+        bounds = [*(file.first for file in self.files), self.records]
+        if any(one > other for one, other in pairwise(bounds)) or bounds[0] != 0:
+            raise FormatError(f"{self.path}: the index names its files in no possible order")
+
+    def _files_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Not by torch.searchsorted, which wakes torch's threads even for a batch, and they spin for a while."""
+        if len(self.files) == 1:
+            return torch.zeros_like(numbers)
+        bounds = self._bounds
+        return torch.tensor([bisect_right(bounds, number) - 1 for number in numbers.tolist()], dtype=torch.int64)
+
+    @property
+    def stride(self) -> int | None:
+        """Bytes from one record to the next; None if they vary."""
+        return None if self.record_bytes is None else aligned(self.record_bytes, self.alignment)
+
+    def counts(self) -> list[int]:
+        """Returns the number of records of each file."""
+        bounds = [*(file.first for file in self.files), self.records]
+        return [stop - start for start, stop in pairwise(bounds)]
+
+    def locate(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns for each record the number of its file, its offset and its bytes; all int64.
+
+        Raises FormatError where the index cannot be true.
+        """
+        files = self._files_of(numbers)
+        firsts, starts = self._firsts[files], self._starts[files]
+        if self.stride is not None:
+            begins = starts + (numbers - firsts) * self.stride
+            lengths = torch.full_like(begins, self.record_bytes or 0)
+            ends = begins + lengths
+        else:
+            if self.ends is None:
+                raise FormatError(f"{self.path}: the index has no section 'ends'")
+            ends = self.ends[numbers]
+            before = self.ends[(numbers - 1).clamp_(min=0)]
+            if self.alignment > 1:
+                before = (before + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
+            begins = torch.where(numbers == firsts, starts, before)
+            lengths = ends - begins
+        wrong = (begins < 0) | (lengths < 0) | (ends > self._sizes[files])
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            raise FormatError(
+                f"{self.path}: the index is wrong: record {int(numbers[place])} cannot lie from byte "
+                f"{int(begins[place])} to {int(ends[place])} of {self.files[int(files[place])].name}"
+            )
+        return files, begins, lengths
+
+
+def aligned(value: int, alignment: int) -> int:
+    """Returns ``value`` rounded up."""
+    return -(-value // alignment) * alignment
+
+
+def write_index(path: str, index: Index, durable: bool = True) -> None:
+    """Writes the file, atomically. Raises OSError."""
+    sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
+    header = {
+        **{
+            name: getattr(index, name)
+            for name in ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")
+        },
+        "files": [asdict(file) for file in index.files],
+        "sections": {},
+    }
+    place = 0  # of the sections, behind the header
+    for name, values in sections.items():
+        header["sections"][name] = {
+            "offset": place, "bytes": values.nbytes, "crc32c": checksum_of(values, "crc32c")
+        }  # fmt: skip
+        place = aligned(place + values.nbytes, PAGE)
+    text = json.dumps(header).encode()
+    body = aligned(_PREFIX.size + len(text), PAGE)
+    with replacing(path, durable) as file:
+        prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
+        os.pwrite(file.fd, prefix + text, 0)
+        for name, values in sections.items():
+            if values.numel():
+                shared_handle().submit_pwrite(values, file.fd, body + header["sections"][name]["offset"]).result()
+        os.ftruncate(file.fd, body + place)
+
+
+def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
+    """Reads the file, with the ``sections`` that are named. Raises FormatError or OSError."""
+    with opened(path) as fd:
+        header, body = _header(fd, path)
+        try:
+            files = [DataFile(**each) for each in header.pop("files")]
+            found = header.pop("sections")
+            index = Index(files=files, path=path, **header)
+            Columns.from_json(index.columns) if index.columns else None
+            for name in sections:
+                if name in found:
+                    setattr(index, name, _section(fd, path, name, body, found[name], index.records))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(f"{path}: the header of the index is damaged: {error!r}") from error
+        return index
+
+
+def _header(fd: int, path: str) -> tuple[dict[str, Any], int]:
+    """Returns the header, and where the sections begin."""
+    prefix = os.pread(fd, _PREFIX.size, 0)
+    if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
+        raise FormatError(f"{path}: not the index of a sample store")
+    _, version, nbytes, checksum = _PREFIX.unpack(prefix)
+    if version != VERSION:
+        raise FormatError(f"{path}: version {version} of the format; this program knows {VERSION}")
+    text = os.pread(fd, nbytes, _PREFIX.size)
+    if len(text) != nbytes or checksums_of([text], "crc32c")[0] != checksum:
+        raise FormatError(f"{path}: the header of the index is damaged")
+    header: dict[str, Any] = json.loads(text)
+    return header, aligned(_PREFIX.size + nbytes, PAGE)
+
+
+def _section(fd: int, path: str, name: str, body: int, place: dict[str, int], records: int) -> torch.Tensor:
+    dtype = _SECTIONS[name]
+    if place["bytes"] != records * dtype.itemsize:
+        raise FormatError(f"{path}: section {name!r} has {place['bytes']} bytes for {records} records")
+    values = empty(records, dtype=dtype)
+    if records == 0:
+        return values
+    try:
+        shared_handle().submit_pread(values, fd, body + place["offset"]).result()
+    except EOFError as error:
+        raise FormatError(f"{path}: the index was cut off within section {name!r}") from error
+    if checksum_of(values, "crc32c") != place["crc32c"]:
+        raise FormatError(f"{path}: section {name!r} of the index is damaged")
+    return values
+
+
+def unsigned(checksums: torch.Tensor) -> list[int]:
+    """Returns a section of CRCs as numbers."""
+    return memoryview(bytes_of(checksums)).cast("I").tolist() if checksums.numel() else []

@@ -1,0 +1,259 @@
+"""``Loader``: batches that are read ahead of the program, without worker processes."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from nvme_ops.data.columns import Sample
+from nvme_ops.data.dataset import Dataset
+from nvme_ops.data.order import Order, Shuffle
+from nvme_ops.data.store import Read, SampleStore
+from nvme_ops.engine import Priority
+from nvme_ops.memory.pool import can_pin
+from nvme_ops.text import MIB, parse_size
+
+_AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # that keep a device busy
+_MOST_BATCHES = 64
+_CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
+
+
+class Loader:
+    """Iterates over the batches of one rank, epoch after epoch. While one is used, the next ones are read.
+
+    A batch is one tensor, or a dict of them by column, where their size is fixed; values of other sizes are lists of
+    tensors. ``decode`` and ``collate_fn`` make something else of it.
+
+    All ranks together go through the samples of an epoch in one order, which depends on ``seed`` and the epoch alone:
+    each step takes the next ``batch_size`` for every rank. Each rank has as many batches, of as many samples, as the
+    others: at the end samples of the beginning are repeated, as by torch's ``DistributedSampler``.
+
+    Args:
+        store: a ``SampleStore``, a ``Dataset`` (whose ``transform`` is then ``decode``), or the path of a store.
+        batch_size: samples of a batch, on each rank.
+        shuffle: False; True: any sample may come at any time; ``"shards"``: the data files in random order, and the
+            samples of each.
+        seed: of the order; the same on all ranks.
+        drop_last: leave out the last step if there are not ``batch_size`` samples for each rank.
+        decode: is called with each sample, on one of ``threads`` threads.
+        collate_fn: makes a batch of a list of samples; with ``decode``, torch's ``default_collate`` when None.
+        threads: for ``decode``; as many as processors, at most 8, when None.
+        prefetch: batches read ahead at most; as many as keep a device busy when None; 0: none.
+        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. One batch alone may have more.
+        rank, num_replicas: of this process; by default those of ``torch.distributed``, if it is initialized.
+        device: that batches are copied to, from page-locked memory.
+
+    Raises:
+        ValueError, TypeError: arguments that cannot be.
+    """
+
+    def __init__(
+        self,
+        store: SampleStore | Dataset | str | os.PathLike[str],
+        batch_size: int = 1,
+        *,
+        shuffle: Shuffle = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        decode: Callable[[Sample], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        threads: int | None = None,
+        prefetch: int | None = None,
+        memory_budget: int | str = "512M",
+        rank: int | None = None,
+        num_replicas: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if isinstance(store, Dataset):
+            decode, store = decode or store.transform, store.store
+        self.store = store if isinstance(store, SampleStore) else SampleStore(store)
+        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
+        self.decode, self.collate_fn = decode, collate_fn
+        self.rank, self.num_replicas = _ranks(rank, num_replicas)
+        self.device = None if device is None else torch.device(device)
+        self._budget = parse_size(memory_budget) if isinstance(memory_budget, str) else int(memory_budget)
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("prefetch", 0 if prefetch is None else prefetch, 0),
+            ("threads", 1 if threads is None else threads, 1),
+            ("memory_budget", self._budget, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+        if threads is not None and decode is None:
+            raise ValueError("threads are for decode, which is not given")
+        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self._prefetch = prefetch
+        self._order(0)  # raises for a shuffle that there is not
+        self._next = _State(0, 0)
+        self._state = self._next
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        whole, rest = divmod(len(self.store), self.batch_size * self.num_replicas)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the next iteration go through this epoch, from its beginning. Without it each one is the next epoch."""
+        self._next = _State(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what ``load_state_dict`` needs to go on behind the batch that was returned last."""
+        return {
+            "epoch": self._state.epoch,
+            "position": self._state.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": len(self.store),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next iteration go on where another loader was, which may have had other ranks and batches.
+
+        Raises ValueError if it had another store, seed or shuffle; KeyError for what is no such state.
+        """
+        for name, mine in (("seed", self.seed), ("shuffle", self.shuffle), ("samples", len(self.store))):
+            if state[name] != mine:
+                raise ValueError(f"the state has {name}={state[name]!r}, and this loader {mine!r}")
+        position = int(state["position"])
+        if not 0 <= position <= len(self.store):
+            raise ValueError(f"the state has the position {position} of {len(self.store)} samples")
+        self._next = self._state = _State(int(state["epoch"]), position)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches. Raises as ``SampleStore.read``; then the iteration ends."""
+        state = self._state = self._next
+        self._next = _State(state.epoch + 1, 0)
+        return self._batches(state)
+
+    def _batches(self, state: _State) -> Iterator[Any]:
+        pool = ThreadPoolExecutor(self._threads, "nvme_ops.data") if self.decode else None
+        steps, ahead = self._steps(state), deque[_Batch]()
+        try:
+            flying, ended = 0, False
+            while True:
+                while not ended and self._wants_more(ahead, flying):
+                    step = next(steps, None)
+                    if step is None:
+                        ended = True
+                        break
+                    batch = self._begin(*step, pool, urgent=not ahead)
+                    ahead.append(batch)
+                    flying += batch.read.nbytes
+                if not ahead:
+                    return
+                batch = ahead[0]
+                made = self._end(batch)
+                ahead.popleft()
+                flying -= batch.read.nbytes
+                state.position = batch.position
+                del batch
+                yield made
+        finally:
+            for batch in ahead:
+                for task in batch.tasks:
+                    task.cancel()
+            if pool is not None:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _steps(self, state: _State) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields the numbers of the samples of each batch of this rank, and the position behind it."""
+        order, count = self._order(state.epoch), len(self.store)
+        step = self.batch_size * self.num_replicas
+        position, begin, chunk = state.position, 0, torch.empty(0, dtype=torch.int64)
+        while position < count:
+            if position + step > count:
+                if self.drop_last:
+                    return
+                each = -(-(count - position) // self.num_replicas)
+                places = torch.arange(position + self.rank * each, position + (self.rank + 1) * each) % count
+                yield torch.cat([order.at(place, place + 1) for place in places.tolist()]), count
+                return
+            if not begin <= position <= position + step <= begin + len(chunk):
+                begin = position
+                chunk = order.at(begin, min(count, begin + max(_CHUNK // step, 1) * step))
+            mine = position - begin + self.rank * self.batch_size
+            position += step
+            yield chunk[mine : mine + self.batch_size], position
+
+    def _wants_more(self, ahead: deque[_Batch], flying: int) -> bool:
+        if len(ahead) < 2 and self._prefetch is None:
+            return not ahead or flying + ahead[-1].read.nbytes <= self._budget
+        if self._prefetch is not None:
+            wanted = len(ahead) <= self._prefetch
+        else:
+            samples = sum(len(batch.read) for batch in ahead)
+            busy = flying >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
+            wanted = not busy and len(ahead) < _MOST_BATCHES
+        return not ahead or (wanted and flying + ahead[-1].read.nbytes <= self._budget)
+
+    def _begin(self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, urgent: bool) -> _Batch:
+        priority = Priority.DEMAND if urgent else Priority.PREFETCH
+        read = self.store.submit(numbers, priority=priority, pinned=self._pins, limit=self._budget)
+        batch = _Batch(read, position)
+        if pool is not None and self.decode is not None:
+            for first in range(self._threads):
+                batch.tasks.append(pool.submit(_decoded, read, self.decode, first, self._threads))
+        return batch
+
+    def _end(self, batch: _Batch) -> Any:
+        if self.decode is not None:
+            parts = [task.result() for task in batch.tasks]
+            samples = [parts[k % len(parts)][k // len(parts)] for k in range(len(batch.read))]
+            return self._moved((self.collate_fn or default_collate)(samples))
+        if self.collate_fn is not None:
+            return self._moved(self.collate_fn(batch.read.samples()))
+        return self._moved(batch.read.batch())
+
+    @property
+    def _pins(self) -> bool:
+        return self.device is not None and self.device.type != "cpu" and can_pin()
+
+    def _moved(self, batch: Any) -> Any:
+        if self.device is None:
+            return batch
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, dict):
+            return {name: self._moved(value) for name, value in batch.items()}
+        if isinstance(batch, list | tuple):
+            return [self._moved(value) for value in batch]
+        return batch
+
+    def _order(self, epoch: int) -> Order:
+        return Order(self.store.index.counts(), self.shuffle, self.seed, epoch)
+
+
+@dataclass
+class _State:
+    epoch: int
+    position: int  # samples of all ranks that were returned
+
+
+@dataclass
+class _Batch:
+    read: Read
+    position: int  # behind it
+    tasks: list[Future[list[Any]]] = field(default_factory=list)
+
+
+def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int) -> list[Any]:
+    return [decode(sample) for sample in read.samples(slice(first, None, step))]
+
+
+def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    if (rank is None) != (num_replicas is None):
+        raise ValueError("rank and num_replicas must be given together")
+    if rank is None or num_replicas is None:
+        known = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if known else (0, 1)
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
+    return rank, num_replicas

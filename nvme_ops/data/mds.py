@@ -1,0 +1,194 @@
+"""MosaicML's MDS shards, read in place. Source: streaming 0.13, ``streaming/base/format/mds``.
+
+``index.json`` lists the shards. A shard begins with a uint32, the number of its samples, and one uint32 more than that:
+where each sample begins, and the end of the last. A sample has a uint32 for each column of variable size, its bytes,
+and then the columns in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvme_ops.data import foreign
+from nvme_ops.data.columns import Sample
+from nvme_ops.data.index import Index
+from nvme_ops.errors import FormatError, UnsafeError
+from nvme_ops.tensors import bytes_of
+
+_LIST = "index.json"
+_WORD = 4
+_SCALARS = {
+    name: getattr(torch, name)
+    for name in (
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    )
+}
+# A byte that stands for the dtype of an array, and two bits for that of its shape.
+_DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+           64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
+_SHAPES = (1, 2, 4, 8)  # bytes of a length
+
+
+def matches(path: str) -> bool:
+    """Returns whether there is an index of MDS shards in the folder."""
+    return os.path.isfile(os.path.join(path, _LIST))
+
+
+def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none for each record)
+    """Returns where the samples of a folder lie. Raises FormatError for what this cannot read in place."""
+    name = os.path.join(path, _LIST)
+    with open(name, "rb") as file:
+        text = file.read()
+    try:
+        shards = json.loads(text)["shards"]
+        if not shards:
+            raise FormatError(f"{name}: lists no shards")
+        names = []
+        for shard in shards:
+            if shard["format"] != "mds":
+                raise FormatError(f"{name}: shards of the format {shard['format']!r}; only mds is read")
+            names.append(str(shard["raw_data"]["basename"]))
+            if not os.path.exists(os.path.join(path, names[-1])) and shard.get("zip_data"):
+                raise FormatError(f"{name}: {names[-1]} is compressed ({shard['compression']}): decompress it first")
+            if os.path.dirname(names[-1]):
+                raise FormatError(f"{name}: {names[-1]!r} is not in the folder")
+        keys = ("column_names", "column_encodings", "column_sizes")
+        columns = {key: shards[0][key] for key in keys}
+        if any(shard[key] != columns[key] for shard in shards for key in keys):
+            raise FormatError(f"{name}: its shards have different columns")
+        counts = [int(shard["samples"]) for shard in shards]
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{name}: no index of MDS shards: {error!r}") from error
+
+    def scan(shard: str, number: int) -> foreign.Found:
+        return _places(shard, counts[number])
+
+    return foreign.index_of("mds", path, names, text, scan, columns)
+
+
+def _places(shard: str, count: int) -> foreign.Found:
+    with open(shard, "rb") as file:
+        head = file.read((count + 2) * _WORD)
+    if len(head) != (count + 2) * _WORD or int.from_bytes(head[:_WORD], "little") != count:
+        raise FormatError(f"{shard}: does not begin with the places of {count} samples, as the index says")
+    places = torch.frombuffer(bytearray(head), dtype=torch.int32)[1:].to(torch.int64) & 0xFFFFFFFF
+    if (places[1:] < places[:-1]).any() or int(places[-1]) > os.path.getsize(shard):
+        raise FormatError(f"{shard}: the places of its samples are damaged")
+    return foreign.Found(int(places[0]), places[1:])
+
+
+class Shards:
+    """Makes dicts of what is in a sample.
+
+    Numbers become Python's, arrays tensors, ``bytes`` and encoded images (``jpeg``, ``png``) tensors of their bytes,
+    over the memory that was read. The package ``streaming`` decodes other encodings if it is installed. Pickles are
+    refused.
+    """
+
+    def __init__(self, index: Index) -> None:
+        try:
+            names, encodings, sizes = (index.more[f"column_{key}"] for key in ("names", "encodings", "sizes"))
+            self._columns = [(str(name), _decoder(str(encoding)), size)
+                             for name, encoding, size in zip(names, encodings, sizes, strict=True)]  # fmt: skip
+        except (KeyError, ValueError, TypeError) as error:
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(f"{index.path}: the columns are damaged: {error!r}") from error
+        self._head = sum(size is None for _, _, size in self._columns) * _WORD
+
+    def sample(self, record: torch.Tensor) -> Sample:
+        """Returns the sample in the bytes of a record. Raises FormatError."""
+        sample: dict[str, Any] = {}
+        head = bytes(bytes_of(record[: self._head]))
+        if len(head) != self._head:
+            raise FormatError(f"a sample of {record.numel()} bytes has no room for the sizes of its columns")
+        word, begin = 0, self._head
+        for name, decode, size in self._columns:
+            if size is None:
+                size = int.from_bytes(head[word : word + _WORD], "little")
+                word += _WORD
+            if begin + size > record.numel():
+                raise FormatError(f"column {name!r} does not fit its sample of {record.numel()} bytes")
+            try:
+                sample[name] = decode(record[begin : begin + size])
+            except (ValueError, KeyError, IndexError, RuntimeError) as error:
+                raise FormatError(f"column {name!r} of a sample is damaged: {error}") from error
+            begin += size
+        return sample
+
+
+def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
+    name, _, arguments = encoding.partition(":")
+    if name == "pkl":
+        raise UnsafeError("a column is pickled: unpickling runs whatever code it names, so this package does not")
+    if name == "ndarray":
+        dtype, _, shape = arguments.partition(":")
+        lengths = tuple(int(length) for length in shape.split(",")) if shape else None
+        return lambda part: _array(part, dtype, lengths)
+    if name in _SCALARS:
+        return lambda part: _numbers(part, _SCALARS[name]).item()
+    plain: dict[str, Callable[[torch.Tensor], Any]] = {
+        "bytes": lambda part: part,
+        "jpeg": lambda part: part,
+        "png": lambda part: part,
+        "str": _text,
+        "json": lambda part: json.loads(_text(part)),
+        "int": lambda part: _numbers(part, torch.int64).item(),
+        "str_int": lambda part: int(_text(part)),
+        "str_float": lambda part: float(_text(part)),
+    }
+    return plain[encoding] if encoding in plain else lambda part: _by_streaming(encoding, part)
+
+
+def _text(part: torch.Tensor) -> str:
+    return bytes(bytes_of(part)).decode()
+
+
+def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return part.clone().view(dtype)  # it may begin anywhere
+
+
+def _array(part: torch.Tensor, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
+    begin = 0
+    if not dtype:
+        dtype, begin = _DTYPES[int(part[0])], 1
+    if shape is None:
+        code = int(part[begin])
+        count, width = code >> 2, _SHAPES[code & 3]
+        body = bytes(bytes_of(part[begin + 1 : begin + 1 + count * width]))
+        shape = tuple(int.from_bytes(body[k * width : (k + 1) * width], "little") for k in range(count))
+        begin += 1 + count * width
+    values = _numbers(part[begin:], _SCALARS[dtype])
+    if values.numel() != math.prod(shape):
+        raise ValueError(f"{values.numel()} values for the shape {shape}")
+    return values.view(shape)
+
+
+def _by_streaming(encoding: str, part: torch.Tensor) -> Any:
+    try:
+        from streaming.base.format.mds.encodings import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            mds_decode,
+        )
+    except ImportError:
+        raise ImportError(
+            f"columns of the encoding {encoding!r} are decoded by MosaicML's package: pip install mosaicml-streaming"
+        ) from None
+    return mds_decode(encoding, bytes(bytes_of(part)))

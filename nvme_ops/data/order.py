@@ -1,0 +1,109 @@
+"""The order of an epoch: which sample comes at each position. Computed, not kept: any part of it, at any time.
+
+The same seed and epoch give the same order on every machine, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+
+#: In order; at random; or the data files at random, and the samples within each.
+Shuffle: TypeAlias = "bool | Literal['shards']"
+
+_ROUNDS = 8
+# The constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+class Permutation:
+    """A permutation of ``range(count)`` that is computed place by place: a Feistel network, walked until it fits.
+
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, for the walk through a cycle.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        bits = max(2, (count - 1).bit_length())
+        self._count = count
+        self._sizes = (bits // 2, bits - bits // 2)
+        self._keys = [_mixed(seed + number * _STEP) >> 2 for number in range(_ROUNDS)]
+
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
+        """Returns what is at each of the places, int64."""
+        found = self._rounds(places)
+        outside = (found >= self._count).nonzero()[:, 0]
+        while len(outside):
+            moved = self._rounds(found[outside])
+            found[outside] = moved
+            outside = outside[moved >= self._count]
+        return found
+
+    def _rounds(self, values: torch.Tensor) -> torch.Tensor:
+        left_bits, right_bits = self._sizes
+        left, right = values >> right_bits, values & ((1 << right_bits) - 1)
+        for key in self._keys:
+            mixed = (right + key) * (_FIRST - _WORD - 1)  # int64 wraps around
+            mixed ^= (mixed >> 27) & (_WORD >> 27)
+            mixed *= _SECOND - _WORD - 1
+            mixed ^= (mixed >> 31) & (_WORD >> 31)
+            left, right = right, left ^ (mixed & ((1 << left_bits) - 1))
+            left_bits, right_bits = right_bits, left_bits
+        return (left << right_bits) | right
+
+
+class Order:
+    """The samples of one epoch.
+
+    Args:
+        counts: samples of each data file.
+        shuffle: False, True or ``"shards"``.
+        seed: any int.
+        epoch: any int; each has an order of its own.
+    """
+
+    def __init__(self, counts: Sequence[int], shuffle: Shuffle, seed: int, epoch: int) -> None:
+        if shuffle not in (False, True, "shards"):
+            raise ValueError(f"shuffle must be True, False or 'shards', not {shuffle!r}")
+        self._counts, self._shuffle = list(counts), shuffle
+        self._seed = _mixed(_mixed(seed) + epoch)
+        self.count = sum(self._counts)
+        if shuffle is True:
+            self._whole = Permutation(self.count, self._seed)
+        elif shuffle == "shards":
+            files = torch.arange(len(self._counts))
+            self._files = (Permutation(len(self._counts), self._seed)(files) if len(files) else files).tolist()
+            self._starts = [0]  # of the files, among the positions
+            for file in self._files:
+                self._starts.append(self._starts[-1] + self._counts[file])
+            self._firsts = [0]
+            for count in self._counts:
+                self._firsts.append(self._firsts[-1] + count)
+
+    def at(self, start: int, stop: int) -> torch.Tensor:
+        """Returns the numbers of the samples at positions ``start`` to ``stop``, int64."""
+        places = torch.arange(start, stop)
+        if self._shuffle is True:
+            return self._whole(places) if len(places) else places
+        if self._shuffle == "shards":
+            return self._in_shards(places)
+        return places
+
+    def _in_shards(self, places: torch.Tensor) -> torch.Tensor:
+        which = torch.searchsorted(torch.tensor(self._starts), places, right=True) - 1
+        found = torch.empty_like(places)
+        for number in which.unique().tolist():
+            file, mine = self._files[number], which == number
+            inside = Permutation(self._counts[file], self._seed + 1 + file)
+            found[mine] = inside(places[mine] - self._starts[number]) + self._firsts[file]
+        return found
+
+
+def _mixed(seed: int) -> int:
+    """Returns 64 bits that each bit of ``seed`` changes: splitmix64."""
+    value = (seed + _STEP) & _WORD
+    value = (value ^ (value >> 30)) * _FIRST & _WORD
+    value = (value ^ (value >> 27)) * _SECOND & _WORD
+    return value ^ (value >> 31)

@@ -1,0 +1,317 @@
+"""``SampleStore``: reads samples, many at a time by one vectored request."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.checksums import checksums_of
+from nvme_ops.data import formats
+from nvme_ops.data.columns import Columns, Sample
+from nvme_ops.data.files import DataFiles, Opened
+from nvme_ops.data.index import Index, aligned, unsigned
+from nvme_ops.engine import Priority
+from nvme_ops.errors import ChecksumError
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.settings import ALIGNMENT, PAGE
+from nvme_ops.tensors import empty
+from nvme_ops.text import size_words
+
+_APART = 1 << 44  # bytes: no file is larger
+
+
+class SampleStore:
+    """Samples in the files of one or several folders, read by number.
+
+    Threads may share a store. A forked child may use it; pickled, it is opened again by whoever unpickles it.
+
+    Args:
+        path: a folder that ``SampleWriter`` wrote to, one of MosaicML's MDS shards, or one of WebDataset's tars (or one
+            tar). Of the last two an index is made once, and kept in the folder where that can be written.
+        handle: moves the bytes; one of its own when None. If the files are in several folders, each has a copy of it.
+        verify: compare each record read with its checksum.
+
+    Raises:
+        FormatError: the index or a file is damaged, was cut off, or does not belong to the others.
+        OSError: something is missing or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, handle: aio_handle | None = None, verify: bool = False) -> None:
+        self.path = os.fspath(path)
+        self._given = {"path": self.path, "handle": handle, "verify": verify}
+        self.index: Index = formats.index_of(self.path, verify)
+        self._reader = formats.reader_of(self.index)
+        folder = os.path.dirname(self.index.path)
+        paths = [os.path.join(folder, file.name) for file in self.index.files]
+        self._files = DataFiles(self.index.files, paths, self.index.id if self.index.kind == "native" else None)
+        folders = list(dict.fromkeys(map(os.path.dirname, paths)))
+        first = handle or aio_handle()
+        self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
+        self._handle_of = [folders.index(os.path.dirname(path)) for path in paths]
+        self._verify = verify
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self.index.records
+
+    @property
+    def columns(self) -> Columns | None:
+        """What a sample consists of; None where the files do not say so in advance."""
+        return self._reader.columns if isinstance(self._reader, formats.Native) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data files."""
+        return sum(file.nbytes for file in self.index.files)
+
+    def __getitem__(self, number: int) -> Sample:
+        """Reads one sample. Raises IndexError, and otherwise as ``submit(...).samples()``."""
+        return self.submit([number]).samples()[0]
+
+    def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Sample]:
+        """Reads samples, by one request. They may be in any order, and repeated; -1 is the last of the store.
+
+        Raises:
+            IndexError: there is no such sample.
+            OSError, EOFError: reading failed; the message names the file.
+            FormatError: the bytes are no sample, or the index is wrong.
+            ChecksumError: with ``verify``: other bytes than were written.
+        """
+        return self.submit(numbers).samples()
+
+    def submit(
+        self,
+        numbers: Sequence[int] | torch.Tensor,
+        *,
+        priority: Priority = Priority.DEMAND,
+        pinned: bool = False,
+        limit: int | None = None,
+    ) -> Read:
+        """Starts to read samples, and returns what will have them.
+
+        Args:
+            numbers: as for ``read``.
+            priority: of the transfers.
+            pinned: read into page-locked memory, from which an accelerator copies at full speed.
+            limit: bytes that one sample may have.
+
+        Raises:
+            IndexError, FormatError, OSError: as by ``read``.
+            ValueError: a sample is larger than ``limit``, or the store is closed.
+        """
+        if self._closed:
+            raise ValueError(f"{self.path}: the store is closed")
+        return Read(self, self.checked(numbers), priority, pinned, limit)
+
+    def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Returns numbers of samples as int64, none negative. Raises IndexError or TypeError."""
+        found, count = torch.as_tensor(numbers), len(self)
+        if found.numel() == 0 and found.dim() == 1:
+            return found.to(torch.int64)
+        if found.dim() != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+            raise TypeError("numbers of samples must be a sequence of integers")
+        found = found.to(torch.int64)
+        least, most = (int(bound) for bound in torch.aminmax(found))
+        if least < -count or most >= count:
+            wrong = most if most >= count else least
+            raise IndexError(f"{self.path}: there is no sample {wrong}: it has {count}")
+        return torch.where(found < 0, found + count, found) if least < 0 else found
+
+    def close(self) -> None:
+        """Closes the files. Reads that were started end first. Further calls do nothing."""
+        self._closed = True
+        self._files.close()
+
+    def __enter__(self) -> SampleStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self._given,)
+
+    def __repr__(self) -> str:
+        """Returns for example ``<SampleStore '/mnt/nvme/train': 1000 samples, native>``."""
+        return f"<SampleStore {self.path!r}: {len(self)} samples, {self.index.kind}>"
+
+
+def _open(given: dict[str, Any]) -> SampleStore:
+    return SampleStore(**given)
+
+
+class Read:
+    """Samples that are being read. The memory is theirs alone, and is freed with the last of them.
+
+    Args:
+        store: has them.
+        numbers: of the samples, checked.
+        priority: of the transfer.
+        pinned: read into memory from which an accelerator copies at full speed.
+        limit: bytes that one sample may have.
+    """
+
+    def __init__(
+        self, store: SampleStore, numbers: torch.Tensor, priority: Priority, pinned: bool, limit: int | None
+    ) -> None:
+        self._store, self._numbers = store, numbers
+        self._futures: list[IoFuture] = []
+        self._files: list[Opened] = []
+        index = store.index
+        files, begins, self._lengths = index.locate(numbers)
+        if limit is not None and len(numbers) and int(self._lengths.max()) > limit:
+            place = int(self._lengths.argmax())
+            raise ValueError(
+                f"{store.path}: sample {int(numbers[place])} has {size_words(int(self._lengths[place]))}, and only "
+                f"{size_words(limit)} are allowed"
+            )
+        # Whole strides, so that neighbours touch and are read together.
+        spans = (
+            self._lengths
+            if index.alignment == 1
+            else (self._lengths + (index.alignment - 1)) // index.alignment * index.alignment
+        )
+        self._rows: torch.Tensor | None = None
+        self._spans = self._rooms = spans
+        if index.stride is not None:
+            self.memory = _memory(len(numbers) * index.stride, pinned)
+            self._places = torch.arange(len(numbers)) * index.stride
+            self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
+        else:
+            unit = PAGE if index.alignment == PAGE else ALIGNMENT
+            self._rooms = (spans + (unit - 1)) // unit * unit
+            ends = self._rooms.cumsum(0)
+            self._places = ends - self._rooms
+            self.memory = _memory(int(ends[-1]) if len(numbers) else 0, pinned)
+        try:
+            self._submit(files, begins, spans, priority)
+        except BaseException:
+            self._settle()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.memory.nbytes
+
+    def done(self) -> bool:
+        """Returns whether everything was read, or reading has failed."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """Waits for the bytes. Raises as ``SampleStore.read`` does."""
+        for future in self._futures:
+            future.result()
+        if self._store._verify:
+            self._compare()
+        self._futures, self._files = [], []
+
+    def records(self) -> list[torch.Tensor]:
+        """Waits, then returns the bytes of each record."""
+        self.wait()
+        return self._parts(slice(None))
+
+    def samples(self, which: slice = slice(None)) -> list[Sample]:
+        """Waits for all, then returns the samples, or ``which`` of them. Raises as ``SampleStore.read`` does."""
+        self.wait()
+        return [self._store._reader.sample(record) for record in self._parts(which)]
+
+    def batch(self) -> Any:
+        """Waits, then returns the samples by column: one tensor where their size is fixed, else a list of values.
+
+        A tensor of samples of fixed size is in the memory that was read into. A store of unnamed samples has one value,
+        all others a dict of them.
+        """
+        columns = self._store.columns
+        if columns is not None and self._rows is not None and columns.record_bytes:
+            self.wait()
+            return columns.stacked(self._rows)
+        samples = self.samples()
+        if columns is not None:
+            return columns.gathered(samples)
+        names = dict.fromkeys(name for sample in samples for name in sample)
+        return {name: [sample.get(name) for sample in samples] for name in names}
+
+    def _submit(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor, priority: Priority) -> None:
+        if self.memory.numel() == 0:
+            return
+        store = self._store
+        order = torch.argsort(files * _APART + begins)
+        targets: Sequence[torch.Tensor] | torch.Tensor
+        if self._rows is not None and not self._has_neighbours(files[order], begins[order], spans):
+            targets = self._rows  # which costs less than a tensor for each
+        else:
+            files, begins, spans = files[order], begins[order], spans[order]
+            parts = self._split()
+            targets = [parts[k] for k in order.tolist()]
+        numbers, offsets = files.tolist(), begins.tolist()
+        opened = {number: store._files.open(number) for number in dict.fromkeys(numbers)}
+        self._files = list(opened.values())
+        for which, handle in enumerate(store._handles):
+            mine: Sequence[int] = range(len(numbers))
+            if len(store._handles) > 1:
+                mine = [k for k in mine if store._handle_of[numbers[k]] == which]
+            if mine:
+                self._futures.append(
+                    handle.submit_preadv(
+                        targets if len(mine) == len(targets) else [targets[k] for k in mine],
+                        [opened[numbers[k]].file for k in mine],
+                        [offsets[k] for k in mine],
+                        priority=priority,
+                    )
+                )
+
+    def _has_neighbours(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor) -> bool:
+        """Returns whether so many of the sorted records follow each other that it pays to read them together."""
+        follow = (begins[1:] - begins[:-1] == spans[:1]) & (files[1:] == files[:-1])
+        return int(follow.sum()) * 8 > len(begins)
+
+    def _split(self) -> Sequence[torch.Tensor]:
+        """Returns the memory of each record: with what pads it, but not with what pads its place."""
+        if self._rows is not None:
+            return self._rows.unbind(0)
+        sizes = torch.stack([self._spans, self._rooms - self._spans], 1).view(-1).tolist()
+        parts: Sequence[torch.Tensor] = self.memory.split(sizes)
+        return parts[::2]
+
+    def _parts(self, which: slice) -> list[torch.Tensor]:
+        places, lengths = self._places[which].tolist(), self._lengths[which].tolist()
+        return [self.memory[place : place + length] for place, length in zip(places, lengths, strict=True)]
+
+    def _compare(self) -> None:
+        index = self._store.index
+        if index.checksums is None:
+            return
+        found = checksums_of(self._parts(slice(None)), "crc32c")
+        wrong = [k for k, (one, other) in enumerate(zip(found, unsigned(index.checksums[self._numbers]), strict=True))
+                 if one != other]  # fmt: skip
+        if wrong:
+            files = index.locate(self._numbers)[0]
+            names = [f"sample {int(self._numbers[k])}" for k in wrong]
+            raise ChecksumError(self._store._files.paths[int(files[wrong[0]])], names)
+
+    def _settle(self) -> None:
+        """Ends early what nobody waits for, so that the files can be closed."""
+        for future in self._futures:
+            if not future.done():
+                future.request_cancel()
+        for future in self._futures:
+            future.exception()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __del__(self) -> None:
+        if getattr(self, "_futures", None):
+            self._settle()
+
+
+def _memory(nbytes: int, pinned: bool) -> torch.Tensor:
+    if pinned:
+        return torch.empty(aligned(nbytes, PAGE), dtype=torch.uint8, pin_memory=True)[:nbytes]
+    return empty(nbytes, dtype=torch.uint8)

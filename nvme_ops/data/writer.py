@@ -1,0 +1,262 @@
+"""``SampleWriter``: writes a store of samples. It is there, complete, when the writer is closed, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import warnings
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.data.columns import Columns, Sample, Spec
+from nvme_ops.data.files import trailer
+from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
+from nvme_ops.errors import FormatError
+from nvme_ops.file import File
+from nvme_ops.file import open as open_file
+from nvme_ops.settings import LARGE, PAGE
+from nvme_ops.storage import locks, unlink
+from nvme_ops.storage.atomic import replacing
+from nvme_ops.text import parse_size
+
+_PREFIX = "samples-"
+_SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
+
+
+class SampleWriter:
+    """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
+
+    Until it is closed the files have hidden names, and nothing else changes. An exception in the block removes them,
+    and so does the next writer in the folder after a crash. Who has a store open that is replaced can still read it.
+
+    Args:
+        folders: an existing folder, or several, each on a device of its own: data files are dealt out to all of them.
+            The index goes to the first.
+        columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
+            and a shape, whose first dimension may be -1. One of these alone for samples that are no dicts; ``bytes``
+            when None.
+        shard_bytes: of a data file, about.
+        alignment: bytes to whose multiples records begin. None: a page if the first record has 64 KiB, or the padding
+            costs less than a sixteenth; else 8.
+        checksums: keep a CRC-32C of each record, for ``verify``.
+        overwrite: replace a store that is there.
+
+    Raises:
+        FileExistsError: there is a store, and ``overwrite`` is False.
+        ValueError, TypeError: arguments that cannot be.
+        OSError: a folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        columns: Mapping[str, Spec] | Spec | None = None,
+        *,
+        shard_bytes: int | str = "4G",
+        alignment: int | None = None,
+        checksums: bool = True,
+        overwrite: bool = False,
+    ) -> None:
+        self._state = "closed"
+        self.columns = Columns(columns)
+        given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+        self._folders = [os.path.realpath(os.fspath(folder)) for folder in given]
+        self._shard_bytes = parse_size(shard_bytes) if isinstance(shard_bytes, str) else int(shard_bytes)
+        if not self._folders or len(set(self._folders)) < len(self._folders):
+            raise ValueError("folders must name at least one folder, and none twice")
+        if self._shard_bytes < 1:
+            raise ValueError(f"shard_bytes must be at least 1, not {self._shard_bytes}")
+        if alignment is not None and not (1 <= alignment <= PAGE and PAGE % alignment == 0):
+            raise ValueError(f"alignment must be a power of two up to {PAGE}, not {alignment}")
+        for folder in self._folders:
+            if not os.path.isdir(folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+        self.path = os.path.join(self._folders[0], NAME)
+        if os.path.lexists(self.path) and not overwrite:
+            raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
+        self._alignment = alignment
+        self._id = os.urandom(8).hex()
+        self._ends = array("q")
+        self._sums = array("I") if checksums else None
+        self._files: list[DataFile] = []
+        self._contexts = contextlib.ExitStack()
+        self._file: File | None = None
+        self._fd = -1
+        self._end = self._first = self._records = 0
+        self._process = os.getpid()
+        self._state = "open"
+
+    def __len__(self) -> int:
+        """Samples added so far."""
+        return self._records
+
+    def add(self, sample: Sample) -> int:
+        """Adds a sample at the end; returns its number.
+
+        Raises TypeError, ValueError or KeyError, which name the column, and then has added nothing; OSError if it
+        cannot be written, after which nothing more can be added.
+        """
+        self._require_open()
+        parts = self.columns.packed(sample)
+        nbytes = sum(map(len, parts))
+        try:
+            if self._file is not None and self._end + nbytes > self._shard_bytes and self._records > self._first:
+                self._end_shard()
+            if self._file is None:
+                self._begin_shard(nbytes)
+            self._pad(self._alignment or 1)
+            for part in parts:
+                self._write(part)
+        except BaseException:
+            self._state = "failed"  # part of the record may be in the file
+            raise
+        self._ends.append(self._end)
+        if self._sums is not None:
+            self._sums.append(_checksum(parts))
+        self._records += 1
+        return self._records - 1
+
+    def extend(self, samples: Iterable[Sample]) -> None:
+        """Adds each of the samples."""
+        for sample in samples:
+            self.add(sample)
+
+    def close(self) -> None:
+        """Makes everything durable and the store visible. Further calls do nothing."""
+        if self._state == "closed":
+            return
+        self._require_open()
+        try:
+            self._end_shard()
+            lock = locks.Lock(self.path)
+            try:
+                before = self._files_before()
+                self._contexts.close()  # the data files get their names
+                write_index(self.path, self._index())
+                for path in before:
+                    with contextlib.suppress(OSError):
+                        unlink.unlink(path)
+            finally:
+                lock.release()
+            self._state = "closed"
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Removes what was written. Further calls do nothing."""
+        if self._state == "closed" or self._process != os.getpid():
+            self._state = "closed"
+            return
+        self._state = "closed"
+        file, self._file = self._file, None
+        with contextlib.suppress(Exception):
+            if file is not None:
+                file.close()
+        with contextlib.suppress(_Abort):
+            self._contexts.__exit__(_Abort, _Abort(), None)
+
+    def _require_open(self) -> None:
+        if self._state == "failed":
+            raise ValueError("writing failed before: the store is incomplete and will not be kept")
+        if self._state == "closed":
+            raise ValueError("the writer is closed")
+        if self._process != os.getpid():
+            raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
+
+    def _begin_shard(self, nbytes: int) -> None:
+        if self._alignment is None:
+            padding = -nbytes % PAGE
+            self._alignment = PAGE if nbytes >= LARGE or padding * 16 <= nbytes else _SMALL_ALIGNMENT
+        number = len(self._files)
+        folder = self._folders[number % len(self._folders)]
+        path = os.path.join(folder, f"{_PREFIX}{self._id}-{number:05d}")
+        replacement = self._contexts.enter_context(replacing(path))
+        self._fd = replacement.fd
+        self._file = open_file(replacement.path, "r+")
+        self._end, self._first = 0, self._records
+
+    def _end_shard(self) -> None:
+        file = self._file
+        if file is None:
+            return
+        self._pad(self._alignment or 1)
+        self._pad(PAGE)
+        number = len(self._files)
+        self._write(memoryview(trailer(self._id, number)))
+        file.close()
+        self._file = None
+        os.fdatasync(self._fd)
+        folder = number % len(self._folders)
+        name = f"{_PREFIX}{self._id}-{number:05d}"
+        self._files.append(
+            DataFile(name if folder == 0 else os.path.join(self._folders[folder], name), self._end, self._first)
+        )
+
+    def _pad(self, alignment: int) -> None:
+        if padding := -self._end % alignment:
+            self._write(memoryview(bytes(padding)))
+
+    def _write(self, part: memoryview) -> None:
+        if self._file is None:
+            raise ValueError("no file to write to")
+        self._file.write(part)
+        self._end += len(part)
+
+    def _index(self) -> Index:
+        fixed = self.columns.record_bytes
+        ends = torch.frombuffer(self._ends, dtype=torch.int64) if self._records else torch.empty(0, dtype=torch.int64)
+        sums = None
+        if self._sums is not None:
+            sums = (
+                torch.frombuffer(self._sums, dtype=torch.int32) if self._records else torch.empty(0, dtype=torch.int32)
+            )
+        return Index(
+            self._id, "native", self._records, self._files, self._alignment or 1, fixed, self.columns.as_json(),
+            ends=ends if fixed is None else None, checksums=sums, path=self.path,
+        )  # fmt: skip
+
+    def _files_before(self) -> list[str]:
+        """Returns the data files of the store that is replaced."""
+        with contextlib.suppress(OSError, FormatError):
+            index = read_index(self.path, ())
+            if index.kind == "native":
+                return [os.path.join(self._folders[0], file.name) for file in index.files]
+        return []
+
+    def __enter__(self) -> SampleWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", "closed") != "closed" and self._process == os.getpid():
+            warnings.warn(
+                "a SampleWriter was dropped without close(): its samples are lost", ResourceWarning, stacklevel=2
+            )
+            self.abort()
+
+    def __repr__(self) -> str:
+        """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
+        return f"<SampleWriter {self.path!r}: {self._records} samples{', closed' * (self._state == 'closed')}>"
+
+
+class _Abort(Exception):  # noqa: N818  (nothing went wrong here)
+    """Makes every replacement forget its file."""
+
+
+def _checksum(parts: Sequence[Any]) -> int:
+    found = checksums_of(list(parts), "crc32c")
+    value = found[0]
+    for part, each in zip(parts[1:], found[1:], strict=True):
+        value = joined(value, each, len(part), "crc32c")
+    return value
