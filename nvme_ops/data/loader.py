@@ -138,16 +138,23 @@ class Loader:
         steps, ahead = self._steps(state), deque[_Batch]()
         try:
             flying, ended = 0, False
+            failure: Exception | None = None
             while True:
                 while not ended and self._wants_more(ahead, flying):
                     step = next(steps, None)
                     if step is None:
                         ended = True
                         break
-                    batch = self._begin(*step, pool, urgent=not ahead)
+                    try:
+                        batch = self._begin(*step, pool, urgent=not ahead)
+                    except Exception as error:  # raised when it is this batch's turn
+                        failure, ended = error, True
+                        break
                     ahead.append(batch)
                     flying += batch.read.nbytes
                 if not ahead:
+                    if failure is not None:
+                        raise failure
                     return
                 batch = ahead[0]
                 made = self._end(batch)

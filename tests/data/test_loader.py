@@ -1,0 +1,325 @@
+"""Batches: every sample once in an epoch, the same order for any number of ranks, resumed where they were left."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
+from nvme_ops.data.order import Shuffle
+from tests.conftest import MIB, run_python
+from tests.data.samples import data_files, is_sample, write, write_fixed
+
+SHUFFLES: list[Shuffle] = [False, True, "shards"]
+
+
+@pytest.fixture
+def store(folder: Path) -> SampleStore:
+    write(folder / "store", 103)
+    return SampleStore(folder / "store")
+
+
+def labels(batches: Any) -> list[list[int]]:
+    return [batch["label"].tolist() for batch in batches]
+
+
+def flat(batches: Any) -> list[int]:
+    return list(itertools.chain.from_iterable(labels(batches)))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_every_sample_comes_once(store: SampleStore, shuffle: Shuffle) -> None:
+    loader = Loader(store, 10, shuffle=shuffle)
+    first, second = flat(loader), flat(loader)
+    assert sorted(first) == sorted(second) == list(range(103))
+    assert (first == second) == (shuffle is False)
+    assert len(loader) == 11
+    assert len(labels(loader)[-1]) == 3
+
+
+def test_samples_are_what_was_written(store: SampleStore) -> None:
+    loader = Loader(store, 7, shuffle=True, collate_fn=list)
+    for batch in loader:
+        assert all(is_sample(found, int(found["label"])) for found in batch)
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_order_does_not_depend_on_the_ranks(store: SampleStore, shuffle: Shuffle, ranks: int) -> None:
+    alone = flat(Loader(store, 30, shuffle=shuffle, drop_last=True))
+    loaders = [
+        Loader(store, 30 // ranks, shuffle=shuffle, drop_last=True, rank=rank, num_replicas=ranks) for rank in range(ranks)
+    ]
+    together = [number for step in zip(*map(labels, loaders), strict=True) for batch in step for number in batch]
+    assert together == alone
+
+
+def test_ranks_have_as_many_batches_as_each_other(store: SampleStore) -> None:
+    for ranks in (2, 4, 7):
+        found = [labels(Loader(store, 8, shuffle=True, rank=rank, num_replicas=ranks)) for rank in range(ranks)]
+        assert len({tuple(map(len, batches)) for batches in found}) == 1
+        assert {number for batches in found for batch in batches for number in batch} == set(range(103))
+        assert len(found[0]) == len(Loader(store, 8, rank=0, num_replicas=ranks))
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("prefetch", [None, 0, 3])
+def test_it_goes_on_in_mid_epoch(store: SampleStore, shuffle: Shuffle, prefetch: int | None) -> None:
+    def made(batch: int = 10) -> Loader:
+        return Loader(store, batch, shuffle=shuffle, seed=5, prefetch=prefetch)
+
+    whole = made()
+    flat(whole)
+    expected = [flat(whole), flat(whole)]
+    first = made()
+    flat(first)
+    batches = iter(first)
+    seen = flat(itertools.islice(batches, 4))
+    state = first.state_dict()
+    assert state["position"] == 40
+    for batch in (10, 7):
+        second = made(batch)
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        assert seen + flat(second) == expected[0]
+        assert flat(second) == expected[1], "then the next epoch"
+
+
+def test_it_goes_on_with_other_ranks(store: SampleStore) -> None:
+    one = Loader(store, 24, shuffle=True, drop_last=True)
+    batches = iter(one)
+    next(batches)
+    state = one.state_dict()
+    rest = flat(batches)
+    loaders = [Loader(store, 12, shuffle=True, drop_last=True, rank=rank, num_replicas=2) for rank in range(2)]
+    for loader in loaders:
+        loader.load_state_dict(state)
+    together = [number for step in zip(*map(labels, loaders), strict=True) for batch in step for number in batch]
+    assert together == rest
+
+
+def test_states_of_something_else(store: SampleStore) -> None:
+    state = Loader(store, 5, seed=1).state_dict()
+    for wrong in ({"seed": 2}, {"samples": 5}, {"shuffle": True}, {"position": 104}, {"position": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Loader(store, 5, seed=1).load_state_dict({**state, **wrong})
+    with pytest.raises(KeyError):
+        Loader(store, 5).load_state_dict({})
+
+
+def test_epochs_can_be_chosen(store: SampleStore) -> None:
+    loader = Loader(store, 10, shuffle=True)
+    found = [flat(loader) for _ in range(3)]
+    loader.set_epoch(1)
+    assert flat(loader) == found[1]
+    assert flat(loader) == found[2]
+
+
+def test_an_iteration_that_is_left(store: SampleStore) -> None:
+    loader = Loader(store, 10, shuffle=True)
+    for _ in loader:
+        break
+    gc.collect()
+    assert sorted(flat(loader)) == list(range(103))
+
+
+def test_decoding_in_threads(store: SampleStore) -> None:
+    seen = set()
+
+    def decode(sample: dict[str, Any]) -> tuple[int, int]:
+        seen.add(threading.current_thread().name)
+        return int(sample["label"]), sample["image"].numel()
+
+    found = list(Loader(store, 10, decode=decode, threads=3))
+    assert [label for batch in found for label in batch[0].tolist()] == list(range(103))
+    assert len(seen) == 3
+    assert all(name.startswith("nvme_ops.data") for name in seen)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nvme_ops.data")]
+
+
+def test_what_decode_raises_ends_the_iteration(store: SampleStore) -> None:
+    def decode(sample: dict[str, Any]) -> int:
+        if int(sample["label"]) == 25:
+            raise RuntimeError("cannot decode 25")
+        return int(sample["label"])
+
+    batches = iter(Loader(store, 10, decode=decode))
+    assert next(batches).tolist() == list(range(10))
+    next(batches)
+    with pytest.raises(RuntimeError, match="cannot decode 25"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_samples_of_one_size_come_as_one_tensor(folder: Path) -> None:
+    write_fixed(folder / "store", 50)
+    batches = list(Loader(folder / "store", 16))
+    assert [tuple(batch.shape) for batch in batches] == [(16, 4096), (16, 4096), (16, 4096), (2, 4096)]
+
+
+def test_reading_ahead_stays_within_the_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fixed(folder / "store", 64, MIB, shard_bytes="16M")
+    store = SampleStore(folder / "store")
+    live: list[int] = []
+    submit = SampleStore.submit
+
+    def counted(self: SampleStore, *arguments: Any, **more: Any) -> Any:
+        read = submit(self, *arguments, **more)
+        live.append(read.nbytes)
+        return read
+
+    monkeypatch.setattr(SampleStore, "submit", counted)
+    returned = 0
+    for batch in Loader(store, 4, memory_budget="16M", prefetch=50):
+        returned += batch.nbytes
+        assert sum(live) - returned <= 16 * MIB
+    live.clear()
+    for number, _ in enumerate(Loader(store, 4, memory_budget="2M")):
+        assert len(live) <= number + 1, "a batch larger than the budget is alone"
+
+
+def test_a_sample_larger_than_the_budget(folder: Path) -> None:
+    write(folder / "store")
+    batches = iter(Loader(folder / "store", 5, memory_budget="64K"))
+    next(batches)
+    with pytest.raises(ValueError, match=r"sample 9 has 68.* and only 64 KiB are allowed"):
+        next(batches)
+
+
+def test_batches_may_be_kept(folder: Path) -> None:
+    write_fixed(folder / "store", 256, 64 << 10)
+    kept = list(Loader(folder / "store", 16, memory_budget="2M"))
+    assert sum(batch.nbytes for batch in kept) == 256 * (64 << 10)
+
+
+def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
+    write_fixed(folder / "store", 200, 4096, shard_bytes="64K")
+    loader = Loader(folder / "store", 8, prefetch=1)
+    batches = iter(loader)
+    next(batches)
+    for path in data_files(folder / "store"):
+        os.truncate(path, 0)
+    with pytest.raises(EOFError, match="samples-"):
+        list(batches)
+
+
+def test_an_empty_store(folder: Path) -> None:
+    with SampleWriter(folder):
+        pass
+    for shuffle in SHUFFLES:
+        loader = Loader(folder, 4, shuffle=shuffle)
+        assert list(loader) == []
+        assert len(loader) == 0
+        assert list(Loader(folder, 4, shuffle=shuffle, rank=1, num_replicas=2)) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0}, {"batch_size": 2.5}, {"prefetch": -1}, {"threads": 0, "decode": len}, {"threads": 2},
+        {"memory_budget": 0}, {"memory_budget": "many"}, {"rank": 1}, {"rank": 2, "num_replicas": 2}, {"shuffle": "files"},
+    ],
+)  # fmt: skip
+def test_wrong_arguments(store: SampleStore, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (a message for each)
+        Loader(store, **wrong)
+
+
+def test_a_few_samples_for_many_ranks(folder: Path) -> None:
+    write(folder / "store", 3)
+    found = [flat(Loader(folder / "store", 4, rank=rank, num_replicas=8)) for rank in range(8)]
+    assert [len(each) for each in found] == [1] * 8
+    assert {each[0] for each in found} == {0, 1, 2}
+
+
+# torch's own loader, and what is built on it
+
+
+def double(sample: dict[str, Any]) -> int:
+    return int(sample["label"]) * 2
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_torchs_loader(store: SampleStore, context: str) -> None:
+    dataset = Dataset(store, double)
+    loader = torch.utils.data.DataLoader(dataset, 10, num_workers=2, multiprocessing_context=context)
+    assert [number for batch in loader for number in batch.tolist()] == [2 * number for number in range(103)]
+
+
+def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fixed(folder / "store", 64)
+    calls = []
+    read = SampleStore.read
+    monkeypatch.setattr(SampleStore, "read", lambda self, numbers: calls.append(len(numbers)) or read(self, numbers))
+    batches = list(torch.utils.data.DataLoader(Dataset(folder / "store"), 16, shuffle=True))
+    assert calls == [16] * 4
+    assert batches[0].shape == (16, 4096)
+
+
+def test_a_worker_that_is_killed(store: SampleStore) -> None:
+    def die(sample: dict[str, Any]) -> int:
+        if int(sample["label"]) == 50:
+            os.kill(os.getpid(), 9)
+        return int(sample["label"])
+
+    loader = torch.utils.data.DataLoader(Dataset(store, die), 10, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(loader)
+    assert is_sample(store[3], 3)
+
+
+def test_the_stateful_loader_of_torchdata(store: SampleStore) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    dataset = Dataset(store, double)
+    loader = stateful.StatefulDataLoader(dataset, batch_size=10, num_workers=1, multiprocessing_context="fork")
+    batches = iter(loader)
+    seen = [next(batches).tolist() for _ in range(3)]
+    state = loader.state_dict()
+    other = stateful.StatefulDataLoader(dataset, batch_size=10, num_workers=1, multiprocessing_context="fork")
+    other.load_state_dict(state)
+    rest = [batch.tolist() for batch in other]
+    assert list(itertools.chain(*seen, *rest)) == [2 * number for number in range(103)]
+
+
+def test_accelerate_prepares_it(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    write(folder / "store", 20)
+    done = run_python(
+        """
+        import sys, torch
+        from accelerate import Accelerator
+        from nvme_ops.data import Dataset
+        loader = torch.utils.data.DataLoader(Dataset(sys.argv[1], lambda sample: int(sample["label"])), 6, shuffle=True)
+        prepared = Accelerator(cpu=True).prepare(loader)
+        print(sorted(number for batch in prepared for number in batch.tolist()))
+        """,
+        folder / "store",
+    )
+    assert done.stdout.splitlines()[-1] == str(list(range(20)))
+
+
+def test_ranks_of_torch_distributed(folder: Path) -> None:
+    write(folder / "store", 40)
+    program = """
+        import sys, torch
+        from nvme_ops.data import Loader
+        def work(rank):
+            torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+            loader = Loader(sys.argv[1], 5, shuffle=True)
+            found = [None] * 2
+            torch.distributed.all_gather_object(found, [batch["label"].tolist() for batch in loader])
+            if rank == 0:
+                print([number for step in zip(*found) for batch in step for number in batch])
+            torch.distributed.destroy_process_group()
+        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
+    """
+    done = run_python(program, folder / "store", folder / "rendezvous")
+    assert done.stdout.splitlines()[-1] == str(flat(Loader(folder / "store", 10, shuffle=True)))
