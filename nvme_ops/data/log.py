@@ -93,7 +93,7 @@ class AsyncLog:
         self._thread.start()
         _open.add(self)
 
-    def append(self, record: bytes | str | Mapping[str, object]) -> bool:
+    def append(self, record: bytes | bytearray | memoryview | str | Mapping[str, object]) -> bool:
         """Adds a record: bytes, text (UTF-8), or a dict (JSON). Returns whether it was taken.
 
         Raises:

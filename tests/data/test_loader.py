@@ -55,7 +55,8 @@ def test_samples_are_what_was_written(store: SampleStore) -> None:
 def test_the_order_does_not_depend_on_the_ranks(store: SampleStore, shuffle: Shuffle, ranks: int) -> None:
     alone = flat(Loader(store, 30, shuffle=shuffle, drop_last=True))
     loaders = [
-        Loader(store, 30 // ranks, shuffle=shuffle, drop_last=True, rank=rank, num_replicas=ranks) for rank in range(ranks)
+        Loader(store, 30 // ranks, shuffle=shuffle, drop_last=True, rank=rank, num_replicas=ranks)
+        for rank in range(ranks)
     ]
     together = [number for step in zip(*map(labels, loaders), strict=True) for batch in step for number in batch]
     assert together == alone
@@ -225,7 +226,8 @@ def test_an_empty_store(folder: Path) -> None:
     "wrong",
     [
         {"batch_size": 0}, {"batch_size": 2.5}, {"prefetch": -1}, {"threads": 0, "decode": len}, {"threads": 2},
-        {"memory_budget": 0}, {"memory_budget": "many"}, {"rank": 1}, {"rank": 2, "num_replicas": 2}, {"shuffle": "files"},
+        {"memory_budget": 0}, {"memory_budget": "many"}, {"rank": 1}, {"rank": 2, "num_replicas": 2},
+        {"shuffle": "files"},
     ],
 )  # fmt: skip
 def test_wrong_arguments(store: SampleStore, wrong: dict[str, Any]) -> None:
@@ -258,7 +260,12 @@ def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pyte
     write_fixed(folder / "store", 64)
     calls = []
     read = SampleStore.read
-    monkeypatch.setattr(SampleStore, "read", lambda self, numbers: calls.append(len(numbers)) or read(self, numbers))
+
+    def counted(self: SampleStore, numbers: Any) -> Any:
+        calls.append(len(numbers))
+        return read(self, numbers)
+
+    monkeypatch.setattr(SampleStore, "read", counted)
     batches = list(torch.utils.data.DataLoader(Dataset(folder / "store"), 16, shuffle=True))
     assert calls == [16] * 4
     assert batches[0].shape == (16, 4096)
