@@ -18,6 +18,10 @@ def main(words: Sequence[str] | None = None) -> int:
     stop.leave_on_signals()
     if words and words[0] == "explain":
         return _explain(words[1:])
+    if words and words[0] == "workload":
+        from nvme_ops.bench.workload import cli as workload
+
+        return workload.main(words[1:])
     given = options.parse(words)
     try:
         result = run(given, show_progress)

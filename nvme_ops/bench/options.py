@@ -28,6 +28,7 @@ examples:
   nvme-bench --folder_to_device_mapping /mnt/nvme0:0 /mnt/nvme1:1 --read --gpu --scaling
   nvme-bench explain /mnt/nvme                                     what limits, and what to change
   nvme-bench explain model.safetensors                             the same for a file, which is only read
+  nvme-bench workload resnet50 --folder /mnt/nvme                  how many accelerators a job keeps busy
 
 exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and for folders that cannot be used or lack
 the space; 130 after Ctrl-C, which prints what was measured until then

@@ -52,7 +52,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "offload": {"memory", "storage", "formats", "measuring.energy"},
     "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
     "measuring": {"storage.mounts", "storage.owner"},
-    "bench": {"measuring", "storage.device", "storage.mounts"}
+    "bench": {"measuring", "storage.device", "storage.mounts", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
     "tune": {"measuring", "storage.atomic", "storage.identity"},
     "adaptive": {"tune.store", "tune.handle", "storage.identity", "measuring.energy"},
@@ -62,7 +62,7 @@ OF_SINGLE_MODULES = {"file": {"stream"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
-    f"nvme_ops/{name}/cli.py" for name in ("bench", "data", "inspection", "offload", "tune")
+    f"nvme_ops/{name}/cli.py" for name in ("bench", "bench/workload", "data", "inspection", "offload", "tune")
 }
 ENTRY_POINTS = {"__init__", "__main__"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")

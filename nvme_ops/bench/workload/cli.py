@@ -1,0 +1,235 @@
+"""``nvme-bench workload``: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nvme_ops.arguments import check_output, command_line, positive, size
+from nvme_ops.bench.measure import Unavailable
+from nvme_ops.bench.workload import saving
+from nvme_ops.bench.workload.beside import Unordered, checkpoints
+from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, ours
+from nvme_ops.bench.workload.table import JOBS, WRITING, Job, Writing
+from nvme_ops.measuring.files import NotUsable
+from nvme_ops.measuring.scratch import scratch_folder
+from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
+
+_DESCRIPTION = """\
+Reads as known training and inference jobs do and says how many accelerators that keeps busy. An accelerator is only
+emulated: it takes a batch, waits as long as it would compute, and meanwhile asks for the next one. Utilization is its
+busy time over all of its time, as MLPerf Storage counts it. Jobs that write compute, write, and compute again.
+"""
+_EPILOG = """\
+examples:
+  nvme-bench workload resnet50 --folder /mnt/nvme                       how many H100s does this device feed?
+  nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all  who feeds how many
+  nvme-bench workload resnet50 --folder /mnt/nvme --accelerators 8 --with llm-checkpoint
+                                                                        8 of them, while checkpoints are saved
+exit status: 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C
+"""
+_MOST_SAMPLES = 1 << 18
+_MOST_FILES = 1 << 13  # of readers with a file for each sample
+_FILES = ("plain", "safetensors")
+_BESIDE = "llm-checkpoint"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    known: list[Job | Writing] = [*JOBS.values(), *WRITING.values()]
+    jobs = "\n".join(f"  {job.name:16}{job.words} ({job.source})" for job in known)
+    readers = "\n".join(f"  {name:16}{_words(make)}" for name, make in READERS.items())
+    made = command_line("nvme-bench workload", _DESCRIPTION, f"jobs:\n{jobs}\n\nreaders:\n{readers}\n\n{_EPILOG}")
+    add = made.add_argument
+    add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
+    add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
+    words = f"readers, listed below, or all (default {OURS})"
+    add("--reader", nargs="+", choices=[*READERS, "all"], default=[OURS], metavar="NAME", help=words)
+    add("--size", type=size, default="2G", metavar="SIZE", help="of a data set, about (default 2G)")
+    add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="of one measurement, at least (default 2)")
+    add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
+    words = "emulated accelerators take F times as long for a batch (default 1)"
+    add("--slower", type=float, default=1.0, metavar="F", help=words)
+    words = f"also with checkpoints saved at the same time, with and without priorities ({OURS} only)"
+    add("--with", dest="beside", choices=[_BESIDE], metavar=_BESIDE, help=words)
+    add("--checkpoint", type=size, default="512M", metavar="SIZE", help="of each such checkpoint (default 512M)")
+    add("--json", metavar="FILE", help="every measurement")
+    add("--plot", metavar="FILE.png", help="utilization by number of accelerators; needs matplotlib")
+    return made
+
+
+def _words(make: Callable[..., Any]) -> str:
+    return (make.__doc__ or "").rstrip(".")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    made = parser()
+    given = made.parse_args(words)
+    try:
+        for flag in ("json", "plot"):
+            if file := getattr(given, flag):
+                check_output(f"--{flag}", file)
+        if given.seconds <= 0 or given.slower <= 0:
+            raise ValueError("--seconds and --slower must be greater than 0")
+        if not Path(given.folder).is_dir():
+            raise ValueError(f"--folder {given.folder}: no such folder")
+        if given.plot:
+            import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+    except (ValueError, ImportError) as error:
+        made.error("--plot needs matplotlib: pip install matplotlib" if isinstance(error, ImportError) else str(error))
+    found: dict[str, Any] = {}
+    try:
+        for name in given.jobs:
+            found[name] = _read(JOBS[name], given) if name in JOBS else _write(name, given)
+    except NotUsable as reason:
+        print(f"nvme-bench: {reason}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
+        return 130
+    if given.json:
+        Path(given.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if given.plot:
+        from nvme_ops.bench.workload.plot import plot
+
+        plot({name: each["curves"] for name, each in found.items() if "curves" in each}, given.plot)
+    return 0
+
+
+def _sizes(job: Job, total: int) -> list[int]:
+    count = min(_MOST_SAMPLES, max(2 * job.batch, int(total / job.record)))
+    chance = random.Random(0)
+    least, most = job.record / 8, 2 * job.record
+    return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
+
+
+def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
+    sizes = _sizes(job, given.size)
+    compute = job.compute * given.slower
+    print(
+        f"\n{job.name}: {job.words}; batches of {job.batch} x {size_words(int(job.record))}, {compute:.4g} s each: "
+        f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator"
+    )
+    lines = [["reader", "fed", "utilization", "samples/s", "GB/s", "wait p50", "p99", ""]]
+    curves: dict[str, list[dict[str, Any]]] = {}
+    names = list(READERS) if "all" in given.reader else list(dict.fromkeys(given.reader))
+    for name in names:
+        with scratch_folder(
+            given.folder, sum(sizes) + sum(sizes) // 8 + 2 * given.checkpoint, "--size or --folder"
+        ) as folder:
+            data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
+            try:
+                lines += _of_reader(name, data, job, compute, given, curves)
+            except Unavailable as reason:
+                lines.append([name, "-", "", "", "", "", "", str(reason)])
+    _tell("")
+    print(columns_text(lines), flush=True)
+    return {"source": job.source, "compute": compute, "curves": curves}
+
+
+def _of_reader(
+    name: str, data: DataSet, job: Job, compute: float, given: argparse.Namespace, curves: dict[str, Any]
+) -> list[list[str]]:
+    _tell(f"{job.name}: writing {size_words(sum(data.sizes))} for {name}")
+    reader = READERS[name](data.part(_MOST_FILES) if name in _FILES else data)
+    for _ in checked(reader):
+        pass
+
+    def told(fed: Fed) -> None:
+        _tell(f"{job.name}, {name}: {fed.accelerators} accelerators, {share_words(fed.utilization)} busy")
+
+    def at(count: int) -> Fed:
+        return feed(reader, count, compute, given.seconds)
+
+    if given.accelerators:
+        fed, results = given.accelerators, [at(given.accelerators)]
+    else:
+        fed, results = search(at, told)
+    curves[name] = [_as_json(each) for each in results]
+    shown = next((each for each in results if each.accelerators == max(1, fed)), results[0])
+    lines = [_line(name, fed if not given.accelerators else shown.accelerators, shown, "")]
+    if given.beside and name == OURS:
+        count = given.accelerators or max(1, fed // 2)
+        lines += _beside(reader, count, compute, given, curves)
+    return lines
+
+
+def _beside(
+    reader: Reader, count: int, compute: float, given: argparse.Namespace, curves: dict[str, Any]
+) -> list[list[str]]:
+    lines = []
+    folder = reader.data.folder
+    alone = feed(reader, count, compute, given.seconds)
+    lines.append(_line(f"{OURS}, alone", count, alone, ""))
+    for words, handle in (("beside checkpoints", None), ("the same, without priorities", Unordered())):
+        _tell(words)
+        reading = reader if handle is None else ours(reader.data, handle)
+        cool(reading)
+        with checkpoints(folder, given.checkpoint, handle) as saved:
+            fed = feed(reading, count, compute, max(given.seconds, 4.0))
+        points = 100 * (alone.utilization - fed.utilization)
+        note = f"{points:+.1f} points less; checkpoints at {rate_words(saved.rate)}".replace("+", "")
+        lines.append(_line(words, count, fed, note))
+        curves[words] = [_as_json(fed)]
+    return lines
+
+
+def _line(name: str, fed: int, shown: Fed, note: str) -> list[str]:
+    return [
+        name, str(fed), f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
+        f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
+        f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms", note,
+    ]  # fmt: skip
+
+
+def _as_json(fed: Fed) -> dict[str, Any]:
+    kept = {name: value for name, value in asdict(fed).items() if name != "waits"}
+    return {**kept, "fed_from": FED, "wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
+
+
+def _write(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    job = WRITING[name]
+    nbytes = min(job.nbytes, given.size) if job.records == 1 else job.nbytes
+    compute = job.compute * given.slower * nbytes / job.nbytes
+    print(
+        f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
+        + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
+    )
+    lines, found = [["", "utilization", "GB/s", "wait p50", "p99"]], []
+    with scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder:
+        for words, way in saving.ways(job, Path(folder), nbytes).items():
+            _tell(f"{job.name}: {words}")
+            with way() as write:
+                kept = saving.keep(words, write, nbytes, compute, given.seconds)
+            lines.append(
+                [
+                    words,
+                    f"{100 * kept.utilization:.1f} %",
+                    f"{kept.rate / 1e9:.3g}",
+                    f"{1e3 * kept.wait(0.5):.3g} ms",
+                    f"{1e3 * kept.wait(0.99):.3g} ms",
+                ]
+            )
+            found.append({"name": words, "utilization": kept.utilization, "rate": kept.rate})
+    _tell("")
+    print(columns_text(lines), flush=True)
+    return {"source": job.source, "compute": compute, "ways": found}
+
+
+def _tell(words: str) -> None:
+    """One line that is written over, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

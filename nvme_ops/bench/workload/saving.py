@@ -1,0 +1,114 @@
+"""The jobs that write: how long they keep an accelerator from computing, by this package and by hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import nvme_ops
+from nvme_ops.bench.measure import percentile
+from nvme_ops.bench.workload.table import Writing
+from nvme_ops.data import AsyncLog
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a way of writing left of an accelerator's time."""
+
+    name: str
+    utilization: float
+    nbytes: int
+    seconds: float
+    waits: list[float]  #: seconds of the single calls
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds
+
+    def wait(self, share: float) -> float:
+        """Returns a percentile of the waits."""
+        return percentile(self.waits, share)
+
+
+Write = Callable[[], object]
+
+
+@contextmanager
+def _checkpoint(folder: Path, nbytes: int, save: Callable[[dict[str, torch.Tensor], Path], object]) -> Iterator[Write]:
+    each = nbytes // 16 // 4
+    model = {f"layer.{number}": torch.full((each,), float(number)) for number in range(16)}
+    yield lambda: save(model, folder / "checkpoint.pt")
+
+
+def _by_torch(model: dict[str, torch.Tensor], path: Path) -> None:
+    torch.save(model, path)
+    with path.open("rb") as file:
+        os.fdatasync(file.fileno())
+
+
+class _InTheBackground:
+    """Waits for the save before, as a program must that has memory for one copy."""
+
+    def __init__(self) -> None:
+        self._last: nvme_ops.SaveFuture | None = None
+
+    def __call__(self, model: dict[str, torch.Tensor], path: Path) -> None:
+        if self._last is not None:
+            self._last.result()
+        self._last = nvme_ops.save_async(model, path)
+
+
+@contextmanager
+def _log(folder: Path, job: Writing) -> Iterator[Write]:
+    record = bytes(job.nbytes // job.records)
+    with AsyncLog(folder / "log") as log:
+        yield lambda: [log.append(record) for _ in range(job.records)]
+
+
+@contextmanager
+def _log_file(folder: Path, job: Writing) -> Iterator[Write]:
+    record = bytes(job.nbytes // job.records)
+    with (folder / "file").open("ab") as file:
+
+        def write() -> None:
+            for _ in range(job.records):
+                file.write(record)
+            file.flush()
+            os.fdatasync(file.fileno())
+
+        yield write
+
+
+def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], AbstractContextManager[Write]]]:
+    """Returns context managers of what writes once, by name."""
+    if job.name == "inference-log":
+        return {
+            "nvme_ops.data.AsyncLog": lambda: _log(folder, job),
+            "a file, fdatasync after each batch": lambda: _log_file(folder, job),
+        }
+    return {
+        "nvme_ops.save_async": lambda: _checkpoint(folder, nbytes, _InTheBackground()),
+        "nvme_ops.save": lambda: _checkpoint(folder, nbytes, nvme_ops.save),
+        "torch.save + fdatasync": lambda: _checkpoint(folder, nbytes, _by_torch),
+    }
+
+
+def keep(name: str, write: Write, nbytes: int, compute: float, seconds: float) -> Kept:
+    """Computes and writes by turns, at least four times and for ``seconds``."""
+    waits: list[float] = []
+    write()  # the first one pays for files and memory
+    begin = time.perf_counter()
+    while len(waits) < 4 or time.perf_counter() - begin < seconds:
+        time.sleep(compute)
+        called = time.perf_counter()
+        write()
+        waits.append(time.perf_counter() - called)
+    total = len(waits) * compute + sum(waits)
+    return Kept(name, len(waits) * compute / total, nbytes * len(waits), total, waits)
