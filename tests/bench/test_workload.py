@@ -1,0 +1,167 @@
+"""``nvme-bench workload``: the emulation's arithmetic, small real runs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.bench.workload import cli, saving
+from nvme_ops.bench.workload.feed import Fed, feed, search
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked
+from nvme_ops.bench.workload.table import JOBS, LAYER, MODEL, WRITING
+from tests.conftest import refusal
+
+
+def data_set(folder: Path, sizes: list[int], batch: int = 10, **more: Any) -> DataSet:
+    return DataSet(folder, sizes, batch, workers=1, **more)
+
+
+def scripted(data: DataSet, seconds: float) -> Reader:
+    """Takes so long for each batch."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(1000):
+            time.sleep(seconds)
+            yield torch.zeros(data.batch, 100, dtype=torch.uint8)
+
+    return Reader("scripted", data, [], batches)
+
+
+def test_a_fast_reader_keeps_accelerators_busy(tmp_path: Path) -> None:
+    found = feed(scripted(data_set(tmp_path, [100]), 0.0), 3, 0.02, 0.2)
+    assert found.utilization > 0.9
+    assert found.accelerators == 3
+    assert found.nbytes == found.samples * 100
+    assert 3 * 0.2 / 0.02 * 0.5 < found.samples / 10 < 3 * 0.2 / 0.02 * 3
+
+
+def test_a_slow_reader_does_not(tmp_path: Path) -> None:
+    """Four accelerators want a batch each 5 ms, and get one each 5 ms in all."""
+    found = feed(scripted(data_set(tmp_path, [100]), 0.005), 4, 0.005, 0.3)
+    assert found.utilization < 0.4
+    assert found.wait(0.5) > 0.005
+
+
+def test_reading_is_hidden_behind_computing(tmp_path: Path) -> None:
+    """Each batch takes nearly as long to read as to compute on: with two buffers that costs next to nothing."""
+    found = feed(scripted(data_set(tmp_path, [100]), 0.016), 1, 0.02, 0.4)
+    assert found.utilization > 0.8
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 7, 30])
+def test_the_search_finds_how_many_are_fed(capacity: int) -> None:
+    calls = []
+
+    def measure(count: int) -> Fed:
+        calls.append(count)
+        return Fed(count, 1.0 if count <= capacity else capacity / count * 0.8, 1, 1, 1.0, [])
+
+    fed, results = search(measure)
+    assert fed <= capacity
+    assert fed >= capacity * 0.85
+    assert [each.accelerators for each in results] == sorted(calls)
+    assert search(lambda count: Fed(count, 1.0, 1, 1, 1.0, []), most=64)[0] >= 57
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("sizes", [[5000] * 45, [100 + 37 * number for number in range(45)]], ids=["fixed", "varying"])
+def test_each_reader_reads_what_it_wrote(name: str, sizes: list[int], folder: Path) -> None:
+    package = {"memmap": "numpy", "safetensors": "safetensors", "webdataset": "webdataset", "streaming": "streaming"}
+    if name in package:
+        pytest.importorskip(package[name])
+    reader = READERS[name](data_set(folder, sizes))
+    seen = [int.from_bytes(bytes(each[:8].tolist()), "little") for batch in checked(reader) for each in batch]
+    assert sorted(seen) == list(range(45))
+    assert all(path.exists() for path in reader.files)
+    if name not in ("webdataset", "streaming"):
+        assert seen != sorted(seen)
+
+
+def test_a_reader_that_reads_something_else_is_found(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="other bytes than were written"):
+        list(checked(scripted(data_set(tmp_path, [100] * 10), 0.0)))
+
+
+def test_the_jobs() -> None:
+    assert LAYER == 218_112_000
+    assert MODEL == 8_030_261_248, "as Llama 3 8B has"
+    assert all(job.source and job.record * job.batch / job.compute > 1e4 for job in JOBS.values())
+    assert set(WRITING) == {"llm-checkpoint", "inference-log"}
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    file = folder / "found.json"
+    given = [*words, "--folder", str(folder), "--size", "2M", "--seconds", "0.1", "--json", str(file)]
+    assert cli.main(given) == 0
+    found: dict[str, Any] = json.loads(file.read_text())
+    file.unlink()
+    return found
+
+
+def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(folder, "retinanet", "--reader", OURS, "plain", "--slower", "0.2", "--accelerators", "2")
+    assert set(found["retinanet"]["curves"]) == {OURS, "plain"}
+    assert all(0 < point[0]["utilization"] <= 1 for point in found["retinanet"]["curves"].values())
+    told = capsys.readouterr().out
+    assert "retinanet: object detection; batches of 24 x 315.4 KiB" in told
+    assert "reader" in told
+    assert list(folder.iterdir()) == []
+
+
+def test_beside_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("cosmoflow", "--with", "llm-checkpoint", "--checkpoint", "4M", "--accelerators", "1", "--slower", "5")
+    found = run(folder, *words)
+    assert set(found["cosmoflow"]["curves"]) == {OURS, "beside checkpoints", "the same, without priorities"}
+    told = capsys.readouterr().out
+    assert "points less; checkpoints at" in told
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_jobs_that_write(folder: Path, name: str) -> None:
+    found = run(folder, name, "--slower", "0.1")
+    ways = {way["name"]: way["utilization"] for way in found[name]["ways"]}
+    assert all(0 < utilization <= 1 for utilization in ways.values())
+    assert len(ways) == len(saving.ways(WRITING[name], folder, 1 << 20))
+
+
+def test_layers_are_read_in_order(folder: Path) -> None:
+    assert not JOBS["zero-inference"].shuffled
+    data = DataSet(folder, [1000] * 8, 1, shuffled=False)
+    numbers = [int.from_bytes(bytes(batch[0][:8].tolist()), "little") for batch in READERS[OURS](data).batches()]
+    assert numbers == list(range(8))
+
+
+def test_a_plot(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(folder, "retinanet", "--accelerators", "1", "--slower", "0.1", "--plot", str(folder / "x.png"))
+    assert (folder / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "usage: nvme-bench workload"),
+        (["imagenet", "--folder", "."], "invalid choice: 'imagenet'"),
+        (["bert"], "--folder"),
+        (["bert", "--folder", "nothing"], "--folder nothing: no such folder"),
+        (["bert", "--folder", ".", "--reader", "tar"], "invalid choice: 'tar'"),
+        (["bert", "--folder", ".", "--seconds", "0"], "must be greater than 0"),
+        (["bert", "--folder", ".", "--json", "nothing/x"], "its folder does not exist"),
+        (["bert", "--folder", ".", "--with", "dlrm"], "--with"),
+    ],
+)
+def test_wrong_words(words: list[str], told: str) -> None:
+    status, said = refusal(cli.main, words)
+    assert status == 2
+    assert told in said
+
+
+def test_a_folder_without_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bert", "--folder", str(folder), "--checkpoint", "1000T"]) == 2
+    assert "nvme-bench: " in capsys.readouterr().err
