@@ -1,7 +1,7 @@
 """Random reading of samples into batches, cold: this package beside the loaders and formats that people use.
 
 Every pass goes through all samples of a size once, in an order of its own. Workers of torch's loaders stay between
-passes. Formats of which the many files take long are measured with fewer samples.
+passes. Formats with a file for each sample are measured with 8,192 of them at most.
 """
 
 from __future__ import annotations
@@ -10,18 +10,70 @@ import argparse
 import statistics
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
-from benchmarks import command, data_rows
+from benchmarks import command
 from nvme_ops.arguments import positive, size
+from nvme_ops.bench import fio
+from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.bench.tables import Table
-from nvme_ops.text import parse_size, size_words
+from nvme_ops.bench.workload.feed import cool
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked
+from nvme_ops.measuring.files import make_cold
+from nvme_ops.text import MIB, parse_size, size_words
 
 GROUPS = {"random": "samples of each size in random order, in GB/s"}
+FIO = "fio randread, depth 128"
 _SIZES = ("4K", "128K", "1M")
+_MOST_FILES = 8192
+_BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
+
+
+def reader_row(name: str, data: DataSet) -> Row:
+    """All batches of an epoch. The CPU time of workers is not known."""
+    whole = data.part(_MOST_FILES) if name in ("plain", "safetensors") else data
+    try:
+        reader = READERS[name](whole)
+    except Unavailable as reason:
+        return _empty(name, str(reason))
+
+    def run() -> Sample:
+        def work() -> None:
+            seen = sum(len(batch) for batch in reader.batches())
+            if seen != len(whole.sizes):
+                raise WrongData(f"{seen} samples instead of {len(whole.sizes)}")
+
+        sample = timed(work, sum(whole.sizes))
+        return sample if name == OURS else replace(sample, cpu_seconds=None)
+
+    return Row(name, run, partial(cool, reader), partial(_check, reader))
+
+
+def _check(reader: Reader) -> None:
+    try:
+        for _ in checked(reader):
+            pass
+    except ValueError as error:
+        raise WrongData(str(error)) from None
+
+
+def _empty(name: str, words: str) -> Row:
+    def run() -> Sample:
+        raise Unavailable(words)
+
+    return Row(name, run)
+
+
+def fio_row(data: DataSet) -> Row:
+    """Blocks of the same size, as deep as a device likes, from this package's file."""
+    (path,) = (data.folder / OURS).glob("samples-*")
+    shapes = fio.variants([f"--bs={data.sizes[0]}", "--iodepth=128"])
+    return fio.row(FIO, "randread", lambda: str(path), sum(data.sizes), partial(make_cold, str(path)), shapes)
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
@@ -29,22 +81,27 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
     found["ratios"] = {}
     for each in run.given.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
-        work = data_rows.Work(scratch, each, run.given.size, run.given.workers)
-        rows = data_rows.our_rows(work)
-        rows += [data_rows.fio_row(work), data_rows.plain_row(work), data_rows.mapped_row(work)]
-        rows += [data_rows.webdataset_row(work), data_rows.streaming_row(work)]
-        title = f"random samples of {size_words(each)}, cold, batches of {work.batch}"
-        table = Table("random", title, "GB/s", rows, data_rows.OURS, ("CPU s/GiB",))
+        folder = Path(scratch, str(each))
+        folder.mkdir()
+        batch = max(1, min(_BATCH, _MOST_BATCH_BYTES // each))
+        data = DataSet(folder, [each] * (run.given.size // each), batch, workers=run.given.workers)
+        rows = [reader_row(name, data) for name in READERS]
+        rows.append(fio_row(data))
+        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {run.given.workers} workers"
+        table = Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
         yield table
-        ours = rows[0]
-        ratios = {row.name: statistics.median(pairs) for row in rows[1:] if (pairs := table.against(ours, row.name))}
+        ratios = {
+            row.name: statistics.median(pairs)
+            for row in rows
+            if row.name != OURS and (pairs := table.against(rows[0], row.name))
+        }
         found["ratios"][str(each)] = ratios
         print("the first row is " + "; ".join(f"{ratio:.2f} x {name}" for name, ratio in ratios.items()), flush=True)
 
 
 def measure(given: argparse.Namespace) -> command.Run:
     """All sizes."""
-    return command.Run(given, sizes=given.sizes).folders(6 * len(given.sizes), tables)
+    return command.Run(given, sizes=given.sizes).folders(7 * len(given.sizes), tables)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -27,8 +27,8 @@ def main(folder: str) -> None:
         seen += labels.tolist()
         if len(seen) == 10 * BATCH:
             state = loader.state_dict()  # goes into the checkpoint
+            print(f"batches of {tuple(images.shape)}; stopped after {len(seen)} samples")
             break
-    print(f"batches of {tuple(images.shape)}; stopped after {len(seen)} samples")
 
     resumed = Loader(store, BATCH, shuffle=True, decode=decode)
     resumed.load_state_dict(state)

@@ -25,7 +25,7 @@ def data_set(folder: Path, sizes: list[int], batch: int = 10, **more: Any) -> Da
 def scripted(data: DataSet, seconds: float) -> Reader:
     """Takes so long for each batch."""
 
-    def batches() -> Iterator[torch.Tensor]:
+    def batches() -> Iterator[Any]:
         for _ in range(1000):
             time.sleep(seconds)
             yield torch.zeros(data.batch, 100, dtype=torch.uint8)
