@@ -177,12 +177,8 @@ class Columns:
     def gathered(self, samples: Sequence[Sample]) -> Any:
         """Returns samples by column: a tensor where their size is fixed, else a list."""
         if self.unnamed:
-            return list(samples) if self.variable else torch.stack(list(samples))
-        values = {column.name: [sample[column.name] for sample in samples] for column in self.all}
-        return {
-            column.name: values[column.name] if column.nbytes is None else torch.stack(values[column.name])
-            for column in self.all
-        }
+            return _gathered(self.all[0], list(samples))
+        return {column.name: _gathered(column, [sample[column.name] for sample in samples]) for column in self.all}
 
     def _part(self, column: Column, memory: torch.Tensor) -> torch.Tensor:
         begin = self._places[column.name]
@@ -220,6 +216,12 @@ class Columns:
             + ("str" if column.text else f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}")
             for column in self.all
         ]
+
+
+def _gathered(column: Column, values: list[Any]) -> Any:
+    if column.nbytes is None:
+        return values
+    return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype)
 
 
 def _up(value: int) -> int:

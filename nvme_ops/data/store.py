@@ -159,7 +159,7 @@ class Read:
     def __init__(
         self, store: SampleStore, numbers: torch.Tensor, priority: Priority, pinned: bool, limit: int | None
     ) -> None:
-        self._store, self._numbers = store, numbers
+        self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
         self._files: list[Opened] = []
         index = store.index
@@ -307,7 +307,7 @@ class Read:
         return len(self._numbers)
 
     def __del__(self) -> None:
-        if getattr(self, "_futures", None):
+        if getattr(self, "_futures", None) and self._process == os.getpid():
             self._settle()
 
 

@@ -92,7 +92,7 @@ def test_the_jobs() -> None:
     assert LAYER == 218_112_000
     assert MODEL == 8_030_261_248, "as Llama 3 8B has"
     assert all(job.source and job.record * job.batch / job.compute > 1e4 for job in JOBS.values())
-    assert set(WRITING) == {"llm-checkpoint", "inference-log"}
+    assert set(WRITING) == {"llm-checkpoint", "zero-infinity", "inference-log"}
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:

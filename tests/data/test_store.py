@@ -119,6 +119,14 @@ def test_an_empty_store(folder: Path) -> None:
             store[0]
 
 
+def test_no_samples_at_all(folder: Path) -> None:
+    write(folder / "store", 3)
+    batch = SampleStore(folder / "store").submit([]).batch()
+    assert (batch["image"], batch["name"], batch["label"].tolist()) == ([], [], [])
+    write_fixed(folder / "rows", 3)
+    assert SampleStore(folder / "rows").submit([]).batch().shape == (0, 4096)
+
+
 def test_samples_without_bytes(folder: Path) -> None:
     folder = folder / "store"
     folder.mkdir()

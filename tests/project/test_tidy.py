@@ -52,7 +52,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "offload": {"memory", "storage", "formats", "measuring.energy"},
     "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
     "measuring": {"storage.mounts", "storage.owner"},
-    "bench": {"measuring", "storage.device", "storage.mounts", "data"}
+    "bench": {"measuring", "storage", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
     "tune": {"measuring", "storage.atomic", "storage.identity"},
     "adaptive": {"tune.store", "tune.handle", "storage.identity", "measuring.energy"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import nvme_ops
 from nvme_ops.bench.measure import percentile
 from nvme_ops.bench.workload.table import Writing
 from nvme_ops.data import AsyncLog
+from nvme_ops.storage import Session, TensorStore
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,57 @@ def _log_file(folder: Path, job: Writing) -> Iterator[Write]:
         yield write
 
 
+@contextmanager
+def _swapped(folder: Path, nbytes: int) -> Iterator[Write]:
+    """The next layer is read, and the last one written, while one is computed on."""
+    layers = _layers(nbytes)
+    with Session(folder, name="layers") as session, TensorStore(session) as store:
+        for number, layer in enumerate(layers):
+            store.put(str(number), layer).result()
+        current, ahead = 0, store.get("1")
+
+        def swap() -> None:
+            nonlocal current, ahead
+            store.put(str(current), layers[current])
+            ahead.result()
+            current = (current + 1) % len(layers)
+            ahead = store.get(str((current + 1) % len(layers)))
+
+        yield swap
+        ahead.result()
+
+
+@contextmanager
+def _swapped_by_torch(folder: Path, nbytes: int) -> Iterator[Write]:
+    layers = _layers(nbytes)
+    for number, layer in enumerate(layers):
+        _by_torch({"layer": layer}, folder / str(number))
+    turns = itertools.cycle(range(len(layers)))
+
+    def swap() -> None:
+        current = next(turns)
+        _by_torch({"layer": layers[current]}, folder / str(current))
+        torch.load(folder / str((current + 1) % len(layers)))
+
+    yield swap
+
+
+def _layers(nbytes: int) -> list[torch.Tensor]:
+    """Returns states of layers, of which one is read and one written in a turn of ``nbytes``."""
+    return [torch.full((max(1, nbytes // 8),), float(number)) for number in range(3)]
+
+
 def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], AbstractContextManager[Write]]]:
     """Returns context managers of what writes once, by name."""
     if job.name == "inference-log":
         return {
             "nvme_ops.data.AsyncLog": lambda: _log(folder, job),
             "a file, fdatasync after each batch": lambda: _log_file(folder, job),
+        }
+    if job.name == "zero-infinity":
+        return {
+            "nvme_ops.storage.TensorStore": lambda: _swapped(folder, nbytes),
+            "torch.save and torch.load": lambda: _swapped_by_torch(folder, nbytes),
         }
     return {
         "nvme_ops.save_async": lambda: _checkpoint(folder, nbytes, _InTheBackground()),

@@ -82,6 +82,11 @@ WRITING = {
             _MLPERF + "llama3_8b.yaml: float16 weights, float32 master weights and two moments, every 5 s",
         ),
         Writing(
+            "zero-infinity", "a layer of Llama 3 8B updated by AdamW: 12 bytes a parameter read and 14 written",
+            26 * LAYER, 1, 6 * LAYER * _PROMPTS / _H100, "dimensions: " + _MLPERF + "llama3_8b.yaml; 6 FLOP a "
+            "parameter and token, 65,536 tokens, at 40 % of an H100's 989 TFLOP/s",
+        ),
+        Writing(
             "inference-log", "32 results of 2 KiB logged every 10 ms", 32 * 2048, 32, 0.01,
             "no published definition: this package's own",
         ),
