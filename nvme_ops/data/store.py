@@ -177,17 +177,14 @@ class Read:
             else (self._lengths + (index.alignment - 1)) // index.alignment * index.alignment
         )
         self._rows: torch.Tensor | None = None
-        self._spans = self._rooms = spans
+        self._rooms = spans
         if index.stride is not None:
             self.memory = _memory(len(numbers) * index.stride, pinned)
-            self._places = torch.arange(len(numbers)) * index.stride
             self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
         else:
             unit = PAGE if index.alignment == PAGE else ALIGNMENT
             self._rooms = (spans + (unit - 1)) // unit * unit
-            ends = self._rooms.cumsum(0)
-            self._places = ends - self._rooms
-            self.memory = _memory(int(ends[-1]) if len(numbers) else 0, pinned)
+            self.memory = _memory(int(self._rooms.sum()), pinned)
         try:
             self._submit(files, begins, spans, priority)
         except BaseException:
@@ -214,12 +211,12 @@ class Read:
     def records(self) -> list[torch.Tensor]:
         """Waits, then returns the bytes of each record."""
         self.wait()
-        return self._parts(slice(None))
+        return list(self._split(self._lengths))
 
     def samples(self, which: slice = slice(None)) -> list[Sample]:
         """Waits for all, then returns the samples, or ``which`` of them. Raises as ``SampleStore.read`` does."""
         self.wait()
-        return [self._store._reader.sample(record) for record in self._parts(which)]
+        return [self._store._reader.sample(record) for record in self._split(self._lengths)[which]]
 
     def batch(self) -> Any:
         """Waits, then returns the samples by column: one tensor where their size is fixed, else a list of values.
@@ -246,8 +243,7 @@ class Read:
         if self._rows is not None and not self._has_neighbours(files[order], begins[order], spans):
             targets = self._rows  # which costs less than a tensor for each
         else:
-            files, begins, spans = files[order], begins[order], spans[order]
-            parts = self._split()
+            files, begins, parts = files[order], begins[order], self._split(spans)
             targets = [parts[k] for k in order.tolist()]
         numbers, offsets = files.tolist(), begins.tolist()
         opened = {number: store._files.open(number) for number in dict.fromkeys(numbers)}
@@ -271,23 +267,18 @@ class Read:
         follow = (begins[1:] - begins[:-1] == spans[:1]) & (files[1:] == files[:-1])
         return int(follow.sum()) * 8 > len(begins)
 
-    def _split(self) -> Sequence[torch.Tensor]:
-        """Returns the memory of each record: with what pads it, but not with what pads its place."""
-        if self._rows is not None:
-            return self._rows.unbind(0)
-        sizes = torch.stack([self._spans, self._rooms - self._spans], 1).view(-1).tolist()
-        parts: Sequence[torch.Tensor] = self.memory.split(sizes)
+    def _split(self, sizes: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns the first bytes of each record's memory, of these sizes."""
+        parts: Sequence[torch.Tensor] = self.memory.split(
+            torch.stack([sizes, self._rooms - sizes], 1).view(-1).tolist()
+        )
         return parts[::2]
-
-    def _parts(self, which: slice) -> list[torch.Tensor]:
-        places, lengths = self._places[which].tolist(), self._lengths[which].tolist()
-        return [self.memory[place : place + length] for place, length in zip(places, lengths, strict=True)]
 
     def _compare(self) -> None:
         index = self._store.index
         if index.checksums is None:
             return
-        found = checksums_of(self._parts(slice(None)), "crc32c")
+        found = checksums_of(self._split(self._lengths), "crc32c")
         wrong = [k for k, (one, other) in enumerate(zip(found, unsigned(index.checksums[self._numbers]), strict=True))
                  if one != other]  # fmt: skip
         if wrong:
