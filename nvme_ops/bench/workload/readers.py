@@ -50,10 +50,10 @@ class DataSet:
         """Returns a sample, which begins with its number."""
         noise: bytes = self._noise  # type: ignore[attr-defined]
         size, place = self.sizes[number] - _NUMBER, number * 4096 % _CONTENT
-        content = noise[place:]
-        while len(content) < size:
-            content += noise
-        return number.to_bytes(_NUMBER, "little") + content[:size]
+        parts = [number.to_bytes(_NUMBER, "little"), noise[place : place + size]]
+        left = size - len(parts[1])
+        parts += [noise] * (left // _CONTENT) + [noise[: left % _CONTENT]]
+        return b"".join(parts)
 
     def is_sample(self, found: Any) -> bool:
         """Returns whether these are the bytes of a sample."""
