@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 
@@ -29,6 +30,9 @@ std::size_t size_class(std::size_t bytes) {
   while (size < bytes) size *= 2;
   return size;
 }
+
+// Smaller allocations are not worth what a page costs that one of them keeps.
+constexpr std::size_t kLeastPart = kHugePage / 4;
 
 // MAP_HUGE_2MB: the default size may be 1 GiB.
 constexpr int kHugeTlbPages = 21 << 26;
@@ -103,25 +107,20 @@ BufferPool& BufferPool::instance() {
 std::byte* BufferPool::allocate(std::size_t bytes) {
   const std::size_t size = size_class(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::byte* memory = nullptr;
+  if (size >= kLeastPart && size < kHugePage) return allocate_part(size);
   // A cached block up to an eighth larger will do.
   const auto found = cached_.lower_bound(size);
   if (found != cached_.end() && found->first - size <= size / 8) {
-    memory = found->second;
-    live_.emplace(memory, found->first);
+    std::byte* const memory = found->second;
+    live_.emplace(memory, Allocation{found->first, open_.end()});
     cached_bytes_ -= found->first;
     live_bytes_ += found->first;
     cached_.erase(found);
     return memory;
   }
-  memory = map_pages(size);
-  if (memory == nullptr) {
-    free_cached(0);
-    memory = map_pages(size);
-  }
-  if (memory == nullptr) raise(no_room(bytes));
+  std::byte* const memory = map_block(size);
   try {
-    live_.emplace(memory, size);
+    live_.emplace(memory, Allocation{size, open_.end()});
   } catch (...) {
     ::munmap(memory, size);
     throw;
@@ -130,13 +129,77 @@ std::byte* BufferPool::allocate(std::size_t bytes) {
   return memory;
 }
 
+// Maps a new block; gives up cached ones for it if need be.
+std::byte* BufferPool::map_block(std::size_t size) {
+  std::byte* memory = map_pages(size);
+  if (memory == nullptr) {
+    free_cached(0);
+    memory = map_pages(size);
+  }
+  if (memory == nullptr) raise(no_room(size));
+  return memory;
+}
+
+std::byte* BufferPool::allocate_part(std::size_t part) {
+  const auto fits = [part](const Divided& page) { return page.part == part; };
+  auto page = std::find_if(open_.begin(), open_.end(), fits);
+  if (page == open_.end()) {
+    open_.push_front({nullptr, part, (1U << (kHugePage / part)) - 1});
+    page = open_.begin();
+    try {
+      page->memory = take_page();
+    } catch (...) {
+      open_.erase(page);
+      throw;
+    }
+    free_parts_ += kHugePage;
+  }
+  const unsigned bit = page->free & -page->free;
+  std::byte* const memory = page->memory + static_cast<std::size_t>(__builtin_ctz(bit)) * part;
+  live_.emplace(memory, Allocation{part, page});
+  page->free &= ~bit;
+  if (page->free == 0) full_.splice(full_.begin(), open_, page);
+  free_parts_ -= part;
+  live_bytes_ += part;
+  return memory;
+}
+
+std::byte* BufferPool::take_page() {
+  const auto found = cached_.find(kHugePage);
+  if (found == cached_.end()) return map_block(kHugePage);
+  std::byte* const memory = found->second;
+  cached_bytes_ -= kHugePage;
+  cached_.erase(found);
+  return memory;
+}
+
 void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(memory);
   if (found == live_.end()) return;
-  const std::size_t size = found->second;
+  const auto [size, page] = found->second;
   live_.erase(found);
   live_bytes_ -= size;
+  if (page == open_.end()) {
+    release_block(memory, size, bound);
+  } else if (std::byte* const whole = release_part(memory, page)) {
+    release_block(whole, kHugePage, bound);
+  }
+}
+
+// Returns the page if no part of it is in use any more; it is not divided then.
+std::byte* BufferPool::release_part(std::byte* memory, Pages::iterator page) noexcept {
+  if (page->free == 0) open_.splice(open_.begin(), full_, page);
+  page->free |= 1U << (static_cast<std::size_t>(memory - page->memory) / page->part);
+  free_parts_ += page->part;
+  if (page->free != (1U << (kHugePage / page->part)) - 1) return nullptr;
+  std::byte* const whole = page->memory;
+  free_parts_ -= kHugePage;
+  open_.erase(page);
+  return whole;
+}
+
+void BufferPool::release_block(std::byte* memory, std::size_t size, std::size_t bound) noexcept {
   // Memory with a bound of its own counts only against its kind: cached tensors do not displace staging memory.
   if (size > bound || (bound < bound_ && (cached_.count(size) + 1) * size > bound)) {
     ::munmap(memory, size);
@@ -152,14 +215,15 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
 }
 
 bool BufferPool::huge(const std::byte* memory, std::size_t bytes) const {
-  return allocation(memory, bytes) >= kHugePage;
+  return allocation(memory, bytes) >= kLeastPart;
 }
 
 std::size_t BufferPool::allocation(const std::byte* memory, std::size_t bytes) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto after = live_.upper_bound(memory);
   if (after == live_.begin()) return 0;
-  const auto& [start, size] = *std::prev(after);
+  const auto& [start, found] = *std::prev(after);
+  const std::size_t size = found.bytes;
   const bool inside = memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
   return inside ? size : 0;
 }
@@ -171,7 +235,7 @@ void BufferPool::trim(std::size_t keep) noexcept {
 
 BufferPool::Statistics BufferPool::statistics() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {live_bytes_, cached_bytes_};
+  return {live_bytes_, cached_bytes_ + free_parts_};
 }
 
 // Frees the largest first: they are least likely to be needed again in the same size.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <list>
 #include <map>
 #include <mutex>
 
@@ -11,12 +12,13 @@ class BufferPool {
 public:
   struct Statistics {
     std::size_t live_bytes;    // handed out
-    std::size_t cached_bytes;  // freed, kept for reuse
+    std::size_t cached_bytes;  // freed, kept for reuse, the free parts of divided pages included
   };
 
   static BufferPool& instance();
 
-  // Allocates at least `bytes` uninitialized bytes, aligned to a page, or to 2 MiB from that size on. Throws IoError.
+  // Allocates at least `bytes` uninitialized bytes, aligned to a page, or to 2 MiB from that size on, in huge pages
+  // from a quarter of one on. Throws IoError.
   std::byte* allocate(std::size_t bytes);
 
   // Releases what allocate() returned; caches it for the next allocate() while at most `bound` bytes are cached.
@@ -33,13 +35,33 @@ public:
   Statistics statistics() const;
 
 private:
+  // A huge page that several allocations share, each of `part` bytes.
+  struct Divided {
+    std::byte* memory;
+    std::size_t part;
+    unsigned free;  // a bit for each part
+  };
+  using Pages = std::list<Divided>;
+
+  struct Allocation {
+    std::size_t bytes;
+    Pages::iterator page;  // of which it is a part; the end of open_ if it is none
+  };
+
   BufferPool();
   std::size_t allocation(const std::byte* memory, std::size_t bytes) const;  // its size; 0 if there is none
+  std::byte* map_block(std::size_t size);
+  std::byte* take_page();
+  std::byte* allocate_part(std::size_t part);
+  std::byte* release_part(std::byte* memory, Pages::iterator page) noexcept;
+  void release_block(std::byte* memory, std::size_t size, std::size_t bound) noexcept;
   void free_cached(std::size_t bound) noexcept;
 
   mutable std::mutex mutex_;
-  std::map<const std::byte*, std::size_t> live_;
+  std::map<const std::byte*, Allocation> live_;
   std::multimap<std::size_t, std::byte*> cached_;
+  Pages open_, full_;           // divided pages with and without a free part
+  std::size_t free_parts_ = 0;  // bytes
   std::size_t live_bytes_ = 0;
   std::size_t cached_bytes_ = 0;
   std::size_t bound_;

@@ -34,16 +34,53 @@ TEST(memory_is_aligned_for_its_size) {
   CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
 }
 
-TEST(only_large_allocations_are_in_huge_pages) {
-  std::byte* const small = pool().allocate(kHugePage / 2);
+TEST(allocations_from_a_quarter_of_a_huge_page_on_are_in_huge_pages) {
+  std::byte* const small = pool().allocate(kHugePage / 8);
+  std::byte* const part = pool().allocate(kHugePage / 4);
   std::byte* const large = pool().allocate(2 * kHugePage);
-  CHECK(pool().contains(small, kHugePage / 2) && !pool().huge(small, kHugePage / 2), "small pages");
+  CHECK(pool().contains(small, kHugePage / 8) && !pool().huge(small, kHugePage / 8), "small pages");
+  CHECK(pool().huge(part, kHugePage / 4), "a part of a huge page");
   CHECK(pool().huge(large + kPageSize, kPageSize), "a part of a large allocation is in huge pages");
   CHECK(!pool().huge(large + kHugePage, 2 * kHugePage), "what reaches beyond the allocation is not of the pool");
   pool().release(small);
+  pool().release(part);
   CHECK(!pool().huge(large - kPageSize, 2 * kPageSize), "nor what begins before it");
   pool().release(large);
   pool().trim();
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+}
+
+TEST(parts_of_a_huge_page_are_one_owner_each) {
+  std::set<std::byte*> parts, pages;
+  for (int i = 0; i < 8; ++i) {
+    std::byte* const memory = pool().allocate(kHugePage / 4);
+    parts.insert(memory);
+    pages.insert(memory - reinterpret_cast<std::uintptr_t>(memory) % kHugePage);
+  }
+  CHECK_EQUAL(parts.size(), std::size_t{8});
+  CHECK_EQUAL(pages.size(), std::size_t{2});
+  CHECK_EQUAL(pool().statistics().live_bytes, 2 * kHugePage);
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+
+  std::byte* const half = pool().allocate(kHugePage / 2);
+  CHECK(pages.count(half - reinterpret_cast<std::uintptr_t>(half) % kHugePage) == 0, "halves have a page of their own");
+  CHECK_EQUAL(pool().statistics().cached_bytes, kHugePage / 2);
+  std::byte* const other = pool().allocate(kHugePage / 2);
+  CHECK(other == half + kHugePage / 2 || half == other + kHugePage / 2, "the other half");
+  pool().release(half);
+  CHECK(pool().contains(other, kHugePage / 2) && !pool().contains(half, 1), "only one of them is released");
+  CHECK(pool().allocate(kHugePage / 2) == half, "a free part is used again");
+  pool().release(half);
+  pool().release(other);
+
+  std::byte* const one = *parts.begin();
+  pool().release(one);
+  CHECK(pool().allocate(kHugePage / 4) == one, "in a page that was full too");
+  for (std::byte* const memory : parts) pool().release(memory);
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+  CHECK_EQUAL(pool().statistics().cached_bytes, 3 * kHugePage);
+  pool().trim();
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
 }
 
 TEST(released_memory_serves_the_next_of_about_its_size) {
