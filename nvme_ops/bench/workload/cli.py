@@ -36,6 +36,7 @@ examples:
 exit status: 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C
 """
 _MOST_SAMPLES = 1 << 18
+_LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
 _MOST_FILES = 1 << 13  # of readers with a file for each sample
 _FILES = ("plain", "safetensors")
 _BESIDE = "llm-checkpoint"
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
     add("--reader", nargs="+", choices=[*READERS, "all"], default=[OURS], metavar="NAME", help=words)
-    add("--size", type=size, default="2G", metavar="SIZE", help="of a data set, about (default 2G)")
+    add("--size", type=size, default="2G", metavar="SIZE", help="of a data set, about; at least 8 batches (default 2G)")
     add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
     add("--seconds", type=float, default=2.0, metavar="S", help="of one measurement, at least (default 2)")
     add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
@@ -106,7 +107,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _sizes(job: Job, total: int) -> list[int]:
-    count = min(_MOST_SAMPLES, max(2 * job.batch, int(total / job.record)))
+    count = min(_MOST_SAMPLES, max(_LEAST_BATCHES * job.batch, int(total / job.record)))
     chance = random.Random(0)
     least, most = job.record / 8, 2 * job.record
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]

@@ -44,10 +44,9 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
 
     An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
-    come when it is done. Epochs begin cold; the time between two of them is left out. Ends after ``seconds``, or when
-    each has had four batches, whichever comes later; or after one epoch if that is all there is.
+    come when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch on,
+    for ``seconds`` and until each has had four batches.
     """
-    lasting = max(seconds, _FIRST_BATCHES * compute)
     clock = _Clock()
     batches = iter(_epochs(reader, clock))
     wants = [(0.0, number) for number in range(accelerators)]
@@ -56,6 +55,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     busy = [0] * accelerators
     waits: list[float] = []
     samples = nbytes = 0
+    next(batches)  # starts workers, and fills their queues
     begin = clock.now()
     while True:
         wanted, number = heapq.heappop(wants)
@@ -71,7 +71,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         busy[number] += 1
         samples += len(batch)
         nbytes += batch.nbytes if isinstance(batch, torch.Tensor) else sum(map(len, batch))
-        if arrived >= lasting and min(busy) >= 2:
+        if arrived >= seconds and min(busy) >= _FIRST_BATCHES:
             break
         heapq.heappush(wants, (start, number))
     worked = sum(compute * count for count in busy)
