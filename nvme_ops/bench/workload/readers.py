@@ -57,9 +57,11 @@ class DataSet:
 
     def is_sample(self, found: Any) -> bool:
         """Returns whether these are the bytes of a sample."""
-        content = found if isinstance(found, bytes) else bytes(found.tolist())
-        number = int.from_bytes(content[:_NUMBER], "little")
-        return number < len(self.sizes) and content == self.sample(number)
+        content = torch.frombuffer(bytearray(found), dtype=torch.uint8) if isinstance(found, bytes) else found
+        number = int.from_bytes(bytes(content[:_NUMBER].tolist()), "little")
+        if number >= len(self.sizes) or len(content) != self.sizes[number]:
+            return False
+        return torch.equal(content, torch.frombuffer(bytearray(self.sample(number)), dtype=torch.uint8))
 
     def part(self, count: int) -> DataSet:
         """Returns the first samples."""
