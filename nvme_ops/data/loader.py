@@ -15,13 +15,15 @@ from torch.utils.data import default_collate
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.dataset import Dataset
 from nvme_ops.data.order import Order, Shuffle
-from nvme_ops.data.store import Read, SampleStore
+from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
-from nvme_ops.memory.pool import can_pin
+from nvme_ops.memory.arena import Arena
+from nvme_ops.memory.pool import Pool, can_pin, charge_of
 from nvme_ops.text import MIB, parse_size
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # that keep a device busy
 _MOST_BATCHES = 64
+_LARGE = 64 * MIB  # bytes of a batch
 _CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
 
 
@@ -46,7 +48,8 @@ class Loader:
         collate_fn: makes a batch of a list of samples; with ``decode``, torch's ``default_collate`` when None.
         threads: for ``decode``; as many as processors, at most 8, when None.
         prefetch: batches read ahead at most; as many as keep a device busy when None; 0: none.
-        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. One batch alone may have more.
+        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. One batch alone may have more. Of
+            batches of 64 MiB and more, so much memory and that of one batch are kept for reuse.
         rank, num_replicas: of this process; by default those of ``torch.distributed``, if it is initialized.
         device: that batches are copied to, from page-locked memory.
 
@@ -91,6 +94,7 @@ class Loader:
             raise ValueError("threads are for decode, which is not given")
         self._threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._prefetch = prefetch
+        self._arena: Arena | None = None
         self._order(0)  # raises for a shuffle that there is not
         self._next = _State(0, 0)
         self._state = self._next
@@ -203,7 +207,7 @@ class Loader:
 
     def _begin(self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, urgent: bool) -> _Batch:
         priority = Priority.DEMAND if urgent else Priority.PREFETCH
-        read = self.store.submit(numbers, priority=priority, pinned=self._pins, limit=self._budget)
+        read = self.store.submit(numbers, priority=priority, allocate=self._allocate, limit=self._budget)
         batch = _Batch(read, position)
         if pool is not None and self.decode is not None:
             for first in range(self._threads):
@@ -219,9 +223,17 @@ class Loader:
             return self._moved(self.collate_fn(batch.read.samples()))
         return self._moved(batch.read.batch())
 
-    @property
-    def _pins(self) -> bool:
-        return self.device is not None and self.device.type != "cpu" and can_pin()
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self.device is not None and self.device.type != "cpu" and can_pin():
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if nbytes >= _LARGE:  # more than the buffer pool keeps for reuse: new memory costs as much as reading
+            if self._arena is None:
+                room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
+                self._arena = Arena(Pool(room), room)
+            memory = self._arena.allocate(nbytes)
+            if memory is not None:
+                return memory
+        return huge_pages(nbytes)
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,7 +13,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample
 from nvme_ops.data.files import DataFiles, Opened
-from nvme_ops.data.index import Index, aligned, unsigned
+from nvme_ops.data.index import Index, unsigned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
@@ -21,6 +21,9 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
+
+#: Returns memory of so many bytes, ``torch.uint8``.
+Allocate: TypeAlias = Callable[[int], torch.Tensor]
 
 _APART = 1 << 44  # bytes: no file is larger
 
@@ -89,7 +92,7 @@ class SampleStore:
         numbers: Sequence[int] | torch.Tensor,
         *,
         priority: Priority = Priority.DEMAND,
-        pinned: bool = False,
+        allocate: Allocate | None = None,
         limit: int | None = None,
     ) -> Read:
         """Starts to read samples, and returns what will have them.
@@ -97,7 +100,7 @@ class SampleStore:
         Args:
             numbers: as for ``read``.
             priority: of the transfers.
-            pinned: read into page-locked memory, from which an accelerator copies at full speed.
+            allocate: returns memory to read into, ``torch.uint8``, for a number of bytes; huge pages when None.
             limit: bytes that one sample may have.
 
         Raises:
@@ -106,7 +109,7 @@ class SampleStore:
         """
         if self._closed:
             raise ValueError(f"{self.path}: the store is closed")
-        return Read(self, self.checked(numbers), priority, pinned, limit)
+        return Read(self, self.checked(numbers), priority, allocate or huge_pages, limit)
 
     def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Returns numbers of samples as int64, none negative. Raises IndexError or TypeError."""
@@ -152,12 +155,12 @@ class Read:
         store: has them.
         numbers: of the samples, checked.
         priority: of the transfer.
-        pinned: read into memory from which an accelerator copies at full speed.
+        allocate: has the memory.
         limit: bytes that one sample may have.
     """
 
     def __init__(
-        self, store: SampleStore, numbers: torch.Tensor, priority: Priority, pinned: bool, limit: int | None
+        self, store: SampleStore, numbers: torch.Tensor, priority: Priority, allocate: Allocate, limit: int | None
     ) -> None:
         self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
@@ -179,12 +182,12 @@ class Read:
         self._rows: torch.Tensor | None = None
         self._rooms = spans
         if index.stride is not None:
-            self.memory = _memory(len(numbers) * index.stride, pinned)
+            self.memory = allocate(len(numbers) * index.stride)
             self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
         else:
             unit = PAGE if index.alignment == PAGE else ALIGNMENT
             self._rooms = (spans + (unit - 1)) // unit * unit
-            self.memory = _memory(int(self._rooms.sum()), pinned)
+            self.memory = allocate(int(self._rooms.sum()))
         try:
             self._submit(files, begins, spans, priority)
         except BaseException:
@@ -302,7 +305,6 @@ class Read:
             self._settle()
 
 
-def _memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    if pinned:
-        return torch.empty(aligned(nbytes, PAGE), dtype=torch.uint8, pin_memory=True)[:nbytes]
+def huge_pages(nbytes: int) -> torch.Tensor:
+    """Returns memory from the buffer pool."""
     return empty(nbytes, dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
 from nvme_ops.data.order import Shuffle
 from tests.conftest import MIB, run_python
-from tests.data.samples import data_files, is_sample, write, write_fixed
+from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
 
@@ -199,6 +199,22 @@ def test_batches_may_be_kept(folder: Path) -> None:
     write_fixed(folder / "store", 256, 64 << 10)
     kept = list(Loader(folder / "store", 16, memory_budget="2M"))
     assert sum(batch.nbytes for batch in kept) == 256 * (64 << 10)
+
+
+def test_memory_of_large_batches_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvme_ops.data import loader as module
+
+    monkeypatch.setattr(module, "_LARGE", MIB)
+    write_fixed(folder / "store", 64, 256 << 10, shard_bytes="4M")
+    loader = Loader(folder / "store", 4, memory_budget="4M")
+    places = set()
+    for number, batch in enumerate(loader):
+        assert torch.equal(batch[3], fixed(4 * number + 3, 256 << 10))
+        places.add(batch.data_ptr())
+        del batch
+    assert len(places) <= 5
+    kept = list(loader)
+    assert all(torch.equal(batch[0], fixed(4 * number, 256 << 10)) for number, batch in enumerate(kept))
 
 
 def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
