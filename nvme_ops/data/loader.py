@@ -161,12 +161,12 @@ class Loader:
                         raise failure
                     return
                 batch = ahead[0]
-                made = self._end(batch)
+                made = [self._end(batch)]
                 ahead.popleft()
                 flying -= batch.read.nbytes
                 state.position = batch.position
                 del batch
-                yield made
+                yield made.pop()  # and keep no reference: its memory is wanted for the next one
         finally:
             for batch in ahead:
                 for task in batch.tasks:
