@@ -160,6 +160,9 @@ class SampleWriter:
                 file.close()
         with contextlib.suppress(_Abort):
             self._contexts.__exit__(_Abort, _Abort(), None)
+        for done in self._files:  # those that got their names before the index could not be written
+            with contextlib.suppress(OSError):
+                unlink.unlink(os.path.join(self._folders[0], done.name))
 
     def _require_open(self) -> None:
         if self._state == "failed":

@@ -194,6 +194,19 @@ def test_an_exception_leaves_nothing(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_an_index_that_cannot_be_written_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (folder / "two").mkdir()
+    writer = SampleWriter([folder, folder / "two"], shard_bytes=100)
+    writer.extend([b"x" * 90] * 5)
+    monkeypatch.setattr("nvme_ops.data.writer.write_index", fail)
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert [path.name for path in folder.rglob("*")] == ["two"]
+
+
 def test_a_writer_that_is_dropped(folder: Path) -> None:
     writer = SampleWriter(folder)
     writer.add(b"abc")
