@@ -1,8 +1,8 @@
 """``Columns``: what a sample consists of, and where each part lies in a record.
 
 A record has: a little-endian uint64 with the bytes of each column of variable size but the last one; the columns of
-fixed size; the columns of variable size. Each of these begins at a multiple of 8 bytes. A store of one unnamed column
-has records that are just its values.
+fixed size; the columns of variable size. Each of these begins at a multiple of the bytes of its elements. A store of
+one unnamed column has records that are just its values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Spec: TypeAlias = "type[bytes] | type[str] | torch.dtype | tuple[torch.dtype, Se
 #: A tensor, a str, or a dict of them by column.
 Sample: TypeAlias = Any
 
-_WORD = 8  # bytes to which the parts of a record are aligned
+_WORD = 8  # bytes of a length
 _UNNAMED = ""
 
 
@@ -47,7 +47,7 @@ class Column:
         if spec is bytes or spec is str:
             return cls(name, torch.uint8, (-1,), spec is str)
         dtype, shape = (spec, ()) if isinstance(spec, torch.dtype) else spec if isinstance(spec, tuple) else (None, ())
-        if not isinstance(dtype, torch.dtype) or (dtype.is_complex and dtype == torch.complex32):
+        if not isinstance(dtype, torch.dtype):
             raise TypeError(f"column {name!r} must be bytes, str, a dtype, or a dtype and a shape, not {spec!r}")
         shape = tuple(int(length) for length in shape)
         if any(length < 0 for length in shape[1:]) or (shape and shape[0] < -1):
@@ -119,9 +119,11 @@ class Columns:
         self._places: dict[str, int] = {}
         end = self._lengths
         for column in self.fixed:
-            self._places[column.name] = end = _up(end)
+            self._places[column.name] = end = _up(end, column)
             end += column.nbytes or 0
         self._fixed_bytes = end
+        #: Bytes to whose multiples records must begin in memory.
+        self.alignment = max(column.dtype.itemsize for column in self.all)
 
     @property
     def record_bytes(self) -> int | None:
@@ -145,11 +147,11 @@ class Columns:
         parts = [memoryview(len(values[column.name]).to_bytes(_WORD, "little")) for column in self.variable[:-1]]
         end = self._lengths
         for column in [*self.fixed, *self.variable]:
-            if end % _WORD:
-                parts.append(memoryview(bytes(-end % _WORD)))
-                end = _up(end)
+            begin = _up(end, column)
+            if begin > end:
+                parts.append(memoryview(bytes(begin - end)))
             parts.append(values[column.name])
-            end += len(values[column.name])
+            end = begin + len(values[column.name])
         return parts
 
     def unpacked(self, record: torch.Tensor) -> Sample:
@@ -160,7 +162,7 @@ class Columns:
             sample = {column.name: column.unpacked(self._part(column, record)) for column in self.fixed}
             end = self._fixed_bytes
             for number, column in enumerate(self.variable):
-                begin = _up(end)
+                begin = _up(end, column)
                 end = record.numel() if column is self.variable[-1] else begin + _word(record, number)
                 if not begin <= end <= record.numel():
                     raise FormatError(f"column {column.name!r} does not fit its record of {record.numel()} bytes")
@@ -224,8 +226,9 @@ def _gathered(column: Column, values: list[Any]) -> Any:
     return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype)
 
 
-def _up(value: int) -> int:
-    return -(-value // _WORD) * _WORD
+def _up(value: int, column: Column) -> int:
+    size = column.dtype.itemsize
+    return -(-value // size) * size
 
 
 def _word(record: torch.Tensor, number: int) -> int:

@@ -42,7 +42,7 @@ class SampleWriter:
             when None.
         shard_bytes: of a data file, about.
         alignment: bytes to whose multiples records begin. None: a page if the first record has 64 KiB, or the padding
-            costs less than a sixteenth; else 8.
+            costs less than a sixteenth; else 8. Never less than the bytes of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace a store that is there.
 
@@ -176,6 +176,7 @@ class SampleWriter:
         if self._alignment is None:
             padding = -nbytes % PAGE
             self._alignment = PAGE if nbytes >= LARGE or padding * 16 <= nbytes else _SMALL_ALIGNMENT
+        self._alignment = max(self._alignment, self.columns.alignment)
         number = len(self._files)
         folder = self._folders[number % len(self._folders)]
         path = os.path.join(folder, f"{_PREFIX}{self._id}-{number:05d}")

@@ -71,6 +71,7 @@ def test_one_unnamed_column_is_its_bytes() -> None:
 def test_rows_of_fixed_records_are_stacked_without_a_copy() -> None:
     columns = Columns({"a": torch.int16, "b": (torch.float64, (2,))})
     assert columns.record_bytes == 24
+    assert columns.alignment == 8
     rows = torch.zeros(2, 32, dtype=torch.uint8)
     for number in range(2):
         rows[number, :24] = record_of(columns, {"a": number, "b": [number, 0.5]})

@@ -140,7 +140,7 @@ def test_decoding_in_threads(store: SampleStore) -> None:
 
     found = list(Loader(store, 10, decode=decode, threads=3))
     assert [label for batch in found for label in batch[0].tolist()] == list(range(103))
-    assert len(seen) == 3
+    assert 1 <= len(seen) <= 3, "a thread that has nothing to do takes the next part"
     assert all(name.startswith("nvme_ops.data") for name in seen)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nvme_ops.data")]
 
