@@ -239,7 +239,7 @@ class Loader:
         if self.device is None:
             return batch
         if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=True)
+            return batch.to(self.device, non_blocking=batch.is_pinned())  # other memory may be gone before its copy
         if isinstance(batch, dict):
             return {name: self._moved(value) for name, value in batch.items()}
         if isinstance(batch, list | tuple):
