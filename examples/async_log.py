@@ -1,5 +1,6 @@
 """A log that never waits for storage. python examples/async_log.py [FOLDER]."""
 
+import json
 import os
 import sys
 import tempfile
@@ -20,7 +21,8 @@ def main(folder: str) -> None:
         print(f"{COUNT} records appended, {1e6 * seconds / COUNT:.1f} microseconds each")
         log.flush()  # for once: now everything is on the device
     files = sorted(name for name in os.listdir(folder) if name.startswith("requests."))
-    print(f"{sum(1 for _ in read_log(path))} records in {', '.join(files)}")
+    numbers = [json.loads(record)["request"] for record in read_log(path)]
+    print(f"read back from {', '.join(files)}: {'equal' if numbers == list(range(COUNT)) else 'DIFFERENT'}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     resumed.load_state_dict(state)
     for _, labels in resumed:
         seen += labels.tolist()
-    print(f"resumed: {'every sample came once' if sorted(seen) == list(range(COUNT)) else 'SAMPLES ARE MISSING'}")
+    print(f"resumed: {'all samples came once, right' if sorted(seen) == list(range(COUNT)) else 'SAMPLES ARE MISSING'}")
 
 
 if __name__ == "__main__":

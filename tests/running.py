@@ -45,7 +45,7 @@ def is_worker(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A signal that the parent ignores, all ignore who come after; one with a handler, children have as by default."""
-    for number in (signal.SIGINT, signal.SIGQUIT):  # what a shell has its background jobs ignore
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # ignored in background jobs, and by nohup
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     config.stash[STDERR] = os.dup(2)  # before pytest captures it
