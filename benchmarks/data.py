@@ -23,32 +23,31 @@ from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.bench.tables import Table
 from nvme_ops.bench.workload.feed import cool
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.measuring.files import make_cold
 from nvme_ops.text import MIB, parse_size, size_words
 
 GROUPS = {"random": "samples of each size in random order, in GB/s"}
 FIO = "fio randread, depth 128"
 _SIZES = ("4K", "128K", "1M")
-_MOST_FILES = 8192
 _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
 
 
 def reader_row(name: str, data: DataSet) -> Row:
     """All batches of an epoch. The CPU time of workers is not known."""
-    whole = data.part(_MOST_FILES) if name in ("plain", "safetensors") else data
     try:
-        reader = READERS[name](whole)
+        reader = made(name, data)
     except Unavailable as reason:
         return _empty(name, str(reason))
+    sizes = reader.data.sizes
 
     def run() -> Sample:
         def work() -> None:
             seen = sum(len(batch) for batch in reader.batches())
-            if seen != len(whole.sizes):
-                raise WrongData(f"{seen} samples instead of {len(whole.sizes)}")
+            if seen != len(sizes):
+                raise WrongData(f"{seen} samples instead of {len(sizes)}")
 
-        sample = timed(work, sum(whole.sizes))
+        sample = timed(work, sum(sizes))
         return sample if name == OURS else replace(sample, cpu_seconds=None)
 
     return Row(name, run, partial(cool, reader), partial(_check, reader))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -53,5 +53,9 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, in place. The caller keeps the tensor."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    """The bytes of a contiguous tensor in host memory, in place. They keep the tensor."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.keeps = tensor
+    return memoryview(array).cast("B")

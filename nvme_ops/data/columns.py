@@ -7,7 +7,6 @@ one unnamed column has records that are just its values.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,12 +82,12 @@ class Column:
         made = tensor.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if not (exact or tensor.is_floating_point() or torch.equal(made.to(tensor.dtype), tensor)):
             raise ValueError(f"{self._words()}: {value!r} does not fit {self.dtype}")
-        return _held(made)
+        return bytes_of(made)
 
     def unpacked(self, memory: torch.Tensor) -> Any:
         """Returns the value over its bytes, without a copy but of a str."""
         if self.text:
-            return bytes(bytes_of(memory)).decode() if memory.numel() else ""
+            return bytes(bytes_of(memory)).decode()
         return memory.view(self.dtype).view(self.shape)
 
     def stacked(self, rows: torch.Tensor) -> torch.Tensor:
@@ -234,12 +233,3 @@ def _up(value: int, column: Column) -> int:
 def _word(record: torch.Tensor, number: int) -> int:
     part = record[number * _WORD : (number + 1) * _WORD]
     return int.from_bytes(bytes_of(part), "little") if part.numel() == _WORD else -1
-
-
-def _held(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor, which they keep alive."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.keeps = tensor
-    return memoryview(array).cast("B")

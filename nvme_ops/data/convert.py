@@ -94,30 +94,28 @@ def _folder(path: str) -> Source:
 
 
 def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the contents of files, of which many are read by one request, and the next ones ahead."""
-    groups: list[list[int]] = [[]]
-    for number, nbytes in enumerate(sizes):
-        if groups[-1] and sum(sizes[k] for k in groups[-1]) + nbytes > _AT_ONCE:
-            groups.append([])
-        groups[-1].append(number)
+    """Yields the contents of files, of which many are read by one request."""
+    group: list[tuple[str, int]] = []
+    together = 0  # bytes
+    for name, nbytes in zip(names, sizes, strict=True):
+        if group and together + nbytes > _AT_ONCE:
+            yield from _read(path, group)
+            group, together = [], 0
+        together += nbytes
+        group.append((name, nbytes))
+    yield from _read(path, group)
 
-    def begin(group: list[int]) -> tuple[list[int], list[torch.Tensor], Any]:
-        places, total = lay_out([(0, sizes[k]) for k in group])
-        memory = empty(total, dtype=torch.uint8)
-        parts = [memory[place : place + sizes[k]] for place, k in zip(places, group, strict=True)]
-        wanted = [(part, os.path.join(path, names[k])) for part, k in zip(parts, group, strict=True) if sizes[k]]
-        tensors, files = [part for part, _ in wanted], [file for _, file in wanted]
-        return group, parts, shared_handle().submit_preadv(tensors, files, [0] * len(files)) if files else None
 
-    ahead = begin(groups[0])
-    for following in [*groups[1:], None]:
-        group, parts, transfer = ahead
-        if following is not None:
-            ahead = begin(following)
-        if transfer is not None:
-            transfer.result()
-        for number, part in zip(group, parts, strict=True):
-            yield names[number], part
+def _read(path: str, group: list[tuple[str, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    places, total = lay_out([(0, nbytes) for _, nbytes in group])
+    memory = empty(total, dtype=torch.uint8)
+    parts = [memory[place : place + nbytes] for place, (_, nbytes) in zip(places, group, strict=True)]
+    wanted = [(part, os.path.join(path, name)) for part, (name, nbytes) in zip(parts, group, strict=True) if nbytes]
+    if wanted:
+        tensors, files = zip(*wanted, strict=True)
+        shared_handle().submit_preadv(tensors, files, [0] * len(files)).result()
+    for (name, _), part in zip(group, parts, strict=True):
+        yield name, part
 
 
 def _array(path: str) -> Source:

@@ -38,8 +38,8 @@ def index_of(
     """
     path = os.path.join(folder, _NAME)
     stamp = checksums_of([about or b"-"], "crc32c")[0]
-    files = [(name, status.st_size, status.st_mtime_ns) for name in names
-             for status in [os.stat(os.path.join(folder, name))]]  # fmt: skip
+    found = [os.stat(os.path.join(folder, name)) for name in names]
+    files = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
     try:
         kept = read_index(path)
         if kept.kind == kind and kept.more.get("about") == stamp and files == [

@@ -27,6 +27,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
 from nvme_ops.storage import locks
+from nvme_ops.storage.atomic import sync_folder
 from nvme_ops.text import parse_size, size_words
 
 _MAGIC = b"NVLG"
@@ -271,11 +272,7 @@ class _Segment:
             with contextlib.suppress(FileExistsError):  # another process has taken the number
                 file = File(name, "x")
                 locks.take(file.fileno())
-                fd = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                sync_folder(os.path.dirname(path))
                 return cls(name, file)
 
     def write(self, records: list[bytes]) -> None:

@@ -93,8 +93,7 @@ def checksum(path: str) -> int:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """The digest of a tensor's bytes, on any device; the same as of a file that holds them."""
-    there = tensor.cpu()  # bytes_of() does not keep it
-    return zlib.crc32(bytes_of(there))
+    return zlib.crc32(bytes_of(tensor.cpu()))
 
 
 def _pieces(path: str) -> Iterator[memoryview]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import check_output, command_line, positive, size
+from nvme_ops.bench.cli import show_progress
 from nvme_ops.bench.measure import Unavailable
 from nvme_ops.bench.workload import saving
 from nvme_ops.bench.workload.beside import Unordered, checkpoints
 from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, ours
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made, ours
 from nvme_ops.bench.workload.table import JOBS, WRITING, Job, Writing
 from nvme_ops.measuring.files import NotUsable
 from nvme_ops.measuring.scratch import scratch_folder
@@ -37,8 +38,6 @@ exit status: 0; 2 for wrong arguments and folders that cannot be used; 130 after
 """
 _MOST_SAMPLES = 1 << 18
 _LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
-_MOST_FILES = 1 << 13  # of readers with a file for each sample
-_FILES = ("plain", "safetensors")
 _BESIDE = "llm-checkpoint"
 
 
@@ -73,8 +72,8 @@ def _words(make: Callable[..., Any]) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
-    made = parser()
-    given = made.parse_args(words)
+    flags = parser()
+    given = flags.parse_args(words)
     try:
         for flag in ("json", "plot"):
             if file := getattr(given, flag):
@@ -86,7 +85,7 @@ def main(words: Sequence[str]) -> int:
         if given.plot:
             import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     except (ValueError, ImportError) as error:
-        made.error("--plot needs matplotlib: pip install matplotlib" if isinstance(error, ImportError) else str(error))
+        flags.error("--plot needs matplotlib: pip install matplotlib" if isinstance(error, ImportError) else str(error))
     found: dict[str, Any] = {}
     try:
         for name in given.jobs:
@@ -132,7 +131,7 @@ def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
                 lines += _of_reader(name, data, job, compute, given, curves)
             except Unavailable as reason:
                 lines.append([name, "-", "", "", "", "", "", str(reason)])
-    _tell("")
+    show_progress("")
     print(columns_text(lines), flush=True)
     return {"source": job.source, "compute": compute, "curves": curves}
 
@@ -140,13 +139,13 @@ def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
 def _of_reader(
     name: str, data: DataSet, job: Job, compute: float, given: argparse.Namespace, curves: dict[str, Any]
 ) -> list[list[str]]:
-    _tell(f"{job.name}: writing {size_words(sum(data.sizes))} for {name}")
-    reader = READERS[name](data.part(_MOST_FILES) if name in _FILES else data)
+    show_progress(f"{job.name}: writing {size_words(sum(data.sizes))} for {name}")
+    reader = made(name, data)
     for _ in checked(reader):
         pass
 
     def told(fed: Fed) -> None:
-        _tell(f"{job.name}, {name}: {fed.accelerators} accelerators, {share_words(fed.utilization)} busy")
+        show_progress(f"{job.name}, {name}: {fed.accelerators} accelerators, {share_words(fed.utilization)} busy")
 
     def at(count: int) -> Fed:
         return feed(reader, count, compute, given.seconds)
@@ -172,7 +171,7 @@ def _beside(
     alone = feed(reader, count, compute, given.seconds)
     lines.append(_line(f"{OURS}, alone", count, alone, ""))
     for words, handle in (("beside checkpoints", None), ("the same, without priorities", Unordered())):
-        _tell(words)
+        show_progress(words)
         reading = reader if handle is None else ours(reader.data, handle)
         cool(reading)
         with checkpoints(folder, given.checkpoint, handle) as saved:
@@ -208,9 +207,9 @@ def _write(name: str, given: argparse.Namespace) -> dict[str, Any]:
     lines, found = [["", "utilization", "GB/s", "wait p50", "p99"]], []
     with scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder:
         for words, way in saving.ways(job, Path(folder), nbytes).items():
-            _tell(f"{job.name}: {words}")
+            show_progress(f"{job.name}: {words}")
             with way() as write:
-                kept = saving.keep(words, write, nbytes, compute, given.seconds)
+                kept = saving.keep(write, nbytes, compute, given.seconds)
             lines.append(
                 [
                     words,
@@ -221,15 +220,9 @@ def _write(name: str, given: argparse.Namespace) -> dict[str, Any]:
                 ]
             )
             found.append({"name": words, "utilization": kept.utilization, "rate": kept.rate})
-    _tell("")
+    show_progress("")
     print(columns_text(lines), flush=True)
     return {"source": job.source, "compute": compute, "ways": found}
-
-
-def _tell(words: str) -> None:
-    """One line that is written over, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

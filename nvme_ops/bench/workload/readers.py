@@ -21,6 +21,7 @@ OURS = "nvme_ops"
 _CONTENT = 16 << 20  # bytes of noise that samples are cut from
 _NUMBER = 8  # bytes at the beginning of a sample that are its number
 _SHARDS = 8
+_FILES, _MOST_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
 
 Batches = Iterable[Sequence[Any]]
 
@@ -248,6 +249,11 @@ READERS: dict[str, Callable[[DataSet], Reader]] = {
     each.__name__ if each is not ours else OURS: each
     for each in (ours, dataset, plain, memmap, safetensors, webdataset, streaming)
 }
+
+
+def made(name: str, data: DataSet) -> Reader:
+    """Returns a reader of the data set; those with a file for each sample have the first 8,192. Raises Unavailable."""
+    return READERS[name](data.part(_MOST_FILES) if name in _FILES else data)
 
 
 def checked(reader: Reader) -> Iterator[Sequence[Any]]:

@@ -7,37 +7,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import nvme_ops
-from nvme_ops.bench.measure import percentile
+from nvme_ops.bench.workload.feed import Fed
 from nvme_ops.bench.workload.table import Writing
 from nvme_ops.data import AsyncLog
 from nvme_ops.storage import Session, TensorStore
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a way of writing left of an accelerator's time."""
-
-    name: str
-    utilization: float
-    nbytes: int
-    seconds: float
-    waits: list[float]  #: seconds of the single calls
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second."""
-        return self.nbytes / self.seconds
-
-    def wait(self, share: float) -> float:
-        """Returns a percentile of the waits."""
-        return percentile(self.waits, share)
-
 
 Write = Callable[[], object]
 
@@ -147,7 +125,7 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
     }
 
 
-def keep(name: str, write: Write, nbytes: int, compute: float, seconds: float) -> Kept:
+def keep(write: Write, nbytes: int, compute: float, seconds: float) -> Fed:
     """Computes and writes by turns, at least four times and for ``seconds``."""
     waits: list[float] = []
     write()  # the first one pays for files and memory
@@ -158,4 +136,4 @@ def keep(name: str, write: Write, nbytes: int, compute: float, seconds: float) -
         write()
         waits.append(time.perf_counter() - called)
     total = len(waits) * compute + sum(waits)
-    return Kept(name, len(waits) * compute / total, nbytes * len(waits), total, waits)
+    return Fed(1, len(waits) * compute / total, len(waits), nbytes * len(waits), total, waits)
