@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +19,7 @@ from nvme_ops.bench.workload import cli, saving
 from nvme_ops.bench.workload.feed import Fed, feed, search
 from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked
 from nvme_ops.bench.workload.table import JOBS, LAYER, MODEL, WRITING
-from tests.conftest import refusal
+from tests.conftest import REPOSITORY, refusal
 
 
 def data_set(folder: Path, sizes: list[int], batch: int = 10, **more: Any) -> DataSet:
@@ -160,6 +164,39 @@ def test_wrong_words(words: list[str], told: str) -> None:
     status, said = refusal(cli.main, words)
     assert status == 2
     assert told in said
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals) -> None:
+    words = [
+        "workload",
+        "retinanet",
+        "--reader",
+        OURS,
+        "plain",
+        "--folder",
+        str(folder),
+        "--size",
+        "8M",
+        "--seconds",
+        "60",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nvme_ops.bench", *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(folder.rglob("samples-*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(kind)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + kind, told
+    assert "Traceback" not in told
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_without_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,25 @@ def test_what_a_package_is_needed_for(folder: Path, monkeypatch: pytest.MonkeyPa
     (folder / "rows.npy").touch()
     assert run("convert", folder / "rows.npy", folder / "store") == 2
     assert "reading it needs numpy: pip install 'nvme-ops[data]'" in capsys.readouterr().err
+
+
+def test_a_full_disk(make_file_system: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = make_file_system(16 << 20)
+    (folder / "source").mkdir()
+    for number in range(5):
+        (folder / "source" / str(number)).write_bytes(bytes(8 << 20))
+    assert run("convert", folder / "source", device / "store") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list((device / "store").iterdir()) == []
+
+
+def test_many_small_files(folder: Path) -> None:
+    (folder / "source").mkdir()
+    for number in range(3000):
+        (folder / "source" / f"{number:05d}").write_bytes(number.to_bytes(4, "little") * (number % 9))
+    assert run("convert", folder / "source", folder / "store") == 0
+    for number, found in enumerate(SampleStore(folder / "store", verify=True).read(range(3000))):
+        assert bytes(found["data"].tolist()) == number.to_bytes(4, "little") * (number % 9)
 
 
 def test_interrupted_it_leaves_nothing(folder: Path) -> None:

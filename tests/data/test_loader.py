@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
 from nvme_ops.data.order import Shuffle
-from tests.conftest import MIB, run_python
+from tests.conftest import MIB, in_child, in_threads, run_python
 from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
@@ -238,6 +239,59 @@ def test_an_empty_store(folder: Path) -> None:
         assert list(Loader(folder, 4, shuffle=shuffle, rank=1, num_replicas=2)) == []
 
 
+def test_threads_iterate_at_once(store: SampleStore) -> None:
+    loaders = [Loader(store, 10, shuffle=True, seed=seed) for seed in range(3)]
+    shared = Loader(store, 10)
+
+    def work(number: int) -> None:
+        assert sorted(flat(loaders[number])) == list(range(103))
+        assert flat(shared) == list(range(103)), "each iteration is its own"
+
+    in_threads(work, 3)
+
+
+def test_a_child_that_is_forked_in_mid_epoch(store: SampleStore) -> None:
+    batches = iter(Loader(store, 10, prefetch=4))
+    seen = flat([next(batches)])
+
+    def child() -> None:
+        nonlocal batches
+        del batches  # what its parent reads ahead is not the child's to wait for
+        gc.collect()
+        assert flat(Loader(store, 10)) == list(range(103))
+
+    in_child(child)
+    assert seen + flat(batches) == list(range(103))
+
+
+class Interrupted(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a callback, it is lost
+def test_a_signal_whose_handler_raises(store: SampleStore) -> None:
+    """It ends the iteration, and the next one has every sample."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    loader, interrupted = Loader(store, 3, shuffle=True), 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in range(20):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 * (1 + attempt))
+                flat(loader)
+            except Interrupted:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 0
+    assert sorted(flat(loader)) == list(range(103))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -288,14 +342,22 @@ def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pyte
 
 
 def test_a_worker_that_is_killed(store: SampleStore) -> None:
-    def die(sample: dict[str, Any]) -> int:
-        if int(sample["label"]) == 50:
-            os.kill(os.getpid(), 9)
-        return int(sample["label"])
-
-    loader = torch.utils.data.DataLoader(Dataset(store, die), 10, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(loader)
+    """In a process of its own: torch raises what it learns of a worker wherever the program is at that moment."""
+    done = run_python(
+        """
+        import os, sys, torch
+        from nvme_ops.data import Dataset
+        def die(sample):
+            if int(sample["label"]) == 50:
+                os.kill(os.getpid(), 9)
+            return int(sample["label"])
+        list(torch.utils.data.DataLoader(Dataset(sys.argv[1], die), 10, num_workers=1, multiprocessing_context="fork"))
+        """,
+        store.path,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: DataLoader worker" in done.stderr
     assert is_sample(store[3], 3)
 
 
