@@ -3,7 +3,7 @@
 Each way trains the same net in a process of its own and must find the gradients of the one in memory, bit for bit. The
 convolutional net computes little for each byte that it keeps: storage decides. The transformer computes much. The bound
 is the longer of computing in memory and of moving what was moved at the rate of fio's best shape, mixed. The table
-``largest`` doubles the batch until it does not fit a memory limit any more, then halves the last step.
+``largest`` doubles the batch until it does not fit a memory limit or the disk any more, then halves the last step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ _FIRST = 1  # step that is not counted
 _SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
 _WORKER = Path(__file__).parent / "activations_worker.py"
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')  # finds nvme_ops"
-_MOST = 1 << 16  # samples
 
 
 def trained(job: Job) -> dict[str, Any]:
@@ -119,28 +118,31 @@ def note_bound(table: Table) -> None:
 def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
     """Each row searches once; its figure is the batch."""
 
-    def fits(way: str, batch: int) -> bool:
+    def fits(row: Row, way: str, batch: int) -> bool:
         with memory_limit.limited(given.limit) as group:
             if not group:
                 raise Unavailable("no memory cgroup can be made: run it as root")
-            command.show_progress(f"{way}: batch {batch}")
+            command.show_progress(f"{row.name}: batch {batch}")
             job = Job(way, "convolutional", _LAYERS["largest"], batch, 1, scratch, given.budget_of_largest, group)
             try:
                 trained(job)
-            except Unavailable:
+            except Unavailable as error:
+                row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
                 return False
             return True
 
-    def find(way: str) -> Sample:
-        most = 1
-        while most < _MOST and fits(way, 2 * most):
-            most *= 2
-        if most < _MOST and fits(way, most + most // 2):
+    def find(row: Row, way: str) -> Sample:
+        most = 0
+        while max(1, 2 * most) <= given.most and fits(row, way, max(1, 2 * most)):
+            most = max(1, 2 * most)
+        if 2 <= most <= given.most * 2 // 3 and fits(row, way, most + most // 2):
             most += most // 2
         return Sample(1.0, most)
 
     ways = {label: way for label, way in _WAYS.items() if way != "auto"}
-    rows = [Row(label, partial(find, way), before=os.sync) for label, way in ways.items()]
+    rows = [Row(label, lambda: Sample(1.0, 0), before=os.sync) for label in ways]
+    for row, way in zip(rows, ways.values(), strict=True):
+        row.run = partial(find, row, way)
     title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(given.limit)} of memory"
     return Table("largest", title, "samples", rows, MEMORY, ())
 
@@ -181,6 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
                         help="of memory, in the group largest (default 1G)")  # fmt: skip
     parser.add_argument("--budget-of-largest", type=size, default=64 * MIB, metavar="SIZE",
                         help="memory for what is saved in that group (default 64M)")  # fmt: skip
+    parser.add_argument("--most", type=positive, default=1 << 16, metavar="N",
+                        help="no larger batches are tried in that group (default 65536)")  # fmt: skip
     return command.run(command.parse(parser, words), measure)
 
 

@@ -3,7 +3,8 @@
 Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others have a file
 for each tensor. A write counts until its bytes are on the device: whoever writes through the page cache calls
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
-anew in each pass and moves 20: all of the exploration. Under load another process reads the device all the time.
+anew in each pass and moves 20: all of the exploration. The rows ``all at once`` move the tensors of a pass together, as
+those of a model are saved. Under load another process reads the device all the time.
 """
 
 from __future__ import annotations
@@ -45,9 +46,12 @@ GROUPS = {
     "write-load": "writes beside a process that reads the device",
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
+TOGETHER = "nvme_ops adaptive, all at once"
 LEARNING = 20  # transfers
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
 FIO = "fio, as deep as one tensor allows"
+DEEP = "fio, as deep as all allow"
+_DEPTHS = {FIO: 1, DEEP: 32}
 _FIO_BYTES = 16 * MIB  # at least: it counts milliseconds
 _PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
 _MOST = 256
@@ -61,6 +65,8 @@ while True:
     for offset in range(0, int(sys.argv[2]) - memory.nbytes, memory.nbytes):
         handle.sync_pread(memory, sys.argv[1], offset)
 """
+
+_TOLD = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what is said of a row beside the fixed tools
 
 Move = Callable[[torch.Tensor, int], object]
 
@@ -81,6 +87,21 @@ class Work:
         """Returns another place for each transfer, so that nothing is read ahead for the next."""
         self.next += 7919  # a prime: all places come
         return self.next % self.places * self.each
+
+    def together(self, handle: nvme_ops.aio_handle) -> Row:
+        """Moves the tensors of a pass by one call."""
+        tensors = list(filled(nvme_ops.empty(self.count * self.each, dtype=torch.uint8)).split(self.each))
+        submit = handle.submit_pwritev if self.write else handle.submit_preadv
+
+        def move() -> None:
+            submit(tensors, self.descriptor, [self.offset() for _ in tensors]).result()
+
+        def practise() -> None:
+            for _ in range(LEARNING):
+                make_cold(self.path)
+                move()
+
+        return Row(TOGETHER, lambda: timed(move, self.count * self.each), lambda: make_cold(self.path), practise)
 
     def row(self, name: str, move: Move, tensor: torch.Tensor | None = None, count: int = 0) -> Row:
         """Moves ``count`` tensors in a pass."""
@@ -139,7 +160,8 @@ def handle_rows(work: Work) -> list[Row]:
     }
     rows = [work.row(f"nvme_ops {name}", by(nvme_ops.aio_handle(**given))) for name, given in fixed.items()]
     rows.append(work.row("nvme_ops staged", by(nvme_ops.aio_handle()), work.pageable))
-    return [_practised(learned, by(adaptive), work), first, *rows, buffered_row(work, by)]
+    together = [work.together(adaptive)] if work.count > 1 else []
+    return [_practised(learned, by(adaptive), work), first, *together, *rows, buffered_row(work, by)]
 
 
 def _practised(row: Row, move: Move, work: Work) -> Row:
@@ -208,7 +230,13 @@ def plain_rows(work: Work) -> list[Row]:
             lambda path: load_file(path)["tensor"].clone(),  # it maps the file: what is not used is not read
         )
     suffix = f" {_DATASYNC}" if work.write else ""
-    return [files_row(work, f"{name}{suffix}", memory, fsynced(save), load) for name, (save, load) in ways.items()]
+    rows = [files_row(work, f"{name}{suffix}", memory, fsynced(save), load) for name, (save, load) in ways.items()]
+    if work.count > 1:
+        name, (_, load) = next(iter(ways.items()))
+        every = {str(number): memory.clone() for number in range(work.count)}
+        save = fsynced(partial(torch.save, every))
+        rows.append(files_row(work, f"{name}, all in one file{suffix}", memory, save, load, work.count))
+    return rows
 
 
 def _numpy_save(memory: torch.Tensor) -> Callable[[str], None]:
@@ -219,19 +247,25 @@ def _numpy_save(memory: torch.Tensor) -> Callable[[str], None]:
     return save
 
 
-def fio_row(work: Work) -> Row:
-    """The device's rate: one block at a time, as a tensor of that size is moved; fio's best for larger ones."""
-    shape = fio.variants([f"--bs={work.each}", "--iodepth=1"]) if work.each < fio.BLOCK else fio.BEST
+def fio_rows(work: Work) -> list[Row]:
+    """The device's rate: a block or 32 at a time, as tensors of that size are moved; fio's best for larger ones."""
     nbytes = max(_FIO_BYTES, work.count * work.each)
     pattern = "randwrite" if work.write else "randread"
-    return fio.row(FIO, pattern, lambda: work.path, nbytes, lambda: make_cold(work.path), shape)
+
+    def row(name: str, shape: Sequence[fio.Variant]) -> Row:
+        return fio.row(name, pattern, lambda: work.path, nbytes, lambda: make_cold(work.path), shape)
+
+    if work.each >= fio.BLOCK:
+        return [row(FIO, fio.BEST)]
+    return [row(name, fio.variants([f"--bs={work.each}", f"--iodepth={depth}"])) for name, depth in _DEPTHS.items()]
 
 
 def files_row(
-    work: Work, name: str, memory: torch.Tensor, save: Callable[[str], object], load: Callable[[str], object]
-) -> Row:
-    """Moves tensors of files of their own; those to be read are written by the same tool."""
-    count = min(work.count, 32)
+    work: Work, name: str, memory: torch.Tensor, save: Callable[[str], object], load: Callable[[str], object],
+    tensors: int = 0,
+) -> Row:  # fmt: skip
+    """Moves files of one tensor each, or one with that many; those to be read are written by the same tool."""
+    count, nbytes = (1, tensors * memory.nbytes) if tensors else (min(work.count, 32), memory.nbytes)
     folder = tempfile.mkdtemp(dir=os.path.dirname(work.path))
     paths = [os.path.join(folder, str(number)) for number in range(count)]
 
@@ -243,7 +277,7 @@ def files_row(
                 make_cold(path)
 
     def run() -> Sample:
-        return timed(lambda: [(save if work.write else load)(path) for path in paths], count * memory.nbytes)
+        return timed(lambda: [(save if work.write else load)(path) for path in paths], count * nbytes)
 
     return Row(name, run, before)
 
@@ -269,26 +303,41 @@ def load(scratch: str, wanted: bool) -> Iterator[None]:
             process.kill()
 
 
+def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
+    """Returns the row over the best fixed tool, round by round.
+
+    A round's best is the one of the others: in its own each tool would be the better the luckier it was.
+    """
+    found = []
+    for number, mine in enumerate(row.samples):
+        others = {
+            each.name: [rate for other, rate in enumerate(table.values(each)) if other != number] for each in fixed
+        }
+        best = max(fixed, key=lambda each: statistics.median(others[each.name] or table.values(each)))
+        other = best.samples[number]
+        if mine is not None and other is not None:
+            found.append(mine.rate / other.rate)
+    return found
+
+
 def told(table: Table) -> str:
-    """Returns what the choice loses against the best fixed tool in hindsight, and what it reaches of torch and fio."""
-    rates = {row.name: statistics.median(table.values(row)) for row in table.rows if table.values(row)}
-    fixed = {name: rate for name, rate in rates.items() if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW)}
-    if not fixed or ADAPTIVE not in rates:
+    """Returns what the choice loses against the best fixed tool, and what it reaches of torch and fio."""
+    rows = {row.name: row for row in table.rows if table.values(row)}
+    fixed = [row for name, row in rows.items() if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW, TOGETHER)]
+    if not fixed or ADAPTIVE not in rows:
         return ""
-    best = max(fixed, key=lambda name: fixed[name])
-    ratios = {}
-    for name in (ADAPTIVE, NEW):
-        row = next(each for each in table.rows if each.name == name)
-        if found := table.against(row, best):
-            ratios[name] = statistics.median(found)
-    words = ", ".join(f"{ratio:.2f} ({name.rpartition(', ')[2]})" for name, ratio in ratios.items())
-    learned = next(row for row in table.rows if row.name == ADAPTIVE)
+    best = max(fixed, key=lambda row: statistics.median(table.values(row)))
+    ratios = {name: against_best(table, rows[name], fixed) for name in (ADAPTIVE, NEW) if name in rows}
+    words = ", ".join(
+        f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found
+    )
     others = [
-        f"{statistics.median(found):.2f} x {name.partition(',')[0]}"
-        for name in rates
-        if name.startswith(("torch", "fio")) and (found := table.against(learned, name))
+        f"{name.rpartition(', ')[2]} {statistics.median(found):.2f} x {other}"
+        for name, peers in _TOLD.items()
+        for other in rows
+        if name in rows and other.startswith(peers) and (found := table.against(rows[name], other))
     ]
-    return "; ".join([f"of the best fixed tool ({best}): {words}", *others])
+    return "; ".join([f"of the best fixed tool ({best.name}): {words}", *others])
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
@@ -306,7 +355,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
                 rows += plain_rows(work)
             if not run.given.no_deepspeed:
                 rows.append(deepspeed_row(work))
-            rows.append(fio_row(work))
+            rows += fio_rows(work)
             for row in rows:
                 metered(row, meter)
             with load(scratch, group.endswith("load")):

@@ -26,13 +26,14 @@ SMALL = [
     "4",
     "--batch-of-transformer",
     "1",
+    "--most",
+    "2",
 ]
 
 
 @pytest.mark.slow
 def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8})
-    monkeypatch.setattr(activations, "_MOST", 2)
     ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "torch")}
     monkeypatch.setattr(activations, "_WAYS", ways)
     file = folder / "found.json"
