@@ -13,21 +13,14 @@
 namespace nvme_ops {
 namespace {
 
-constexpr std::size_t kLeast = 4 << 20;  // bytes from which on memory of the pool is worth it
-constexpr std::size_t kWaste = 8;        // at most this part of it may be lost to rounding
-
 // What torch used before. Written once, with the GIL held, before the allocator is installed.
 c10::Allocator* usual = nullptr;
 std::atomic<int> uses{0};
 
-bool suits(std::size_t bytes) {
-  return bytes >= kLeast && (kHugePage - bytes % kHugePage) % kHugePage <= bytes / kWaste;
-}
-
 // Takes memory of either kind, since torch knows one deleter for each allocator.
 void free_any(void* memory) {
   auto* const bytes = static_cast<std::byte*>(memory);
-  const bool may_be_ours = memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % kHugePage == 0;
+  const bool may_be_ours = memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % kPageSize == 0;
   if (may_be_ours && BufferPool::instance().contains(bytes, 1)) {
     BufferPool::instance().release(bytes);
   } else {
@@ -38,9 +31,9 @@ void free_any(void* memory) {
 class PoolAllocator final : public c10::Allocator {
 public:
   c10::DataPtr allocate(std::size_t bytes) override {
-    if (uses.load(std::memory_order_relaxed) > 0 && suits(bytes)) {
+    if (uses.load(std::memory_order_relaxed) > 0 && bytes >= BufferPool::kLeastPart) {
       try {
-        return wrapped(BufferPool::instance().allocate(bytes));
+        return wrapped(BufferPool::instance().allocate_closely(bytes));
       } catch (...) {  // torch's own then says that there is no memory
       }
     }

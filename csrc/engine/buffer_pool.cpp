@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -31,8 +32,23 @@ std::size_t size_class(std::size_t bytes) {
   return size;
 }
 
-// Smaller allocations are not worth what a page costs that one of them keeps.
-constexpr std::size_t kLeastPart = kHugePage / 4;
+// Four sizes from each power of two to the next: at most a fifth of one is lost.
+std::size_t close_class(std::size_t bytes) {
+  if (bytes > SIZE_MAX / 2) raise(no_room(bytes));
+  std::size_t step = BufferPool::kLeastPart / 4;
+  while (step < kHugePage && 8 * step < bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+// The fewest huge pages that allocations of that size fill.
+std::size_t pages_of(std::size_t part) {
+  return std::lcm(part, kHugePage);
+}
+
+// A bit for each of them.
+unsigned parts_of(std::size_t part) {
+  return (1U << (pages_of(part) / part)) - 1;
+}
 
 // MAP_HUGE_2MB: the default size may be 1 GiB.
 constexpr int kHugeTlbPages = 21 << 26;
@@ -107,7 +123,16 @@ BufferPool& BufferPool::instance() {
 std::byte* BufferPool::allocate(std::size_t bytes) {
   const std::size_t size = size_class(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (size >= kLeastPart && size < kHugePage) return allocate_part(size);
+  return size >= kLeastPart && size < kHugePage ? allocate_part(size) : allocate_block(size);
+}
+
+std::byte* BufferPool::allocate_closely(std::size_t bytes) {
+  const std::size_t size = close_class(std::max(bytes, kLeastPart));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return size % kHugePage != 0 ? allocate_part(size) : allocate_block(size);
+}
+
+std::byte* BufferPool::allocate_block(std::size_t size) {
   // A cached block up to an eighth larger will do.
   const auto found = cached_.lower_bound(size);
   if (found != cached_.end() && found->first - size <= size / 8) {
@@ -144,15 +169,15 @@ std::byte* BufferPool::allocate_part(std::size_t part) {
   const auto fits = [part](const Divided& page) { return page.part == part; };
   auto page = std::find_if(open_.begin(), open_.end(), fits);
   if (page == open_.end()) {
-    open_.push_front({nullptr, part, (1U << (kHugePage / part)) - 1});
+    open_.push_front({nullptr, part, parts_of(part)});
     page = open_.begin();
     try {
-      page->memory = take_page();
+      page->memory = take_pages(pages_of(part));
     } catch (...) {
       open_.erase(page);
       throw;
     }
-    free_parts_ += kHugePage;
+    free_parts_ += pages_of(part);
   }
   const unsigned bit = page->free & -page->free;
   std::byte* const memory = page->memory + static_cast<std::size_t>(__builtin_ctz(bit)) * part;
@@ -164,11 +189,11 @@ std::byte* BufferPool::allocate_part(std::size_t part) {
   return memory;
 }
 
-std::byte* BufferPool::take_page() {
-  const auto found = cached_.find(kHugePage);
-  if (found == cached_.end()) return map_block(kHugePage);
+std::byte* BufferPool::take_pages(std::size_t bytes) {
+  const auto found = cached_.find(bytes);
+  if (found == cached_.end()) return map_block(bytes);
   std::byte* const memory = found->second;
-  cached_bytes_ -= kHugePage;
+  cached_bytes_ -= bytes;
   cached_.erase(found);
   return memory;
 }
@@ -183,18 +208,18 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   if (page == open_.end()) {
     release_block(memory, size, bound);
   } else if (std::byte* const whole = release_part(memory, page)) {
-    release_block(whole, kHugePage, bound);
+    release_block(whole, pages_of(size), bound);
   }
 }
 
-// Returns the page if no part of it is in use any more; it is not divided then.
+// Returns the pages if no part of them is in use any more; they are not divided then.
 std::byte* BufferPool::release_part(std::byte* memory, Pages::iterator page) noexcept {
   if (page->free == 0) open_.splice(open_.begin(), full_, page);
   page->free |= 1U << (static_cast<std::size_t>(memory - page->memory) / page->part);
   free_parts_ += page->part;
-  if (page->free != (1U << (kHugePage / page->part)) - 1) return nullptr;
+  if (page->free != parts_of(page->part)) return nullptr;
   std::byte* const whole = page->memory;
-  free_parts_ -= kHugePage;
+  free_parts_ -= pages_of(page->part);
   open_.erase(page);
   return whole;
 }

@@ -6,6 +6,8 @@
 #include <map>
 #include <mutex>
 
+#include "base/limits.h"
+
 namespace nvme_ops {
 
 class BufferPool {
@@ -15,13 +17,19 @@ public:
     std::size_t cached_bytes;  // freed, kept for reuse, the free parts of divided pages included
   };
 
+  // Smaller allocations are not worth what a huge page costs that one of them keeps.
+  static constexpr std::size_t kLeastPart = kHugePage / 4;
+
   static BufferPool& instance();
 
   // Allocates at least `bytes` uninitialized bytes, aligned to a page, or to 2 MiB from that size on, in huge pages
   // from a quarter of one on. Throws IoError.
   std::byte* allocate(std::size_t bytes);
 
-  // Releases what allocate() returned; caches it for the next allocate() while at most `bound` bytes are cached.
+  // The same, aligned to 128 KiB, in sizes closer to `bytes`: several allocations of one size share huge pages.
+  std::byte* allocate_closely(std::size_t bytes);
+
+  // Releases what was allocated; caches it for the next allocate() while at most `bound` bytes are cached.
   void release(std::byte* memory, std::size_t bound) noexcept;
   void release(std::byte* memory) noexcept { release(memory, bound_); }
 
@@ -35,7 +43,7 @@ public:
   Statistics statistics() const;
 
 private:
-  // A huge page that several allocations share, each of `part` bytes.
+  // Huge pages that several allocations share, each of `part` bytes.
   struct Divided {
     std::byte* memory;
     std::size_t part;
@@ -51,7 +59,8 @@ private:
   BufferPool();
   std::size_t allocation(const std::byte* memory, std::size_t bytes) const;  // its size; 0 if there is none
   std::byte* map_block(std::size_t size);
-  std::byte* take_page();
+  std::byte* take_pages(std::size_t bytes);
+  std::byte* allocate_block(std::size_t size);
   std::byte* allocate_part(std::size_t part);
   std::byte* release_part(std::byte* memory, Pages::iterator page) noexcept;
   void release_block(std::byte* memory, std::size_t size, std::size_t bound) noexcept;

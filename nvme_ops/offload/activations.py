@@ -25,7 +25,6 @@ from nvme_ops.offload.units import ActivationStats, Group, Ticket, Unit
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beside the budget: on their way there in forward, and back in backward
@@ -40,8 +39,8 @@ class Activations:
     unit from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any
     method.
 
-    While there are units on the CPU, torch takes memory for all large tensors from the pool: what is freed is then free
-    for others. Its usual allocator keeps much of it, in pieces between smaller tensors.
+    While there are units on the CPU, torch takes memory for tensors from 512 KiB on from the pool: what is freed is then
+    free for others. Its usual allocator keeps much of it, in pieces between smaller tensors.
 
     Args:
         folders: of the session.
@@ -388,10 +387,7 @@ class Activations:
         if unit.key is None:
             raise OSError(errno.EIO, f"{unit.describe()}, saved for the backward pass, is lost")
         self._give_up(unit.nbytes)
-        if unit.device.type == "cpu":
-            memory = empty(unit.nbytes, dtype=torch.uint8)
-        else:
-            memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)
+        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # of the pool, see ``_add``
         unit.arriving = self._store.get(unit.key, memory, priority=priority)
         unit.memory, unit.ahead = memory, priority is not Priority.DEMAND
         self._restored.add(unit)

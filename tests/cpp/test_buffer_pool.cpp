@@ -83,6 +83,41 @@ TEST(parts_of_a_huge_page_are_one_owner_each) {
   CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
 }
 
+TEST(at_most_a_fifth_of_a_close_allocation_is_lost) {
+  Random random(7);
+  for (int i = 0; i < 200; ++i) {
+    const std::size_t bytes = between(random, kHugePage / 4, std::uint64_t{1} << between(random, 19, 27));
+    std::byte* const memory = pool().allocate_closely(bytes);
+    const std::size_t size = pool().statistics().live_bytes;
+    CHECK(size >= bytes && size - bytes <= size / 5, size << " bytes for " << bytes);
+    CHECK(reinterpret_cast<std::uintptr_t>(memory) % (kHugePage / 16) == 0, "aligned for direct I/O");
+    CHECK(pool().huge(memory, bytes), "huge pages");
+    memory[0] = memory[size - 1] = std::byte{1};
+    pool().release(memory);
+  }
+  pool().trim();
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+}
+
+TEST(close_allocations_of_a_size_share_huge_pages) {
+  const std::size_t size = kHugePage + kHugePage / 4;
+  std::vector<std::byte*> several;
+  for (int i = 0; i < 4; ++i) several.push_back(pool().allocate_closely(size - i));
+  CHECK_EQUAL(pool().statistics().live_bytes, 4 * size);
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+  CHECK_EQUAL(std::set<std::byte*>(several.begin(), several.end()).size(), std::size_t{4});
+  several.push_back(pool().allocate_closely(size));
+  CHECK_EQUAL(pool().statistics().cached_bytes, 3 * size);
+  for (std::byte* const memory : several) pool().release(memory);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 8 * size);
+  std::byte* const again = pool().allocate(5 * kHugePage);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 4 * size);
+  pool().release(again);
+  pool().trim();
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
+}
+
 TEST(released_memory_serves_the_next_of_about_its_size) {
   std::byte* const first = pool().allocate(16 * kHugePage);
   pool().release(first);
@@ -160,7 +195,8 @@ TEST(threads_never_own_the_same_memory) {
           continue;
         }
         const std::size_t bytes = between(random, 1, std::uint64_t{1} << between(random, 1, 23));
-        std::byte* const memory = pool().allocate(bytes);
+        const bool closely = support::one_in(random, 2);
+        std::byte* const memory = closely ? pool().allocate_closely(bytes) : pool().allocate(bytes);
         memory[0] = memory[bytes - 1] = std::byte(id);
         mine.emplace_back(memory, bytes);
       }
