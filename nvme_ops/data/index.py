@@ -126,7 +126,7 @@ def aligned(value: int, alignment: int) -> int:
 
 
 def write_index(path: str, index: Index, durable: bool = True) -> None:
-    """Writes the file, atomically. Raises OSError."""
+    """Writes the file, atomically; a symbolic link is replaced itself. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
     header = {
         **{
@@ -144,7 +144,7 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
         place = aligned(place + values.nbytes, PAGE)
     text = json.dumps(header).encode()
     body = aligned(_PREFIX.size + len(text), PAGE)
-    with replacing(path, durable) as file:
+    with replacing(path, durable, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
         os.pwrite(file.fd, prefix + text, 0)
         for name, values in sections.items():

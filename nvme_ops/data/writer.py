@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.data.claim import Claim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.files import trailer
 from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
@@ -21,18 +22,18 @@ from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import LARGE, PAGE
 from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.atomic import sync_folder
 from nvme_ops.text import parse_size
 
-_PREFIX = "samples-"
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 
 
 class SampleWriter:
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
-    Until it is closed the files have hidden names, and nothing else changes. An exception in the block removes them,
-    and so does the next writer in the folder after a crash. Who has a store open that is replaced can still read it.
+    There is no store until it is closed, or the one that was there before. An exception in the block removes the data
+    files, and so does the next writer in the folder after a crash. Who has a store open that is replaced can still read
+    it, from the files that it has open.
 
     Args:
         folders: an existing folder, or several, each on a device of its own: data files are dealt out to all of them.
@@ -77,18 +78,18 @@ class SampleWriter:
             if not os.path.isdir(folder):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
         self.path = os.path.join(self._folders[0], NAME)
-        if os.path.lexists(self.path) and not overwrite:
-            raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
+        self._overwrite = overwrite
+        self._require_right_to_replace()
         self._alignment = alignment
         self._id = os.urandom(8).hex()
         self._ends = array("q")
         self._sums = array("I") if checksums else None
         self._files: list[DataFile] = []
-        self._contexts = contextlib.ExitStack()
         self._file: File | None = None
-        self._fd = -1
         self._end = self._first = self._records = 0
         self._process = os.getpid()
+        settle_abandoned(self.path)
+        self._claim = Claim(self.path, self._id, self._folders)
         self._state = "open"
 
     def __len__(self) -> int:
@@ -135,12 +136,14 @@ class SampleWriter:
             self._end_shard()
             lock = locks.Lock(self.path)
             try:
-                before = self._files_before()
-                self._contexts.close()  # the data files get their names
+                self._require_right_to_replace()
+                before = self._claim_what_is_replaced()
+                for folder in self._folders:
+                    sync_folder(folder)
                 write_index(self.path, self._index())
-                for path in before:
-                    with contextlib.suppress(OSError):
-                        unlink.unlink(path)
+                self._claim.settle()
+                if before is not None:
+                    before.settle()
             finally:
                 lock.release()
             self._state = "closed"
@@ -158,11 +161,21 @@ class SampleWriter:
         with contextlib.suppress(Exception):
             if file is not None:
                 file.close()
-        with contextlib.suppress(_Abort):
-            self._contexts.__exit__(_Abort, _Abort(), None)
-        for done in self._files:  # those that got their names before the index could not be written
-            with contextlib.suppress(OSError):
-                unlink.unlink(os.path.join(self._folders[0], done.name))
+        self._claim.settle()
+
+    def _require_right_to_replace(self) -> None:
+        if os.path.lexists(self.path) and not self._overwrite:
+            raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
+
+    def _claim_what_is_replaced(self) -> Claim | None:
+        """Has the data files of the store that is replaced removed once no index names them."""
+        with contextlib.suppress(OSError, FormatError):
+            before = read_index(self.path, ())
+            if before.kind == "native" and before.id != self._id:
+                others = {os.path.dirname(file.name) for file in before.files if os.path.isabs(file.name)}
+                copied = before.more.get("path") != self.path  # then those are the original's
+                return Claim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
+        return None
 
     def _require_open(self) -> None:
         if self._state == "failed":
@@ -179,10 +192,8 @@ class SampleWriter:
         self._alignment = max(self._alignment, self.columns.alignment)
         number = len(self._files)
         folder = self._folders[number % len(self._folders)]
-        path = os.path.join(folder, f"{_PREFIX}{self._id}-{number:05d}")
-        replacement = self._contexts.enter_context(replacing(path))
-        self._fd = replacement.fd
-        self._file = open_file(replacement.path, "r+")
+        unlink.require_room(folder)
+        self._file = open_file(os.path.join(folder, data_file(self._id, number)), "x")
         self._end, self._first = 0, self._records
 
     def _end_shard(self) -> None:
@@ -193,11 +204,11 @@ class SampleWriter:
         self._pad(PAGE)
         number = len(self._files)
         self._write(memoryview(trailer(self._id, number)))
+        file.sync()
         file.close()
         self._file = None
-        os.fdatasync(self._fd)
         folder = number % len(self._folders)
-        name = f"{_PREFIX}{self._id}-{number:05d}"
+        name = data_file(self._id, number)
         self._files.append(
             DataFile(name if folder == 0 else os.path.join(self._folders[folder], name), self._end, self._first)
         )
@@ -222,16 +233,8 @@ class SampleWriter:
             )
         return Index(
             self._id, "native", self._records, self._files, self._alignment or 1, fixed, self.columns.as_json(),
-            ends=ends if fixed is None else None, checksums=sums, path=self.path,
+            {"path": self.path} if len(self._folders) > 1 else {}, ends if fixed is None else None, sums, self.path,
         )  # fmt: skip
-
-    def _files_before(self) -> list[str]:
-        """Returns the data files of the store that is replaced."""
-        with contextlib.suppress(OSError, FormatError):
-            index = read_index(self.path, ())
-            if index.kind == "native":
-                return [os.path.join(self._folders[0], file.name) for file in index.files]
-        return []
 
     def __enter__(self) -> SampleWriter:
         return self
@@ -252,10 +255,6 @@ class SampleWriter:
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
         return f"<SampleWriter {self.path!r}: {self._records} samples{', closed' * (self._state == 'closed')}>"
-
-
-class _Abort(Exception):  # noqa: N818  (nothing went wrong here)
-    """Makes every replacement forget its file."""
 
 
 def _checksum(parts: Sequence[Any]) -> int:

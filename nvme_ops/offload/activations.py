@@ -39,8 +39,8 @@ class Activations:
     unit from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any
     method.
 
-    While there are units on the CPU, torch takes memory for tensors from 512 KiB on from the pool: what is freed is then
-    free for others. Its usual allocator keeps much of it, in pieces between smaller tensors.
+    While there are units on the CPU, torch takes memory for tensors from 512 KiB on from the pool: what is freed then
+    serves others. Its usual allocator keeps much of it, in pieces between smaller tensors.
 
     Args:
         folders: of the session.

@@ -30,14 +30,17 @@ class Replacement:
 
 
 @contextmanager
-def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: bool = False) -> Iterator[Replacement]:
+def replacing(
+    target: str | os.PathLike[str], durable: bool = True, recycle: bool = False, follow: bool = True
+) -> Iterator[Replacement]:
     """Yields a new file beside ``target``, which is renamed over it at the end of the block.
 
     ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
     the folder). When the block raises, the new file is removed and ``target`` is unchanged. Files left by a killed
     process are removed by the next replacement in that folder. Symbolic links are followed: the file they point to is
-    replaced. An existing target's mode is kept. The blocks of a large one are freed in the background. A device or a
-    pipe is not replaced: all bytes are copied to it at the end of the block.
+    replaced; without ``follow`` the link is. An existing target's mode is kept. The blocks of a large one are freed in
+    the background. A device or a pipe is not replaced: all bytes are copied to it at the end of the block. A child that
+    is forked in the block replaces and removes nothing.
 
     ``recycle``: the replaced file is kept under a hidden name, and the next such replacement is written over it, which
     allocates no new blocks. The block must then write every byte and truncate the file to its length.
@@ -45,8 +48,12 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
     Raises:
         IsADirectoryError: ``target`` is a folder.
         OSError: the folder cannot be written, is full, or an I/O error; ``filename`` names the target.
+        RuntimeError: a forked child came to the end of the block.
     """
-    path = os.path.realpath(os.fspath(target))
+    path, process = os.path.realpath(os.fspath(target)), os.getpid()
+    if not follow:
+        given = os.path.abspath(os.fspath(target))
+        path = os.path.join(os.path.realpath(os.path.dirname(given)), os.path.basename(given))
     folder, name = os.path.split(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
@@ -70,6 +77,8 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
             if mode is not None:
                 os.fchmod(fd, mode)  # what the umask took away
             yield Replacement(path, temporary, fd)
+            if process != os.getpid():
+                raise RuntimeError(f"{path}: only the parent process, which began to write it, can replace it")
             if durable:
                 os.fdatasync(fd)
             kept = recycle and _keep(path, spare)
@@ -83,7 +92,7 @@ def replacing(target: str | os.PathLike[str], durable: bool = True, recycle: boo
             if durable:
                 os.fsync(folder_fd)
         finally:
-            if temporary:
+            if temporary and process == os.getpid():
                 with suppress(OSError):
                     os.unlink(temporary)
             for each in (fd, folder_fd):

@@ -206,7 +206,7 @@ def test_interrupted_it_leaves_nothing(folder: Path) -> None:
     restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=restored) as process:
         deadline = time.monotonic() + 60
-        while not list((folder / "store").glob(".samples*")) and process.poll() is None:
+        while not list((folder / "store").glob("samples*")) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)

@@ -179,7 +179,8 @@ def test_nothing_is_there_until_the_end(folder: Path) -> None:
     with SampleWriter(folder, shard_bytes=100) as writer:
         writer.extend([b"x" * 90] * 5)
         assert not (folder / NAME).exists()
-        assert not data_files(folder)
+        with pytest.raises(FormatError, match="has no samples"):
+            SampleStore(folder)
     assert len(SampleStore(folder)) == 5
 
 

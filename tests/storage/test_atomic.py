@@ -19,6 +19,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops._native import native
+from nvme_ops.storage.atomic import replacing
 from tests.conftest import KIB, MIB, give_up_root, in_child, in_threads, open_to_all
 from tests.crashing_save import (
     ERRORS,
@@ -477,3 +478,24 @@ def test_threads_saving_to_one_path(path: Path) -> None:
     assert failures == []
     assert content(path) in ("old", "new")
     assert beside(path) == []
+
+
+def test_a_child_that_is_forked_meanwhile_neither_replaces_nor_removes(folder: Path) -> None:
+    target, stack = folder / "file", contextlib.ExitStack()
+    file = stack.enter_context(replacing(target))
+    os.write(file.fd, b"parent")
+
+    def end() -> None:
+        with pytest.raises(RuntimeError, match="only the parent process"):
+            stack.close()
+
+    def fail() -> None:
+        with pytest.raises(ValueError, match="of the child"), stack:
+            raise ValueError("of the child")
+
+    in_child(end)
+    in_child(fail)
+    assert os.path.exists(file.path)
+    assert not target.exists()
+    stack.close()
+    assert target.read_bytes() == b"parent"

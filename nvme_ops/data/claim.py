@@ -1,0 +1,111 @@
+"""``Claim``: says that data files are no store's yet, or any more, so that the next writer removes a killed one's."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Sequence
+
+from nvme_ops.data.index import read_index
+from nvme_ops.errors import FormatError
+from nvme_ops.storage import unlink
+from nvme_ops.storage.atomic import is_abandoned, sync_folder
+
+_PREFIX = "samples-"
+_MARK = ".nvme_ops-claim"
+_CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
+
+
+def data_file(store: str, number: int) -> str:
+    """Returns the name of a data file."""
+    return f"{_PREFIX}{store}-{number:05d}"
+
+
+def is_data_file(name: str) -> bool:
+    """Returns whether it is the name of one."""
+    return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
+
+
+class Claim:
+    """A hidden file beside the index, locked while its writer lives.
+
+    Args:
+        index: the path of the index.
+        store: the identity of the store that the data files are of.
+        folders: that have them.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
+        self._index, self._process = index, os.getpid()
+        self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with contextlib.suppress(OSError):  # no locks here: then nobody takes it for abandoned
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            text = json.dumps({"folders": list(folders)}).encode()
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text, 0)
+            os.fsync(self._fd)
+            sync_folder(os.path.dirname(index))
+        except BaseException:
+            self._close()
+            os.unlink(self.path)
+            raise
+
+    def settle(self) -> None:
+        """Removes the data files unless the index names them, and the claim."""
+        _settle(self._index, self.path)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0 and self._process == os.getpid():  # Ctrl-C came before anybody had it
+            self.settle()
+
+
+def settle_abandoned(index: str) -> None:
+    """Removes what killed writers of this store have left."""
+    folder = os.path.dirname(index)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        # Another user's claim could name any folder.
+        with contextlib.suppress(OSError):
+            if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid() and is_abandoned(path):
+                _settle(index, path)
+
+
+def _settle(index: str, path: str) -> None:
+    found = _CLAIM.fullmatch(os.path.basename(path))
+    if found is None:
+        return
+    store = found[1]
+    try:
+        wanted = read_index(index, ()).id == store
+    except FileNotFoundError:
+        wanted = False
+    except (FormatError, OSError):  # it may be this store's
+        return
+    if not wanted:
+        for folder in _folders(path):
+            with contextlib.suppress(OSError):
+                for name in os.listdir(folder):
+                    if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
+                        unlink.unlink(os.path.join(folder, name))
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _folders(path: str) -> list[str]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
+        return [str(folder) for folder in json.load(file)["folders"]]
+    return []
