@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from nvme_ops.checksums import checksums_of
+from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
 from nvme_ops.storage import locks
@@ -34,7 +34,8 @@ _MAGIC = b"NVLG"
 _HEAD = struct.Struct("<4sIIQ")
 _AFTER_CRC = 8  # bytes of the head that the checksum does not cover
 _MOST = (1 << 32) - 1  # bytes of a record
-_BLOCK = 1 << 16  # records
+_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # records of a block at most, and bytes unless it is one record
+_NOTHING = 0, 0  # records, and bytes, that are written and not durable
 _PARTS = 4  # flushes in a window: what comes right after one waits for the next, and both take time
 
 Full = Literal["block", "drop", "raise"]
@@ -44,7 +45,8 @@ class AsyncLog:
     """Appends records, which are written in the background and durable at most ``window`` seconds later.
 
     A process that is killed loses what it appended within the last window, and nothing before. Threads may share a log;
-    several processes may write to one name, each to files of its own. A forked child makes its own log.
+    several processes may write to one name, each to files of its own. A forked child makes its own log. What cannot be
+    written is tried again until it can. A log that is dropped without ``close`` writes what it has, with a warning.
 
     Args:
         path: the files' name, to which a number is added; the folder must exist.
@@ -87,10 +89,12 @@ class AsyncLog:
         self._records: list[bytes] = []
         self._bytes = 0  # of those, and of what is being written
         self._asked = self._durable = 0  # flushes
-        self._failure: OSError | None = None
-        self._closing = False
+        self._written = _NOTHING
+        self._failure: Exception | None = None
+        self._closing, self._ended = False, True
         self._segment: _Segment | None = _Segment.new(self.path)
-        self._thread = threading.Thread(target=self._run, name="nvme_ops.log", daemon=True)
+        self._ended = False
+        self._thread = threading.Thread(target=_serve, args=[weakref.ref(self)], name="nvme_ops.log", daemon=True)
         self._thread.start()
         _open.add(self)
 
@@ -108,7 +112,7 @@ class AsyncLog:
         if len(record) > _MOST:
             raise ValueError(f"a record must have less than 4 GiB, not {size_words(len(record))}")
         with self._lock:
-            busy = self._closing or self._failure is not None or self._bytes >= self._limit
+            busy = self._closing or self._ended or self._failure is not None or self._bytes >= self._limit
             if busy and not self._admit():
                 return False
             self._records.append(record)
@@ -120,7 +124,7 @@ class AsyncLog:
         self._require_ours()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            if self._closing and not self._thread.is_alive():
+            if self._ended:
                 return
             self._asked += 1
             mine = self._asked
@@ -129,29 +133,29 @@ class AsyncLog:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(f"{self.path}: not durable after {timeout} s")
-                if not self._thread.is_alive():
-                    raise RuntimeError(f"{self.path}: the thread that writes has ended")
                 self._changed.wait(min(self.window, 1.0 if left is None else left))
                 if self._failure is not None:
                     raise self._failure
 
     def close(self) -> None:
         """Writes everything and ends the file. Raises OSError if it cannot be written: call it again, or give up."""
-        if self._process != os.getpid() or not self._thread.is_alive():
+        if self._process != os.getpid():
             return
-        self.flush()
         with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+            while not self._ended:
+                self._closing = True
+                self._changed.notify_all()
+                while self._closing:
+                    self._changed.wait(1.0)
+                if self._failure is not None:
+                    raise self._failure
         self._thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     def _admit(self) -> bool:
         """Returns whether a record may be added, perhaps after a wait."""
         self._require_ours()
         while True:
-            if self._closing:
+            if self._closing or self._ended:
                 raise ValueError(f"{self.path}: the log is closed")
             if self._failure is not None:
                 raise self._failure
@@ -173,55 +177,70 @@ class AsyncLog:
 
     # On the thread that writes
 
-    def _run(self) -> None:
-        while self._work():
-            pass
-
     def _work(self) -> bool:
         """Waits for a part of a window, writes what there is, and returns whether to go on."""
         with self._changed:
             if self._asked == self._durable and not self._closing:
                 self._changed.wait(self.window / _PARTS)
             records, self._records = self._records, []
-            taken, asked, closing = self._bytes, self._asked, self._closing
-        failure: OSError | None = None
+            asked, closing = self._asked, self._closing
+        failure: Exception | None = None
         try:
             if records:
                 self._write(records)
             if closing and self._segment is not None:
                 self._segment.end()
                 self._segment = None
-        except OSError as error:
+        except Exception as error:
             failure = error
-            self._leave_segment()
+            self._mend(records)
         with self._changed:
-            self._failure = failure
-            if failure is not None:  # to be written again, to another file
-                self._records[:0] = records
+            self._failure, self._closing = failure, False if closing else self._closing
+            if failure is None:
+                self._durable, self._ended = asked, closing
             else:
-                self._bytes -= taken
-                self._durable = asked
+                self._records[:0] = records  # those that are not durable
             self._changed.notify_all()
-            if failure is not None and not closing:
+            if failure is not None:
                 self._changed.wait(min(self.window, 0.2))
-        return not closing
+            return not self._ended
 
     def _write(self, records: list[bytes]) -> None:
-        for start in range(0, len(records), _BLOCK):
+        """Makes records durable, and removes those that are from the list."""
+        self._written = _NOTHING
+        for block in list(_blocks(records)):
             if self._segment is None:
                 self._segment = _Segment.new(self.path)
-            self._segment.write(records[start : start + _BLOCK])
+            nbytes = self._segment.write(block)
+            self._written = self._written[0] + len(block), self._written[1] + nbytes
             if self._segment.nbytes >= self._rotate:
                 self._segment.end()
                 self._segment = None
+                self._done(records)
                 self._remove_oldest()
-        if self._segment is not None:
+        if self._segment is not None and self._written != _NOTHING:
             self._segment.sync()
+            self._done(records)
 
-    def _leave_segment(self) -> None:
-        segment, self._segment = self._segment, None
-        if segment is not None:
-            segment.leave()
+    def _mend(self, records: list[bytes]) -> None:
+        """After a failure keeps the blocks that are whole, if they can be made durable: the next attempt goes on there."""
+        if self._segment is None:
+            return
+        try:
+            self._segment.cut()
+            self._segment.sync()
+            self._done(records)
+        except Exception:
+            if not self._segment.cut_to_durable():
+                self._segment = None
+
+    def _done(self, records: list[bytes]) -> None:
+        """Forgets what is durable now."""
+        (count, nbytes), self._written = self._written, _NOTHING
+        del records[:count]
+        with self._changed:
+            self._bytes -= nbytes
+            self._changed.notify_all()
 
     def _remove_oldest(self) -> None:
         if self._keep is None:
@@ -234,6 +253,24 @@ class AsyncLog:
                         os.unlink(path)
                 finally:
                     os.close(fd)
+
+    def _forget(self) -> None:
+        """In a forked child: what is to be written is the parent's. Another thread of it may have held the lock."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._records, self._bytes = [], 0
+        self._failure = RuntimeError("of the parent")  # so that append looks whose it is
+        if self._segment is not None:
+            self._segment.close()
+
+    def __del__(self) -> None:
+        """On the thread that writes, as a rule: it is the last one that knows the log."""
+        if getattr(self, "_ended", True) or self._process != os.getpid():
+            return
+        warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
+        self._closing = True
+        if self._work():
+            _warn_of_loss(self, self._failure)
 
     def __enter__(self) -> AsyncLog:
         return self
@@ -256,11 +293,29 @@ def _encoded(record: object) -> bytes:
     raise TypeError(f"a record must be bytes, a str or a dict, not {type(record).__name__}")
 
 
+def _serve(which: weakref.ref[AsyncLog]) -> None:
+    """Writes while somebody has the log."""
+    while (log := which()) is not None and log._work():
+        del log
+
+
+def _blocks(records: list[bytes]) -> Iterator[list[bytes]]:
+    for start in range(0, len(records), _BLOCK):
+        waiting = [records[start : start + _BLOCK]]
+        while waiting:
+            block = waiting.pop()
+            if len(block) == 1 or sum(map(len, block)) <= _BLOCK_BYTES:
+                yield block
+            else:
+                waiting += [block[len(block) // 2 :], block[: len(block) // 2]]
+
+
 class _Segment:
     """One file of a log, locked while it is written to."""
 
-    def __init__(self, path: str, file: File) -> None:
-        self.path, self._file, self.nbytes = path, file, 0
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self._fd = path, fd
+        self.nbytes = self._durable = 0
 
     @classmethod
     def new(cls, path: str) -> _Segment:
@@ -270,37 +325,58 @@ class _Segment:
             number = int(found[-1].rpartition(".")[2]) + 1 if found else 0
             name = f"{path}.{number:06d}"
             with contextlib.suppress(FileExistsError):  # another process has taken the number
-                file = File(name, "x")
-                locks.take(file.fileno())
+                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                locks.take(fd)
                 sync_folder(os.path.dirname(path))
-                return cls(name, file)
+                return cls(name, fd)
 
-    def write(self, records: list[bytes]) -> None:
-        """Adds a block."""
+    def write(self, records: list[bytes]) -> int:
+        """Adds a block; returns the bytes of its records, each with its length."""
         lengths = array("I", map(len, records))
         if sys.byteorder != "little":
             lengths.byteswap()
-        payload = b"".join(records)
-        body = lengths.tobytes()
-        rest = _HEAD.pack(_MAGIC, 0, len(records), len(payload))[_AFTER_CRC:] + body + payload
-        self._file.write(_HEAD.pack(_MAGIC, checksums_of([rest], "crc32c")[0], len(records), len(payload)))
-        self._file.write(memoryview(rest)[_HEAD.size - _AFTER_CRC :])
-        self.nbytes += _AFTER_CRC + len(rest)
+        rest = b"".join([lengths.tobytes(), *records])
+        payload = len(rest) - 4 * len(records)
+        checksum = checksums_of([_HEAD.pack(_MAGIC, 0, len(records), payload)[_AFTER_CRC:]], "crc32c")[0]
+        if rest:
+            checksum = joined(checksum, checksums_of([rest], "crc32c")[0], len(rest), "crc32c")
+        place = self.nbytes
+        for part in (memoryview(_HEAD.pack(_MAGIC, checksum, len(records), payload)), memoryview(rest)):
+            end = place + len(part)
+            while place < end:
+                place += os.pwrite(self._fd, part[len(part) - (end - place) :], place)
+        self.nbytes = place
+        return len(rest)
 
     def sync(self) -> None:
         """Makes it durable."""
-        self._file.sync()
+        os.fdatasync(self._fd)
+        self._durable = self.nbytes
 
     def end(self) -> None:
         """Ends the file in good order."""
         self.write([])
         self.sync()
-        self._file.close()
+        self.close()
 
-    def leave(self) -> None:
-        """Closes it after a failure."""
+    def cut(self) -> None:
+        """Removes what is behind the last whole block."""
+        os.ftruncate(self._fd, self.nbytes)
+
+    def cut_to_durable(self) -> bool:
+        """Removes what may not be durable; returns whether the file can be written to."""
+        self.nbytes = self._durable
+        try:
+            self.cut()
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes the file, whatever there is in it."""
         with contextlib.suppress(OSError):
-            self._file.close()
+            os.close(self._fd)
 
 
 def segments(path: str | os.PathLike[str]) -> list[str]:
@@ -325,11 +401,15 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
     for segment in found:
-        yield from _read(segment)
+        try:
+            file = File(segment, "r")
+        except FileNotFoundError:  # it was rotated away
+            continue
+        yield from _read(segment, file)
 
 
-def _read(path: str) -> Iterator[bytes]:
-    with contextlib.closing(File(path, "r")) as file:
+def _read(path: str, file: File) -> Iterator[bytes]:
+    with contextlib.closing(file):
         nbytes = os.fstat(file.fileno()).st_size
         ended = _is_ended(file.fileno(), nbytes)
         place = 0
@@ -379,9 +459,18 @@ def _close_all() -> None:
         try:
             log.close()
         except Exception as error:
-            warnings.warn(
-                f"{log.path}: what was appended last could not be written: {error}", RuntimeWarning, stacklevel=1
-            )
+            _warn_of_loss(log, error)
+
+
+def _warn_of_loss(log: AsyncLog, error: Exception | None) -> None:
+    words = f"{log.path}: what was appended last could not be written: {error}"
+    warnings.warn(words, RuntimeWarning, stacklevel=2)
+
+
+def _forget_all() -> None:
+    for log in list(_open):
+        log._forget()
 
 
 atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

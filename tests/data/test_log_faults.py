@@ -1,0 +1,246 @@
+"""AsyncLog where writing fails for a while, or the program does what it should not: each record comes once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nvme_ops.data import AsyncLog, log, read_log
+from nvme_ops.data.log import segments
+from tests.conftest import MIB, in_child
+
+
+def free(folder: Path) -> int:
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
+
+
+def wait_until(said: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not said():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_disk_that_is_full_for_a_while(make_file_system: Callable[..., Path]) -> None:
+    folder = make_file_system(64 * MIB)
+    ballast: list[Path] = []
+    while free(folder) > 4 * MIB:
+        ballast.append(folder / f"ballast{len(ballast)}")
+        ballast[-1].write_bytes(bytes(MIB))
+        os.sync()
+    kept = AsyncLog(folder / "log", window=0.05)
+    taken = 0
+    with contextlib.suppress(OSError):
+        while taken < 300_000:
+            kept.append(b"%020d" % taken)
+            taken += 1
+    wait_until(lambda: kept._failure is not None)
+    time.sleep(1)
+    assert len(segments(folder / "log")) == 1, "no file for each attempt"
+    for path in ballast[:12]:
+        path.unlink()
+    os.sync()
+    wait_until(lambda: kept._failure is None)
+    kept.close()
+    assert [int(each) for each in read_log(folder / "log")] == list(range(taken))
+
+
+class Failing(log._Segment):
+    """Fails now and then, some of it written."""
+
+    calls, period = 0, 5
+
+    def write(self, records: list[bytes]) -> int:
+        Failing.calls += 1
+        if Failing.calls % Failing.period == 0:
+            os.pwrite(self._fd, b"torn" * 100, self.nbytes)
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(records)
+
+    def sync(self) -> None:
+        Failing.calls += 1
+        if Failing.calls % 7 == 0:
+            raise MemoryError("of the test")
+        super().sync()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_writing_that_fails_now_and_then(folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    monkeypatch.setattr(log, "_Segment", Failing)
+    if not cut:
+        monkeypatch.setattr(Failing, "cut", _full)
+        monkeypatch.setattr(Failing, "period", 61)  # nothing is kept of what fails in part
+    monkeypatch.setattr(log, "_BLOCK", 50)
+    kept = AsyncLog(folder / "log", window=0.004, rotate_bytes=3000)
+    number = 0
+    while number < 2000:
+        try:
+            kept.append(b"%07d" % number)
+            number += 1
+        except (OSError, MemoryError):
+            time.sleep(0.001)
+    for _ in range(1000):
+        try:
+            kept.close()
+            break
+        except (OSError, MemoryError):
+            pass
+    found = [int(each) for each in read_log(folder / "log")]
+    if cut:
+        assert found == list(range(2000)), "each once, in order"
+    else:  # what was in a file that could not be cut may come twice
+        assert list(dict.fromkeys(found)) == list(range(2000))
+    assert len(os.listdir("/proc/self/fd")) < 100
+
+
+def test_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = AsyncLog(folder / "log", window=0.01)
+    with monkeypatch.context() as failing:
+        failing.setattr(log._Segment, "end", _full)
+        kept.append(b"one")
+        with pytest.raises(OSError, match="No space left"):
+            kept.close()
+        with pytest.raises(OSError, match="No space left"):
+            kept.close()
+    wait_until(lambda: kept._failure is None)
+    kept.append(b"two")
+    kept.close()
+    kept.close()
+    assert list(read_log(folder / "log")) == [b"one", b"two"]
+    with pytest.raises(ValueError, match="is closed"):
+        kept.append(b"three")
+
+
+def _full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_any_exception_is_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = AsyncLog(folder / "log", window=0.01)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("of the test")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(log._Segment, "write", fail)
+        kept.append(b"one")
+        wait_until(lambda: kept._failure)
+        with pytest.raises(MemoryError, match="of the test"):
+            kept.append(b"two")
+        with pytest.raises(MemoryError, match="of the test"):
+            kept.flush()
+    kept.flush()
+    kept.close()
+    assert list(read_log(folder / "log")) == [b"one"]
+
+
+def test_blocks_have_bounded_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_BLOCK_BYTES", 1000)
+    sizes: list[int] = []
+    write = log._Segment.write
+
+    def noted(segment: log._Segment, each: list[bytes]) -> int:
+        sizes.append(sum(map(len, each)))
+        return write(segment, each)
+
+    monkeypatch.setattr(
+        log._Segment, "write", lambda self, each: sizes.append(sum(map(len, each))) or write(self, each)
+    )
+    records = [bytes([number]) * (5000 if number == 30 else number) for number in range(100)]
+    with AsyncLog(folder / "log", window=60) as kept:
+        for each in records:
+            kept.append(each)
+    assert list(read_log(folder / "log")) == records
+    assert sorted(sizes)[-2] <= 1000 < sizes[sizes.index(max(sizes))] == 5000
+
+
+def test_a_forked_child_is_told_by_the_first_append(folder: Path) -> None:
+    kept = AsyncLog(folder / "log", window=0.05)
+    stop = threading.Event()
+
+    def append() -> None:
+        while not stop.is_set():
+            kept.append(b"parent")
+
+    thread = threading.Thread(target=append)
+    thread.start()
+
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="forked child"):
+            kept.append(b"child")
+        with pytest.raises(RuntimeError, match="forked child"):
+            kept.flush()
+        kept.close()
+        assert not kept._records
+
+    for _ in range(10):
+        in_child(body)
+    stop.set()
+    thread.join()
+    kept.close()
+    assert set(read_log(folder / "log")) == {b"parent"}
+
+
+def _work(_: int) -> str:
+    try:
+        return f"taken: {_SHARED[0].append('worker')}"
+    except RuntimeError as error:
+        return str(error)
+
+
+_SHARED: list[AsyncLog] = []
+
+
+def test_workers_of_multiprocessing_are_told(folder: Path) -> None:
+    with AsyncLog(folder / "log", window=0.1) as kept:
+        _SHARED[:] = [kept]
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert all("forked child" in each for each in pool.map(_work, range(4)))
+        _SHARED.clear()
+    assert list(read_log(folder / "log")) == []
+
+
+def test_a_file_that_is_rotated_away_under_a_reader(folder: Path) -> None:
+    with AsyncLog(folder / "log", window=0.01, rotate_bytes=1000, keep=3) as kept:
+
+        def put(first: int) -> None:
+            for number in range(first, first + 5):
+                kept.append(b"%04d" % number * 300)
+                kept.flush()
+
+        put(0)
+        found = []
+        for each in read_log(folder / "log"):
+            found.append(int(each[:4]))
+            if len(found) == 1:
+                put(5)
+    assert found == sorted(found)
+    assert len(found) < 5
+
+
+def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kept = AsyncLog(folder / "log", window=0.05)
+        thread, gone = kept._thread, weakref.ref(kept)
+        for number in range(100):
+            kept.append(b"%d" % number)
+        del kept
+        thread.join(30)
+        gc.collect()
+        assert not thread.is_alive()
+        assert gone() is None
+    assert any("dropped without close" in str(each.message) for each in said)
+    assert [int(each) for each in read_log(folder / "log")] == list(range(100))
