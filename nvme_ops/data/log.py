@@ -223,7 +223,7 @@ class AsyncLog:
             self._done(records)
 
     def _mend(self, records: list[bytes]) -> None:
-        """After a failure keeps the blocks that are whole, if they can be made durable: the next attempt goes on there."""
+        """After a failure keeps the blocks that are whole, if they can be made durable: it goes on behind them."""
         if self._segment is None:
             return
         try:

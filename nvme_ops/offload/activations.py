@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,8 +19,8 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.recompute import Pass
-from nvme_ops.offload.saved_tensors import Place, modified
-from nvme_ops.offload.units import ActivationStats, Group, Ticket, Unit
+from nvme_ops.offload.saved_tensors import Place, modified, whole_of
+from nvme_ops.offload.units import ActivationStats, Group, Ticket, TicketRef, Unit
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.store import TensorStore
@@ -62,7 +61,7 @@ class Activations:
         self._units: dict[int, Unit] = {}
         self._by_place: dict[Place, Unit] = {}
         self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
-        self._gone: deque[Unit] = deque()  # whose tickets are gone; appended to by whatever frees them, in one step
+        self._gone: deque[TicketRef] = deque()  # of units to be forgotten; appended to by whatever frees the tickets
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
         self._saved = self._keys = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
@@ -88,8 +87,11 @@ class Activations:
         with self._lock:
             self._require_open()
             self._collect()
-            known = self._by_place.get(place)
-            ticket = known.ticket() if known and known.ticket and known.has_bytes_of(tensor) else None
+            ticket = None
+            for each in (place, whole_of(tensor)):
+                known = self._by_place.get(each)
+                if ticket is None and known and known.ticket and known.has_bytes_of(tensor):
+                    ticket = known.ticket()
             ticket = ticket or self._add(tensor, place)
             unit = ticket.unit
             if unit.memory is not None and unit.original:
@@ -133,13 +135,14 @@ class Activations:
                     self._let_go(unit)
         return memory, failure, demanded
 
-    def find(self, place: Place, version: int) -> Ticket | None:
-        """Returns the ticket of what was put before, of the same bytes in this version, and not changed since."""
+    def find(self, places: Sequence[Place], version: int) -> Ticket | None:
+        """Returns the ticket of what was put before, of one of these places in this version, and not changed since."""
         with self._lock:
-            unit = self._by_place.get(place)
-            if unit is None or unit.version != version or unit.ticket is None or unit.is_modified():
-                return None
-            return unit.ticket()
+            for place in places:
+                unit = self._by_place.get(place)
+                if unit is not None and unit.version == version and unit.ticket is not None and not unit.is_modified():
+                    return unit.ticket()
+            return None
 
     def take_pass(self) -> Pass | None:
         """Returns what is known of the last pass, once it is over, and once."""
@@ -189,8 +192,8 @@ class Activations:
 
     def _add(self, tensor: torch.Tensor, place: Place) -> Ticket:
         unit = Unit(self._saved, tensor, place)
-        ticket = Ticket(unit, self._gone)
-        unit.ticket = weakref.ref(ticket)
+        ticket = Ticket(unit)
+        unit.ticket = TicketRef(ticket, self._gone)
         self._saved += 1
         self._largest = max(self._largest, unit.nbytes)
         self._units[unit.number] = unit
@@ -208,7 +211,7 @@ class Activations:
     def _collect(self) -> None:
         """Takes note of units that are gone and of writes that have ended."""
         while self._gone:
-            self._forget(self._gone.popleft())
+            self._forget(self._gone.popleft().unit)
         for unit in self._writing.units():
             if unit.writing is None or not unit.writing.done():
                 break
@@ -241,6 +244,8 @@ class Activations:
     def _forget(self, unit: Unit) -> None:
         if self._units.pop(unit.number, None) is None:
             return
+        unit.memory = None
+        unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
             del self._by_place[unit.place]
         if unit.writing is not None:

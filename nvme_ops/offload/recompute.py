@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, place_of
+from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, place_of, whole_of
 
 aten = torch.ops.aten
 
@@ -35,8 +35,10 @@ class Away:
     """A tensor whose bytes may be saved, or made again."""
 
     place: Place
+    whole: Place
     layout: Layout
     version: int
+    origin: StorageWeakRef  #: so that no other storage gets its place
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ class Choice(TorchDispatchMode):
         self.bytes_again = 0
         self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled code run: it is seen as one operation that is not repeated."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Times operations that can be repeated, and takes note of them."""
         kwargs = kwargs or {}
@@ -131,9 +138,11 @@ class Choice(TorchDispatchMode):
         seconds = time.perf_counter() - begin
         leaves: list[Any] | None = None
         for index, tensor in _results(made):
-            if type(tensor) is torch.Tensor and tensor.nbytes >= self._least:
+            if isinstance(tensor, torch.Tensor) and place_of(tensor, self._least) is not None:
                 if leaves is None:
                     flat, shape = tree_flatten((args, kwargs))
+                    if any(isinstance(each, torch.Tensor) and each.is_inference() for each in flat):
+                        break  # their changes are not counted
                     leaves = [self._leaf(each) if isinstance(each, torch.Tensor) else each for each in flat]
                 origin = StorageWeakRef(tensor.untyped_storage())
                 self._note(Recipe(func, leaves, shape, index, tensor.nbytes, origin, tensor._version), seconds)
@@ -146,7 +155,10 @@ class Choice(TorchDispatchMode):
 
     def _leaf(self, tensor: torch.Tensor) -> Kept | Away:
         place = place_of(tensor, self._least)
-        return Kept(tensor) if place is None else Away(place, Layout.of(tensor), tensor._version)
+        if place is None:
+            return Kept(tensor)
+        origin = StorageWeakRef(tensor.untyped_storage())
+        return Away(place, whole_of(tensor), Layout.of(tensor), tensor._version, origin)
 
     def _note(self, recipe: Recipe, seconds: float) -> None:
         if len(self._recipes) > 64:

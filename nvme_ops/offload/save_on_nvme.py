@@ -32,7 +32,8 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     Make it once and enter it for each step: it then knows what will have to be written. What is written is written
     while forward computes, and read ahead, in reverse order, while backward does. Gradients have the same bits as
     without it. What was saved last stays in memory, as much as the budget has room for. Parameters, views of them and
-    small tensors stay as well, beside the budget; what is saved several times is written once.
+    small tensors stay as well, beside the budget; what is saved several times is written once,
+    and so are parts of what was saved as a whole before.
 
     Args:
         folder: an existing folder; several, of one device each, share the tensors by their measured rates.
@@ -63,7 +64,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     ) -> None:
         if policy not in ("nvme", "auto"):
             raise ValueError(f"policy={policy!r} is not one of nvme, auto")
-        least = max(1, budget_of(min_bytes, least=0))
+        if handle is not None and not isinstance(handle, aio_handle):
+            raise TypeError(f"handle must be an aio_handle, not {type(handle).__name__}")
+        least = max(1, budget_of(min_bytes, least=0, name="min_bytes"))
         self._activations = Activations(
             folder, budget=budget_of(memory_budget, least=0), checksum=checksum, handle=handle
         )
@@ -116,12 +119,15 @@ class _Packer:
             if again is not None:
                 return Saved(layout, 0, again.value, tensor)
         ticket = self._activations.put(tensor, place)
-        return Saved(layout, place.begin, partial(self._activations.get, ticket), tensor)
+        fetch = partial(self._activations.get, ticket)
+        return Saved(layout, ticket.unit.place.begin, fetch, tensor, ticket.unit.is_shared)
 
     def _known(self, away: Away) -> Source | None:
         """What a tensor was saved as."""
-        ticket = self._activations.find(away.place, away.version)
-        return None if ticket is None else Saved(away.layout, away.place.begin, partial(self._activations.get, ticket))
+        ticket = self._activations.find((away.place, away.whole), away.version)
+        if ticket is None:
+            return None
+        return Saved(away.layout, ticket.unit.place.begin, partial(self._activations.get, ticket))
 
 
 def _unpack(saved: Source) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd import Variable
 
 _MOST = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
 
@@ -60,19 +63,29 @@ class Kept:
 class Saved:
     """A tensor made of bytes that are fetched.
 
+    Autograd takes the memory of a gradient that nobody else refers to. A backward may return as one what was saved, if
+    that needs no gradient itself: such a tensor is therefore referred to as long as its bytes are anybody else's.
+
     Args:
         layout: of the tensor.
         begin: the byte of its storage with which what is fetched begins.
         fetch: returns a tensor over the bytes.
         tensor: itself; is looked at when it is asked for, for changes.
+        shared: whether others have the bytes, too, who do not know of ``fetch``.
     """
 
     def __init__(
-        self, layout: Layout, begin: int, fetch: Callable[[], torch.Tensor], tensor: torch.Tensor | None = None
+        self,
+        layout: Layout,
+        begin: int,
+        fetch: Callable[[], torch.Tensor],
+        tensor: torch.Tensor | None = None,
+        shared: Callable[[], bool] | None = None,
     ) -> None:
-        self._layout, self._begin, self._fetch = layout, begin, fetch
+        self._layout, self._begin, self._fetch, self._shared = layout, begin, fetch, shared
         self._tensor = None if tensor is None else weakref.ref(tensor)
         self._version = -1 if tensor is None else tensor._version
+        self._may_be_gradient = tensor is not None and not tensor.requires_grad
 
     def value(self) -> torch.Tensor:
         """Returns it. Raises RuntimeError if it was modified in place, and what ``fetch`` raises."""
@@ -81,9 +94,29 @@ class Saved:
         if tensor is not None and tensor._version != self._version:  # whether or not it was written before that
             raise modified(layout.dtype, layout.shape)
         fetched = self._fetch()
-        made = torch.empty(0, dtype=layout.dtype, device=fetched.device)
+        made = made_of(fetched)
+        known = made.get((layout, self._begin)) if self._may_be_gradient else None
+        if known is not None:
+            return known
+        value = torch.empty(0, dtype=layout.dtype, device=fetched.device)
         offset = fetched.storage_offset() * fetched.itemsize + layout.offset - self._begin
-        return made.set_(fetched.untyped_storage(), offset // made.itemsize, layout.shape, layout.stride)
+        value.set_(fetched.untyped_storage(), offset // value.itemsize, layout.shape, layout.stride)
+        if self._may_be_gradient:
+            made[layout, self._begin] = value
+            if self._shared is not None and self._shared():
+                with contextlib.suppress(RuntimeError):  # not in a backward pass
+                    Variable._execution_engine.queue_callback(partial(_keep, value))
+        return value
+
+
+def _keep(_: torch.Tensor) -> None:
+    """Is called at the end of the backward pass, to which it keeps a tensor."""
+
+
+def made_of(fetched: torch.Tensor) -> dict[tuple[Layout, int], torch.Tensor]:
+    """Returns tensors that were made over the memory of another one, and live as long as that does."""
+    found: dict[tuple[Layout, int], torch.Tensor] = vars(fetched).setdefault("_nvme_ops_made", {})
+    return found
 
 
 def place_of(tensor: torch.Tensor, least: int) -> Place | None:
@@ -91,7 +124,7 @@ def place_of(tensor: torch.Tensor, least: int) -> Place | None:
 
     Parameters and views of them stay, and what has no memory of the usual kind.
     """
-    if tensor.numel() == 0 or _stays(tensor):
+    if _stays(tensor) or tensor.numel() == 0:
         return None
     itemsize = tensor.itemsize
     span = (1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))) * itemsize
@@ -101,10 +134,24 @@ def place_of(tensor: torch.Tensor, least: int) -> Place | None:
     return None if nbytes < least else Place(storage._cdata, begin, nbytes)
 
 
+def whole_of(tensor: torch.Tensor) -> Place:
+    """Returns all bytes of the storage of a tensor."""
+    storage = tensor.untyped_storage()
+    return Place(storage._cdata, 0, storage.nbytes())
+
+
 def _stays(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad):
         return True
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_inference()
+        or tensor.is_meta
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
         return True
     base: Any = tensor._base
     return base is not None and (isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.saved_tensors import Place
+from nvme_ops.offload.saved_tensors import Place, made_of
 from nvme_ops.text import size_words
 
 
@@ -32,14 +34,26 @@ class ActivationStats:
 class Ticket:
     """Is held by whatever may still ask for a unit; the unit goes with it."""
 
-    def __init__(self, unit: Unit, gone: deque[Unit]) -> None:
-        self.unit, self._gone = unit, gone
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
     def __del__(self) -> None:
         """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
         self.unit.memory = None
         self.unit.seen.clear()
-        self._gone.append(self.unit)
+
+
+class TicketRef(weakref.ref[Ticket]):
+    """Goes to ``gone`` when its ticket has gone: without a step in which Ctrl-C could come."""
+
+    __slots__ = ("unit",)
+
+    def __new__(cls, ticket: Ticket, gone: deque[TicketRef]) -> TicketRef:  # noqa: D102
+        return super().__new__(cls, ticket, gone.append)
+
+    def __init__(self, ticket: Ticket, gone: deque[TicketRef]) -> None:
+        super().__init__(ticket, gone.append)  # type: ignore[call-arg]
+        self.unit = ticket.unit
 
 
 class Unit:
@@ -62,7 +76,7 @@ class Unit:
         self.arriving: IoFuture | None = None
         self.trouble: BaseException | None = None  #: what writing it failed with
         self.ahead = False  #: it is read ahead of its use
-        self.ticket: weakref.ref[Ticket] | None = None
+        self.ticket: TicketRef | None = None
         self._owner = weakref.ref(_owner(tensor))
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
@@ -74,6 +88,14 @@ class Unit:
         if self.version != tensor._version or self.is_modified():
             return False
         return (self.memory is not None and self.original) or self._owner() is _owner(tensor)
+
+    def is_shared(self) -> bool:
+        """Whether others have its memory, too."""
+        memory = self.memory
+        if memory is None or not self.original:
+            return False
+        ours = 1 + len(self.seen) + len(made_of(memory))
+        return _users(memory.untyped_storage()) > ours
 
     def is_modified(self) -> bool:
         """Whether anything was written to it since it was saved."""
@@ -121,3 +143,20 @@ class Group:
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor of which it is a view, or itself: they share a version counter."""
     return tensor if tensor._base is None else tensor._base
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """Returns how many tensors have a storage, at least; many where this torch does not tell."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return 1 << 30 if count is None else count(storage._cdata) - _more_users()
+
+
+_more: list[int] = []
+
+
+def _more_users() -> int:
+    """Returns how many more are counted than there are tensors."""
+    if not _more:
+        tensor: Any = torch.empty(1)
+        _more.append(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1)
+    return _more[0]
