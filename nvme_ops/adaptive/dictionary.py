@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,16 +124,29 @@ class Dictionary:
         )
 
     def save(self) -> None:
-        """Keeps what has settled since the last time; what others kept of other classes stays. Never raises."""
+        """Keeps what has settled since the last time; what others kept of other classes stays. Never raises.
+
+        While the process saves, in another thread or because a handle is freed just then, that goes on with this one.
+        """
+        _to_be_saved.append(self)
+        while _to_be_saved and _saving.acquire(blocking=False):
+            try:
+                while _to_be_saved:
+                    _to_be_saved.popleft()._save()
+            finally:
+                _saving.release()
+
+    def _save(self) -> None:
         explored = self._explored()
         if self._frozen or explored == self._saved:
             return
         self._saved = explored
         entries = [entry for name, made in self._experiences.items() for entry in self._settled(name, made)]
         try:
-            known = {_key(entry): entry for entry in _stored(self._identity)}
-            known.update({_key(entry): entry for entry in entries})
-            store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
+            with store.locked(self._identity, SECTION):
+                known = {_key(entry): entry for entry in _stored(self._identity)}
+                known.update({_key(entry): entry for entry in entries})
+                store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
         except (OSError, RuntimeError) as error:  # the program can do without
             self._why_not_kept = str(error)
 
@@ -139,9 +154,11 @@ class Dictionary:
         """Says where it is kept."""
         if self._why_not_kept:
             return f"not kept for the next program: {self._why_not_kept}"
-        if self._frozen:
-            return f"frozen: as kept in {store.path_of(self._identity, SECTION)}"
-        return f"kept in {store.path_of(self._identity, SECTION)}: remove it to begin anew"
+        try:
+            path = store.path_of(self._identity, SECTION)
+        except RuntimeError as error:  # no home folder
+            return f"not kept for the next program: {error}"
+        return f"frozen: as kept in {path}" if self._frozen else f"kept in {path}: remove it to begin anew"
 
     def _settled(self, name: str, made: Any) -> list[dict[str, Any]]:
         return [
@@ -185,6 +202,19 @@ def dictionary_of(
 def forget() -> None:
     """Makes the handles to come begin anew, but for what is kept; those that are made keep what they know."""
     _dictionaries.clear()
+
+
+_to_be_saved: deque[Dictionary] = deque()
+_saving = threading.Lock()
+
+
+def _start_anew() -> None:
+    global _saving
+    _saving = threading.Lock()
+    _to_be_saved.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def _stored(identity: Identity) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from nvme_ops import gds
 from nvme_ops._native import native
 from nvme_ops.adaptive.dictionary import Dictionary, Learned, dictionary_of
+from nvme_ops.handle import made
 from nvme_ops.keywords import CACHE
 from nvme_ops.tune.handle import tuned_handle
 
@@ -100,6 +101,11 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
         if module is None:
             return host
         return gds.Engines(host, module.Engine(*same, self._dictionary.of(module, cufile=True)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles path and arguments: unpickling makes a handle with what is known there."""
+        given = {"path": self._path, "objective": self._objective, "gds": self._with_gds, **self._overrides}
+        return made, (type(self), given)
 
     def close(self) -> None:
         """As ``aio_handle``; keeps what was learned."""

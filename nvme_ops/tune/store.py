@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
+from nvme_ops.storage import locks
 from nvme_ops.storage.atomic import replacing
 from nvme_ops.storage.identity import Identity
 
+_PATIENCE = 50  # tenths of a second for which a process waits for others that save
 FORMAT = 1  # of the files; those of another one are ignored
 _HASTY = 0.25  # of the earlier run's seconds
 
@@ -77,7 +80,7 @@ def document(
             raise ValueError(f"format {found['format']} instead of {FORMAT}")
         check(found)
         return dict(found)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(
             f"{path} is ignored: {error or 'damaged'} (the next result replaces it)", RuntimeWarning, stacklevel=2
         )
@@ -101,6 +104,21 @@ def save(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     without a home folder.
     """
     return save_section(identity, "", {**found, "aio": settings.as_json()})
+
+
+@contextmanager
+def locked(identity: Identity, section: str) -> Iterator[None]:
+    """Lets one process at a time read the file of a section and replace it; for seconds only. Raises as ``save``."""
+    folder = path_of(identity, section).parent
+    _make(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(_PATIENCE):
+            if locks.take(fd, patient=True):
+                break
+        yield
+    finally:
+        os.close(fd)
 
 
 def save_section(identity: Identity, section: str, content: Mapping[str, Any]) -> Path:

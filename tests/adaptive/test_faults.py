@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import nvme_ops
 from nvme_ops import adaptive_handle
 from nvme_ops.adaptive import dictionary
-from tests.conftest import MIB, give_up_root, in_child, open_to_all, round_trip
+from nvme_ops.op_builder.cache import default_root
+from nvme_ops.tune import store as kept
+from tests.conftest import MIB, REPOSITORY, forked, give_up_root, in_child, open_to_all, round_trip
+
+OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     dictionary.forget()
 
@@ -81,3 +93,57 @@ def test_another_user_leaves_what_the_first_has_learned(folder: Path) -> None:
     in_child(child)
     dictionary.forget()
     assert adaptive_handle(folder).learned()
+
+
+def test_of_processes_that_end_together_none_loses_what_the_others_learned(folder: Path, tmp_path: Path) -> None:
+    sizes = [MIB, 4 * MIB, 16 * MIB]
+    ready = tmp_path / "ready"
+    ready.mkdir()
+
+    def learn(number: int) -> None:
+        with adaptive_handle(folder) as handle:
+            data = nvme_ops.empty(sizes[number], dtype=torch.uint8)
+            while any(one.exploring or not one.explorations for one in handle.learned()) or not handle.learned():
+                handle.sync_pwrite(data, folder / f"of {number}", 0)
+            (ready / str(number)).touch()
+            deadline = time.monotonic() + 60
+            while len(list(ready.iterdir())) < len(sizes) and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    with forked(len(sizes), learn):
+        pass
+    with adaptive_handle(folder) as handle:
+        known = {one.most_bytes for one in handle.learned()}
+    assert known == set(sizes)
+
+
+def test_without_a_home_folder_it_says_so(folder: Path) -> None:
+    program = f"import nvme_ops; print(nvme_ops.adaptive_handle({str(folder)!r}).explain())"
+    environment = {**os.environ, "HOME": "relative", "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": OPS}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert "not kept for the next program: HOME='relative'" in done.stdout, done.stderr
+
+
+def test_a_handle_that_is_freed_while_another_is_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may free handles at any moment."""
+    made = []
+    for number, size in enumerate((MIB, 4 * MIB)):
+        monkeypatch.setattr(dictionary, "_dictionaries", {})
+        made.append(adaptive_handle(folder))
+        data = nvme_ops.empty(size, dtype=torch.uint8)
+        for _ in range(30):
+            made[-1].sync_pwrite(data, folder / f"of {number}", 0)
+    save = kept.save_section
+
+    def freeing(*given: Any) -> Path:
+        made.clear()
+        gc.collect()
+        return save(*given)
+
+    monkeypatch.setattr(kept, "save_section", freeing)
+    made.pop().close()
+    monkeypatch.setattr(dictionary, "_dictionaries", {})
+    with adaptive_handle(folder) as handle:
+        assert {one.most_bytes for one in handle.learned()} == {MIB, 4 * MIB}
