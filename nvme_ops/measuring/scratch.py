@@ -15,7 +15,9 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -121,13 +123,27 @@ def _remove(place: str, lock: str) -> None:
 
 def _end(place: str) -> None:
     if place in _alive:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), _children_ignored():
             # renamed first: an operation left pending by an exception may still open its file, or create it
             # again
             unknown = _new_name(os.path.dirname(place))
             os.rename(place, unknown)
             _remove(unknown, _LOCK + boot_id())
         os.close(_alive.pop(place))
+
+
+@contextlib.contextmanager
+def _children_ignored() -> Iterator[None]:
+    """While the block runs the end of a child calls no handler: torch's raises for each worker that a signal ended."""
+    before = signal.getsignal(signal.SIGCHLD)
+    mine = callable(before) and threading.current_thread() is threading.main_thread()
+    if mine:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGCHLD, before)
 
 
 @atexit.register

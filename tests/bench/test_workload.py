@@ -92,6 +92,19 @@ def test_a_reader_that_reads_something_else_is_found(tmp_path: Path) -> None:
         list(checked(scripted(data_set(tmp_path, [100] * 10), 0.0)))
 
 
+@pytest.mark.parametrize("compute", [0.1, 0.3])
+def test_no_more_samples_than_can_be_computed_on(tmp_path: Path, compute: float) -> None:
+    found = feed(scripted(data_set(tmp_path, [100]), 0.0), 1, compute, 0.4)
+    assert found.samples / found.seconds <= 10 / compute * 1.001
+
+
+def test_epochs_end_with_whole_batches(tmp_path: Path) -> None:
+    for name in JOBS:
+        for total in (1, 10_000_000, 2_000_000_000):
+            assert len(cli._sizes(JOBS[name], total)) % JOBS[name].batch == 0
+    assert len(data_set(tmp_path, [100] * 45).part(44).sizes) == 40
+
+
 def test_the_jobs() -> None:
     assert LAYER == 218_112_000
     assert MODEL == 8_030_261_248, "as Llama 3 8B has"
@@ -111,7 +124,9 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
 def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(folder, "retinanet", "--reader", OURS, "plain", "--slower", "0.2", "--accelerators", "2")
     assert set(found["retinanet"]["curves"]) == {OURS, "plain"}
-    assert all(0 < point[0]["utilization"] <= 1 for point in found["retinanet"]["curves"].values())
+    for name, (point,) in found["retinanet"]["curves"].items():
+        assert 0 < point["utilization"] <= 1
+        assert found["retinanet"]["fed"][name] == (2 if point["utilization"] >= 0.9 else 0)
     told = capsys.readouterr().out
     assert "retinanet: object detection; batches of 24 x 315.4 KiB" in told
     assert "reader" in told
@@ -121,7 +136,7 @@ def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_beside_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("cosmoflow", "--with", "llm-checkpoint", "--checkpoint", "4M", "--accelerators", "1", "--slower", "5")
     found = run(folder, *words)
-    assert set(found["cosmoflow"]["curves"]) == {OURS, "beside checkpoints", "the same, without priorities"}
+    assert set(found["cosmoflow"]["curves"]) == {OURS, "alone", "beside checkpoints", "the same, without priorities"}
     told = capsys.readouterr().out
     assert "points less; checkpoints at" in told
 
@@ -132,6 +147,26 @@ def test_jobs_that_write(folder: Path, name: str) -> None:
     ways = {way["name"]: way["utilization"] for way in found[name]["ways"]}
     assert all(0 < utilization <= 1 for utilization in ways.values())
     assert len(ways) == len(saving.ways(WRITING[name], folder, 1 << 20))
+    assert all(way["wait_p99"] >= way["wait_p50"] >= 0 for way in found[name]["ways"])
+
+
+def test_the_last_checkpoint_is_waited_for(folder: Path) -> None:
+    way = saving.ways(WRITING["llm-checkpoint"], folder, 64 << 20)["nvme_ops.save_async"]
+    with way() as write:
+        write()
+    assert sum(each.numel() for each in torch.load(folder / "checkpoint.pt").values()) == 16 << 20
+
+
+def test_accelerators_that_are_not_fed_do_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(folder, "cosmoflow", "--accelerators", "4096", "--slower", "0.01")
+    assert found["cosmoflow"]["fed"] == {OURS: 0}
+    assert f"{OURS}  fewer" in " ".join(capsys.readouterr().out.split()).replace(f"{OURS} fewer", f"{OURS}  fewer")
+
+
+def test_a_file_system_that_is_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["retinanet", "--folder", str(folder), "--size", "8M", "--seconds", "0.2", "--accelerators", "1"]
+    assert cli.main([*words, "--slower", "0.1", "--json", "/dev/full"]) == 2
+    assert "nvme-bench: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 def test_layers_are_read_in_order(folder: Path) -> None:
@@ -155,7 +190,10 @@ def test_a_plot(folder: Path) -> None:
         (["bert"], "--folder"),
         (["bert", "--folder", "nothing"], "--folder nothing: no such folder"),
         (["bert", "--folder", ".", "--reader", "tar"], "invalid choice: 'tar'"),
-        (["bert", "--folder", ".", "--seconds", "0"], "must be greater than 0"),
+        (["bert", "--folder", ".", "--seconds", "0"], "must be numbers greater than 0"),
+        (["bert", "--folder", ".", "--seconds", "nan"], "must be numbers greater than 0"),
+        (["bert", "--folder", ".", "--slower", "inf"], "must be numbers greater than 0"),
+        (["bert", "--folder", ".", "--reader", "memmap", "--with", "llm-checkpoint"], "is for --reader nvme_ops"),
         (["bert", "--folder", ".", "--json", "nothing/x"], "its folder does not exist"),
         (["bert", "--folder", ".", "--with", "dlrm"], "--with"),
     ],
@@ -167,13 +205,14 @@ def test_wrong_words(words: list[str], told: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals) -> None:
+@pytest.mark.parametrize("group", [False, True])
+def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, group: bool) -> None:
+    """``group``: torch's workers get it too, and torch raises where it likes; its traceback may be seen."""
     words = [
         "workload",
         "retinanet",
         "--reader",
-        OURS,
-        "plain",
+        *(["plain"] if group else [OURS, "plain"]),
         "--folder",
         str(folder),
         "--size",
@@ -187,15 +226,21 @@ def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals) -> N
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     deadline = time.monotonic() + 120
-    while not list(folder.rglob("samples-*")) and process.poll() is None:
+    while not list(folder.rglob("plain/*") if group else folder.rglob("samples-*")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(kind)
+    if group:
+        time.sleep(4)
+        os.killpg(process.pid, kind)
+    else:
+        process.send_signal(kind)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 128 + kind, told
-    assert "Traceback" not in told
+    if not group:
+        assert process.returncode == 128 + kind, told
+        assert "Traceback" not in told
     assert list(folder.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -78,8 +79,10 @@ def main(words: Sequence[str]) -> int:
         for flag in ("json", "plot"):
             if file := getattr(given, flag):
                 check_output(f"--{flag}", file)
-        if given.seconds <= 0 or given.slower <= 0:
-            raise ValueError("--seconds and --slower must be greater than 0")
+        if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
+            raise ValueError("--seconds and --slower must be numbers greater than 0")
+        if given.beside and not {OURS, "all"} & set(given.reader):
+            raise ValueError(f"--with {given.beside} is for --reader {OURS}")
         if not Path(given.folder).is_dir():
             raise ValueError(f"--folder {given.folder}: no such folder")
         if given.plot:
@@ -88,16 +91,17 @@ def main(words: Sequence[str]) -> int:
         flags.error("--plot needs matplotlib: pip install matplotlib" if isinstance(error, ImportError) else str(error))
     found: dict[str, Any] = {}
     try:
-        for name in given.jobs:
+        for name in dict.fromkeys(given.jobs):
             found[name] = _read(JOBS[name], given) if name in JOBS else _write(name, given)
-    except NotUsable as reason:
+        if given.json:
+            text = json.dumps(found, indent=2, allow_nan=False)
+            Path(given.json).write_text(text + "\n", encoding="utf-8")
+    except (NotUsable, OSError) as reason:
         print(f"nvme-bench: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
         return 130
-    if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if given.plot:
         from nvme_ops.bench.workload.plot import plot
 
@@ -107,6 +111,7 @@ def main(words: Sequence[str]) -> int:
 
 def _sizes(job: Job, total: int) -> list[int]:
     count = min(_MOST_SAMPLES, max(_LEAST_BATCHES * job.batch, int(total / job.record)))
+    count -= count % job.batch  # a smaller batch would take as long to compute on
     chance = random.Random(0)
     least, most = job.record / 8, 2 * job.record
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
@@ -121,6 +126,7 @@ def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
     )
     lines = [["reader", "fed", "utilization", "samples/s", "GB/s", "wait p50", "p99", ""]]
     curves: dict[str, list[dict[str, Any]]] = {}
+    fed: dict[str, int] = {}
     names = list(READERS) if "all" in given.reader else list(dict.fromkeys(given.reader))
     for name in names:
         with scratch_folder(
@@ -129,11 +135,14 @@ def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
             data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
             try:
                 lines += _of_reader(name, data, job, compute, given, curves)
+                fed[name] = max(
+                    (each["accelerators"] for each in curves[name] if each["utilization"] >= FED), default=0
+                )
             except Unavailable as reason:
                 lines.append([name, "-", "", "", "", "", "", str(reason)])
     show_progress("")
     print(columns_text(lines), flush=True)
-    return {"source": job.source, "compute": compute, "curves": curves}
+    return {"source": job.source, "compute": compute, "fed": fed, "curves": curves}
 
 
 def _of_reader(
@@ -150,13 +159,10 @@ def _of_reader(
     def at(count: int) -> Fed:
         return feed(reader, count, compute, given.seconds)
 
-    if given.accelerators:
-        fed, results = given.accelerators, [at(given.accelerators)]
-    else:
-        fed, results = search(at, told)
+    fed, results = (given.accelerators, [at(given.accelerators)]) if given.accelerators else search(at, told)
     curves[name] = [_as_json(each) for each in results]
     shown = next((each for each in results if each.accelerators == max(1, fed)), results[0])
-    lines = [_line(name, fed if not given.accelerators else shown.accelerators, shown, "")]
+    lines = [_line(name, shown, "")]
     if given.beside and name == OURS:
         count = given.accelerators or max(1, fed // 2)
         lines += _beside(reader, count, compute, given, curves)
@@ -169,7 +175,8 @@ def _beside(
     lines = []
     folder = reader.data.folder
     alone = feed(reader, count, compute, given.seconds)
-    lines.append(_line(f"{OURS}, alone", count, alone, ""))
+    lines.append(_line(f"{OURS}, alone", alone, ""))
+    curves["alone"] = [_as_json(alone)]
     for words, handle in (("beside checkpoints", None), ("the same, without priorities", Unordered())):
         show_progress(words)
         reading = reader if handle is None else ours(reader.data, handle)
@@ -178,14 +185,15 @@ def _beside(
             fed = feed(reading, count, compute, max(given.seconds, 4.0))
         points = 100 * (alone.utilization - fed.utilization)
         note = f"{points:+.1f} points less; checkpoints at {rate_words(saved.rate)}".replace("+", "")
-        lines.append(_line(words, count, fed, note))
+        lines.append(_line(words, fed, note))
         curves[words] = [_as_json(fed)]
     return lines
 
 
-def _line(name: str, fed: int, shown: Fed, note: str) -> list[str]:
+def _line(name: str, shown: Fed, note: str) -> list[str]:
+    fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
     return [
-        name, str(fed), f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
+        name, fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
         f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
         f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms", note,
     ]  # fmt: skip
@@ -219,7 +227,7 @@ def _write(name: str, given: argparse.Namespace) -> dict[str, Any]:
                     f"{1e3 * kept.wait(0.99):.3g} ms",
                 ]
             )
-            found.append({"name": words, "utilization": kept.utilization, "rate": kept.rate})
+            found.append({"name": words, **_as_json(kept)})
     show_progress("")
     print(columns_text(lines), flush=True)
     return {"source": job.source, "compute": compute, "ways": found}

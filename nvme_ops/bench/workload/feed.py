@@ -27,7 +27,7 @@ class Fed:
     utilization: float  #: busy / total, of all, from their first batch on
     samples: int
     nbytes: int
-    seconds: float
+    seconds: float  #: from the first batch on, until the last one was computed on
     waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, but its first one
 
     @property
@@ -76,7 +76,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         heapq.heappush(wants, (start, number))
     worked = sum(compute * count for count in busy)
     total = sum(free[number] - start for number, start in first.items())
-    return Fed(accelerators, worked / total, samples, nbytes, clock.now() - begin, waits)
+    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits)
 
 
 class _Clock:

@@ -65,8 +65,10 @@ class DataSet:
         return torch.equal(content, torch.frombuffer(bytearray(self.sample(number)), dtype=torch.uint8))
 
     def part(self, count: int) -> DataSet:
-        """Returns the first samples."""
-        return DataSet(self.folder, self.sizes[:count], self.batch, self.shuffled, self.workers)
+        """Returns the first samples, in whole batches."""
+        return DataSet(
+            self.folder, self.sizes[: count - count % self.batch or self.batch], self.batch, self.shuffled, self.workers
+        )
 
     @property
     def fixed(self) -> bool:

@@ -40,9 +40,23 @@ class _InTheBackground:
         self._last: nvme_ops.SaveFuture | None = None
 
     def __call__(self, model: dict[str, torch.Tensor], path: Path) -> None:
-        if self._last is not None:
-            self._last.result()
+        self.finish()
         self._last = nvme_ops.save_async(model, path)
+
+    def finish(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
+@contextmanager
+def _checkpoint_in_the_background(folder: Path, nbytes: int) -> Iterator[Write]:
+    save = _InTheBackground()
+    with _checkpoint(folder, nbytes, save) as write:
+        try:
+            yield write
+        finally:
+            save.finish()
 
 
 @contextmanager
@@ -119,7 +133,7 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
             "torch.save and torch.load": lambda: _swapped_by_torch(folder, nbytes),
         }
     return {
-        "nvme_ops.save_async": lambda: _checkpoint(folder, nbytes, _InTheBackground()),
+        "nvme_ops.save_async": lambda: _checkpoint_in_the_background(folder, nbytes),
         "nvme_ops.save": lambda: _checkpoint(folder, nbytes, nvme_ops.save),
         "torch.save + fdatasync": lambda: _checkpoint(folder, nbytes, _by_torch),
     }
