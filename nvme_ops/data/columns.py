@@ -68,7 +68,8 @@ class Column:
                 raise ValueError(f"{self._words()} needs {self.nbytes} bytes, not {len(view)}")
             return view
         try:
-            tensor = torch.as_tensor(value).detach().cpu()
+            large = self.dtype == torch.uint64 and isinstance(value, int) and value >= 1 << 63
+            tensor = torch.tensor(value, dtype=self.dtype) if large else torch.as_tensor(value).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{self._words()} cannot hold {type(value).__name__}: {error}") from error
         exact = isinstance(value, torch.Tensor)  # numbers and lists of them have no dtype of their own
@@ -80,7 +81,7 @@ class Column:
         if not fits:
             raise ValueError(f"{self._words()} needs the shape {self.shape}, not {tuple(tensor.shape)}")
         made = tensor.to(self.dtype).contiguous().resolve_conj().resolve_neg()
-        if not (exact or tensor.is_floating_point() or torch.equal(made.to(tensor.dtype), tensor)):
+        if not exact and not _fits(tensor, made):
             raise ValueError(f"{self._words()}: {value!r} does not fit {self.dtype}")
         return bytes_of(made)
 
@@ -109,6 +110,8 @@ class Columns:
         if isinstance(given, Mapping):
             if not given:
                 raise ValueError("columns must not be empty")
+            if _UNNAMED in given:
+                raise ValueError("a column of several must have a name")
             self.all = [Column.of(str(name), spec) for name, spec in given.items()]
         else:
             self.all = [Column.of(_UNNAMED, bytes if given is None else given)]
@@ -217,6 +220,13 @@ class Columns:
             + ("str" if column.text else f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}")
             for column in self.all
         ]
+
+
+def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
+    """Returns whether numbers are still what they were, but for the digits that a float has not."""
+    if given.is_floating_point() or given.is_complex() or made.is_complex():
+        return not bool((given.isfinite() & ~made.isfinite()).any())
+    return torch.equal(made.to(given.dtype), given)
 
 
 def _gathered(column: Column, values: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from nvme_ops.data import formats
+from nvme_ops.data.claim import is_data_file
 from nvme_ops.data.columns import Sample, Spec
 from nvme_ops.data.index import NAME
 from nvme_ops.data.store import SampleStore
@@ -67,13 +69,7 @@ def convert(source: Source, writer: SampleWriter, told: OnProgress = lambda _: N
 
 def _folder(path: str) -> Source:
     """Every file below a folder is a sample. Those of folders of their own get the number of the folder as label."""
-    names = sorted(
-        os.path.relpath(os.path.join(folder, name), path)
-        for folder, _, found in os.walk(path)
-        for name in found
-        if not name.startswith(".") and name != NAME
-    )
-    names = [name for name in names if os.path.isfile(os.path.join(path, name))]
+    names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
         raise FormatError(f"{path}: has no files")
     labels = {label: number for number, label in enumerate(sorted({name.split(os.sep)[0] for name in names}))}
@@ -91,6 +87,22 @@ def _folder(path: str) -> Source:
             yield sample, content.nbytes
 
     return Source(columns, samples(), sum(sizes))
+
+
+def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Yields the paths of files, through links, but for hidden ones and stores. Raises OSError."""
+    status = os.stat(folder)
+    if (here := (status.st_dev, status.st_ino)) in above:  # a link to a folder that it is in
+        return
+    entries = list(os.scandir(folder))
+    is_store = any(entry.name == NAME for entry in entries)
+    for entry in entries:
+        if entry.is_dir():
+            yield from _files(entry.path, (*above, here))
+            continue
+        ours = entry.name.startswith(".") or (is_store and (entry.name == NAME or is_data_file(entry.name)))
+        if not ours and stat.S_ISREG(os.stat(entry.path).st_mode):
+            yield entry.path
 
 
 def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,9 +130,17 @@ def _read(path: str, group: list[tuple[str, int]]) -> Iterator[tuple[str, torch.
         yield name, part
 
 
+def _rows(nbytes: float) -> int:
+    """Returns how many rows of so many bytes are read at once."""
+    return int(max(1, min(_ROWS, _AT_ONCE / max(1, nbytes))))
+
+
 def _array(path: str) -> Source:
     numpy = _needed("numpy", path)
-    rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    try:
+        rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except EOFError as error:
+        raise FormatError(f"{path}: {error}") from error
     if rows.ndim == 0:
         raise FormatError(f"{path}: an array without dimensions has no samples")
     try:
@@ -129,8 +149,9 @@ def _array(path: str) -> Source:
         raise FormatError(f"{path}: {error}") from error
 
     def samples() -> Iterator[tuple[Sample, int]]:
-        for start in range(0, len(rows), _ROWS):
-            for row in torch.from_numpy(numpy.array(rows[start : start + _ROWS])):
+        step = _rows(rows.nbytes / max(1, len(rows)))
+        for start in range(0, len(rows), step):
+            for row in torch.from_numpy(numpy.array(rows[start : start + step])):
                 yield row, row.nbytes
 
     return Source((dtype, rows.shape[1:]), samples(), rows.nbytes)
@@ -150,7 +171,7 @@ def _parquet(paths: list[str]) -> Source:
                     raise FormatError(f"{path}: other columns than those of {paths[0]}")
                 each = os.path.getsize(path) / max(1, file.metadata.num_rows)
                 carried = 0.0
-                for batch in file.iter_batches(_ROWS):
+                for batch in file.iter_batches(_rows(each)):
                     for row in batch.to_pylist():
                         missing = next((name for name, value in row.items() if value is None), None)
                         if missing is not None:
@@ -191,8 +212,7 @@ def _store(path: str) -> Source:
     def samples() -> Iterator[tuple[Sample, int]]:
         each = store.nbytes // max(1, len(store))
         numbers = iter(range(len(store)))
-        size = max(1, min(_ROWS, _AT_ONCE // max(1, each)))
-        while chunk := list(islice(numbers, size)):
+        while chunk := list(islice(numbers, _rows(each))):
             for sample in store.read(chunk):
                 yield sample if store.columns is not None else _plain(sample), each
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import stat
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,7 +21,8 @@ from nvme_ops.settings import PAGE
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
-_OPEN = 256  # files that are kept open
+_MOST, _LEAST = 1 << 14, 4  # files that are kept open
+_SHARE = 16  # of the descriptors that a process may have: one for each file, which comes to have up to four
 
 
 def trailer(store: str, number: int) -> bytes:
@@ -59,22 +62,29 @@ class DataFiles:
         self._seen: dict[int, tuple[int, int, int, int]] = {}
         self._lock, self._process = threading.Lock(), os.getpid()
         self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # those of reads, too
+        #: Files that are kept open, and that one read has open at a time.
+        self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(paths):
             self._check(number, os.stat(path))
-        for number in range(min(len(paths), _OPEN)):
+        for number in range(min(len(paths), self.most)):
             self.open(number)
+
+    def crowded(self) -> bool:
+        """Returns whether reads under way have so many files open that others should wait."""
+        return len(self._alive) > self.most
 
     def open(self, number: int) -> Opened:
         """Returns a file to be kept while a transfer uses it. Raises as the constructor does."""
-        found = self._open.get(number)
+        found = self._open.get(number) or self._alive.get(number)
         if found is not None:
             return found
         if self._process != os.getpid():  # another thread of the parent may have held the lock
             self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
-            while len(self._open) >= _OPEN:
+            while len(self._open) >= self.most:
                 self._open.popitem(last=False)
-            found = self._open[number] = self._opened(number)
+            found = self._open[number] = self._alive[number] = self._opened(number)
             return found
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.data.index import DataFile, Index, read_index, write_index
 from nvme_ops.errors import FormatError
 
-_NAME = ".foreign.nvmedata"  # hidden: programs list these folders
+_NAME = "foreign.nvmedata"
 
 
 class Found(NamedTuple):
@@ -24,8 +24,9 @@ class Found(NamedTuple):
 
 
 def index_of(
-    kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any]
-) -> Index:
+    kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any],
+    of: str = "",
+) -> Index:  # fmt: skip
     """Returns the kept index if it is of these files as they are now, else a new one, which it keeps.
 
     Args:
@@ -35,8 +36,9 @@ def index_of(
         about: whatever else the index depends on.
         scan: looks through the file with a path and a number.
         more: what the index is to hold besides.
+        of: the name of the only file, where not the whole folder is meant.
     """
-    path = os.path.join(folder, _NAME)
+    path = os.path.join(folder, f".{of[:200]}{'.' * bool(of)}{_NAME}")  # hidden: programs list these folders
     stamp = checksums_of([about or b"-"], "crc32c")[0]
     found = [os.stat(os.path.join(folder, name)) for name in names]
     files = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]

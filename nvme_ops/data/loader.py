@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import threading
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +52,8 @@ class Loader:
         collate_fn: makes a batch of a list of samples; with ``decode``, torch's ``default_collate`` when None.
         threads: for ``decode``; as many as processors, at most 8, when None.
         prefetch: batches read ahead at most; as many as keep a device busy when None; 0: none.
-        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. One batch alone may have more. Of
-            batches of 64 MiB and more, so much memory and that of one batch are kept for reuse.
+        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. A batch that has more is read
+            alone. Of batches of 64 MiB and more, so much memory and that of one batch are kept for reuse.
         rank, num_replicas: of this process; by default those of ``torch.distributed``, if it is initialized.
         device: that batches are copied to, from page-locked memory.
 
@@ -77,7 +81,8 @@ class Loader:
         if isinstance(store, Dataset):
             decode, store = decode or store.transform, store.store
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
-        self.batch_size, self.shuffle, self.seed, self.drop_last = batch_size, shuffle, seed, drop_last
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.seed = operator.index(seed)
         self.decode, self.collate_fn = decode, collate_fn
         self.rank, self.num_replicas = _ranks(rank, num_replicas)
         self.device = None if device is None else torch.device(device)
@@ -96,6 +101,8 @@ class Loader:
         self._prefetch = prefetch
         self._arena: Arena | None = None
         self._order(0)  # raises for a shuffle that there is not
+        # What an order by files depends on.
+        self._files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
         self._next = _State(0, 0)
         self._state = self._next
 
@@ -106,30 +113,38 @@ class Loader:
 
     def set_epoch(self, epoch: int) -> None:
         """Has the next iteration go through this epoch, from its beginning. Without it each one is the next epoch."""
-        self._next = _State(epoch, 0)
+        self._next = self._state = _State(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what ``load_state_dict`` needs to go on behind the batch that was returned last."""
+        """Returns what ``load_state_dict`` needs to go on behind the batch that was returned last.
+
+        Behind the last batch of an epoch that is the beginning of the next one, as by ``StatefulDataLoader``.
+        """
         return {
             "epoch": self._state.epoch,
             "position": self._state.position,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": len(self.store),
+            "files": self._files,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Has the next iteration go on where another loader was, which may have had other ranks and batches.
 
-        Raises ValueError if it had another store, seed or shuffle; KeyError for what is no such state.
+        Raises ValueError if it had another seed or shuffle, another number of samples or, to shuffle by files, other
+        files; KeyError for what is no such state.
         """
-        for name, mine in (("seed", self.seed), ("shuffle", self.shuffle), ("samples", len(self.store))):
+        for name in ("seed", "shuffle", "samples", "files"):
+            mine = self.state_dict()[name]
             if state[name] != mine:
                 raise ValueError(f"the state has {name}={state[name]!r}, and this loader {mine!r}")
         position = int(state["position"])
         if not 0 <= position <= len(self.store):
             raise ValueError(f"the state has the position {position} of {len(self.store)} samples")
         self._next = self._state = _State(int(state["epoch"]), position)
+        if next(self._steps(self._next), None) is None and position:
+            self._next = _State(self._next.epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises as ``SampleStore.read``; then the iteration ends."""
@@ -138,24 +153,26 @@ class Loader:
         return self._batches(state)
 
     def _batches(self, state: _State) -> Iterator[Any]:
+        process = os.getpid()
         pool = ThreadPoolExecutor(self._threads, "nvme_ops.data") if self.decode else None
         steps, ahead = self._steps(state), deque[_Batch]()
+        stop = _Stop()
+        _stops.add(stop)
         try:
-            flying, ended = 0, False
+            flying, step = 0, next(steps, None)
             failure: Exception | None = None
             while True:
-                while not ended and self._wants_more(ahead, flying):
-                    step = next(steps, None)
-                    if step is None:
-                        ended = True
-                        break
+                while step is not None and self._wants_more(ahead, flying):
                     try:
-                        batch = self._begin(*step, pool, urgent=not ahead)
+                        if ahead and flying + self.store.room(step[0]) > self._budget:
+                            break
+                        batch = self._begin(*step, pool, stop, urgent=not ahead)
                     except Exception as error:  # raised when it is this batch's turn
-                        failure, ended = error, True
+                        failure, step = error, None
                         break
                     ahead.append(batch)
                     flying += batch.read.nbytes
+                    step = next(steps, None)
                 if not ahead:
                     if failure is not None:
                         raise failure
@@ -167,11 +184,11 @@ class Loader:
                 state.position = batch.position
                 del batch
                 yield made.pop()  # and keep no reference: its memory is wanted for the next one
+                if process != os.getpid():
+                    raise RuntimeError("this iterator is the parent's: a forked child iterates over the loader anew")
         finally:
-            for batch in ahead:
-                for task in batch.tasks:
-                    task.cancel()
-            if pool is not None:
+            stop.set()
+            if pool is not None and process == os.getpid():  # a child has none of its threads
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _steps(self, state: _State) -> Iterator[tuple[torch.Tensor, int]]:
@@ -195,23 +212,23 @@ class Loader:
             yield chunk[mine : mine + self.batch_size], position
 
     def _wants_more(self, ahead: deque[_Batch], flying: int) -> bool:
-        if len(ahead) < 2 and self._prefetch is None:
-            return not ahead or flying + ahead[-1].read.nbytes <= self._budget
-        if self._prefetch is not None:
-            wanted = len(ahead) <= self._prefetch
-        else:
-            samples = sum(len(batch.read) for batch in ahead)
-            busy = flying >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
-            wanted = not busy and len(ahead) < _MOST_BATCHES
-        return not ahead or (wanted and flying + ahead[-1].read.nbytes <= self._budget)
+        if not ahead or self._prefetch is not None:
+            return len(ahead) <= (self._prefetch or 0)
+        if self.store._files.crowded():
+            return False
+        samples = sum(len(batch.read) for batch in ahead)
+        busy = flying >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
+        return len(ahead) < 2 or (not busy and len(ahead) < _MOST_BATCHES)
 
-    def _begin(self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, urgent: bool) -> _Batch:
+    def _begin(
+        self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, stop: _Stop, urgent: bool
+    ) -> _Batch:
         priority = Priority.DEMAND if urgent else Priority.PREFETCH
         read = self.store.submit(numbers, priority=priority, allocate=self._allocate, limit=self._budget)
         batch = _Batch(read, position)
         if pool is not None and self.decode is not None:
             for first in range(self._threads):
-                batch.tasks.append(pool.submit(_decoded, read, self.decode, first, self._threads))
+                batch.tasks.append(pool.submit(_decoded, read, self.decode, first, self._threads, stop))
         return batch
 
     def _end(self, batch: _Batch) -> Any:
@@ -243,7 +260,10 @@ class Loader:
         if isinstance(batch, dict):
             return {name: self._moved(value) for name, value in batch.items()}
         if isinstance(batch, list | tuple):
-            return [self._moved(value) for value in batch]
+            moved = [self._moved(value) for value in batch]
+            return (
+                moved if isinstance(batch, list) else type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
+            )
         return batch
 
     def _order(self, epoch: int) -> Order:
@@ -263,8 +283,30 @@ class _Batch:
     tasks: list[Future[list[Any]]] = field(default_factory=list)
 
 
-def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int) -> list[Any]:
-    return [decode(sample) for sample in read.samples(slice(first, None, step))]
+class _Stop(threading.Event):
+    """Is set when nobody wants any more what is decoded."""
+
+
+_stops: weakref.WeakSet[_Stop] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for stop in list(_stops):
+        stop.set()
+
+
+# concurrent.futures waits at exit for all that was submitted; what was registered last is called first.
+if hasattr(threading, "_register_atexit"):
+    threading._register_atexit(_stop_all)
+
+
+def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int, stop: _Stop) -> list[Any]:
+    made = []
+    for sample in read.samples(slice(first, None, step)):
+        if stop.is_set():
+            raise CancelledError
+        made.append(decode(sample))
+    return made
 
 
 def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:

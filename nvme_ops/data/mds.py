@@ -46,8 +46,15 @@ _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 
 def matches(path: str) -> bool:
-    """Returns whether there is an index of MDS shards in the folder."""
-    return os.path.isfile(os.path.join(path, _LIST))
+    """Returns whether there is an index of MDS shards in the folder; other programs have an ``index.json``, too."""
+    try:
+        with open(os.path.join(path, _LIST), "rb") as file:
+            found = json.load(file)
+        return isinstance(found, dict) and "shards" in found
+    except ValueError:
+        return any(name.endswith(".mds") for name in os.listdir(path))
+    except OSError:
+        return False
 
 
 def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none for each record)

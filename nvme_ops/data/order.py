@@ -14,6 +14,7 @@ import torch
 Shuffle: TypeAlias = "bool | Literal['shards']"
 
 _ROUNDS = 8
+_SMALL = 1024  # places: of fewer the network does not have all permutations
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
@@ -22,7 +23,8 @@ _WORD = (1 << 64) - 1
 class Permutation:
     """A permutation of ``range(count)`` that is computed place by place: a Feistel network, walked until it fits.
 
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, for the walk through a cycle.
+    A small one is sorted by random keys. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+    2002, for the walk through a cycle.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -30,9 +32,15 @@ class Permutation:
         self._count = count
         self._sizes = (bits // 2, bits - bits // 2)
         self._keys = [_mixed(seed + number * _STEP) >> 2 for number in range(_ROUNDS)]
+        self._sorted: torch.Tensor | None = None
+        if count <= _SMALL:
+            keys = [_mixed(seed + number * _STEP) for number in range(count)]
+            self._sorted = torch.tensor(sorted(range(count), key=keys.__getitem__), dtype=torch.int64)
 
     def __call__(self, places: torch.Tensor) -> torch.Tensor:
         """Returns what is at each of the places, int64."""
+        if self._sorted is not None:
+            return self._sorted[places]
         found = self._rounds(places)
         outside = (found >= self._count).nonzero()[:, 0]
         while len(outside):
@@ -65,7 +73,7 @@ class Order:
     """
 
     def __init__(self, counts: Sequence[int], shuffle: Shuffle, seed: int, epoch: int) -> None:
-        if shuffle not in (False, True, "shards"):
+        if not isinstance(shuffle, bool) and shuffle != "shards":
             raise ValueError(f"shuffle must be True, False or 'shards', not {shuffle!r}")
         self._counts, self._shuffle = list(counts), shuffle
         self._seed = _mixed(_mixed(seed) + epoch)

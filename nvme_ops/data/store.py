@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +39,7 @@ class SampleStore:
         path: a folder that ``SampleWriter`` wrote to, one of MosaicML's MDS shards, or one of WebDataset's tars (or one
             tar). Of the last two an index is made once, and kept in the folder where that can be written.
         handle: moves the bytes; one of its own when None. If the files are in several folders, each has a copy of it.
-        verify: compare each record read with its checksum.
+        verify: compare each record read with its checksum, where the store has checksums.
 
     Raises:
         FormatError: the index or a file is damaged, was cut off, or does not belong to the others.
@@ -45,13 +47,20 @@ class SampleStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, handle: aio_handle | None = None, verify: bool = False) -> None:
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(os.fspath(path))
         self._given = {"path": self.path, "handle": handle, "verify": verify}
         self.index: Index = formats.index_of(self.path, verify)
+        while True:
+            folder = os.path.dirname(self.index.path)
+            paths = [os.path.join(folder, file.name) for file in self.index.files]
+            try:
+                self._files = DataFiles(self.index.files, paths, self.index.id if self.index.kind == "native" else None)
+                break
+            except FileNotFoundError:
+                before, self.index = self.index.id, formats.index_of(self.path, verify)
+                if self.index.id == before:  # else the store has just been replaced
+                    raise
         self._reader = formats.reader_of(self.index)
-        folder = os.path.dirname(self.index.path)
-        paths = [os.path.join(folder, file.name) for file in self.index.files]
-        self._files = DataFiles(self.index.files, paths, self.index.id if self.index.kind == "native" else None)
         folders = list(dict.fromkeys(map(os.path.dirname, paths)))
         first = handle or aio_handle()
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
@@ -73,8 +82,8 @@ class SampleStore:
         return sum(file.nbytes for file in self.index.files)
 
     def __getitem__(self, number: int) -> Sample:
-        """Reads one sample. Raises IndexError, and otherwise as ``submit(...).samples()``."""
-        return self.submit([number]).samples()[0]
+        """Reads one sample. Raises IndexError or TypeError, and otherwise as ``submit(...).samples()``."""
+        return self.submit([operator.index(number)]).samples()[0]
 
     def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Sample]:
         """Reads samples, by one request. They may be in any order, and repeated; -1 is the last of the store.
@@ -113,6 +122,8 @@ class SampleStore:
 
     def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Returns numbers of samples as int64, none negative. Raises IndexError or TypeError."""
+        if isinstance(numbers, str):
+            raise TypeError("numbers of samples must be a sequence of integers")
         found, count = torch.as_tensor(numbers), len(self)
         if found.numel() == 0 and found.dim() == 1:
             return found.to(torch.int64)
@@ -124,6 +135,12 @@ class SampleStore:
             wrong = most if most >= count else least
             raise IndexError(f"{self.path}: there is no sample {wrong}: it has {count}")
         return torch.where(found < 0, found + count, found) if least < 0 else found
+
+    def room(self, numbers: torch.Tensor) -> int:
+        """Returns how many bytes ``submit`` asks ``allocate`` for, of checked numbers. Raises FormatError."""
+        if self.index.stride is not None:
+            return len(numbers) * self.index.stride
+        return int(_rooms(self.index, _spans(self.index, self.index.locate(numbers)[2])).sum())
 
     def close(self) -> None:
         """Closes the files. Reads that were started end first. Further calls do nothing."""
@@ -165,6 +182,8 @@ class Read:
         self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
         self._files: list[Opened] = []
+        self._waited = False
+        self._lock = threading.Lock()  # held while it is waited for the bytes, by one of those who decode
         index = store.index
         files, begins, self._lengths = index.locate(numbers)
         if limit is not None and len(numbers) and int(self._lengths.max()) > limit:
@@ -173,20 +192,13 @@ class Read:
                 f"{store.path}: sample {int(numbers[place])} has {size_words(int(self._lengths[place]))}, and only "
                 f"{size_words(limit)} are allowed"
             )
-        # Whole strides, so that neighbours touch and are read together.
-        spans = (
-            self._lengths
-            if index.alignment == 1
-            else (self._lengths + (index.alignment - 1)) // index.alignment * index.alignment
-        )
+        spans = _spans(index, self._lengths)
         self._rows: torch.Tensor | None = None
-        self._rooms = spans
+        self._rooms = _rooms(index, spans)
         if index.stride is not None:
             self.memory = allocate(len(numbers) * index.stride)
             self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
         else:
-            unit = PAGE if index.alignment == PAGE else ALIGNMENT
-            self._rooms = (spans + (unit - 1)) // unit * unit
             self.memory = allocate(int(self._rooms.sum()))
         try:
             self._submit(files, begins, spans, priority)
@@ -205,11 +217,14 @@ class Read:
 
     def wait(self) -> None:
         """Waits for the bytes. Raises as ``SampleStore.read`` does."""
-        for future in self._futures:
-            future.result()
-        if self._store._verify:
-            self._compare()
-        self._futures, self._files = [], []
+        with self._lock:
+            if self._waited:
+                return
+            for future in self._futures:
+                future.result()
+            if self._store._verify:
+                self._compare()
+            self._futures, self._files, self._waited = [], [], True
 
     def records(self) -> list[torch.Tensor]:
         """Waits, then returns the bytes of each record."""
@@ -243,12 +258,25 @@ class Read:
         store = self._store
         order = torch.argsort(files * _APART + begins)
         targets: Sequence[torch.Tensor] | torch.Tensor
-        if self._rows is not None and not self._has_neighbours(files[order], begins[order], spans):
+        few = len(store.index.files) <= store._files.most
+        if self._rows is not None and few and not self._has_neighbours(files[order], begins[order], spans):
             targets = self._rows  # which costs less than a tensor for each
         else:
             files, begins, parts = files[order], begins[order], self._split(spans)
             targets = [parts[k] for k in order.tolist()]
         numbers, offsets = files.tolist(), begins.tolist()
+        first = 0
+        for end in [len(numbers)] if few else _ends_of_groups(numbers, store._files.most):
+            for future in self._futures:  # for whose files there are no descriptors at the same time
+                future.result()
+            self._files = []
+            self._submit_group(targets[first:end], numbers[first:end], offsets[first:end], priority)
+            first = end
+
+    def _submit_group(
+        self, targets: Sequence[torch.Tensor] | torch.Tensor, numbers: list[int], offsets: list[int], priority: Priority
+    ) -> None:
+        store = self._store
         opened = {number: store._files.open(number) for number in dict.fromkeys(numbers)}
         self._files = list(opened.values())
         for which, handle in enumerate(store._handles):
@@ -303,6 +331,26 @@ class Read:
     def __del__(self) -> None:
         if getattr(self, "_futures", None) and self._process == os.getpid():
             self._settle()
+
+
+def _ends_of_groups(numbers: list[int], most: int) -> list[int]:
+    """Returns where parts of sorted numbers end that have so many different ones each."""
+    changes = [k for k in range(1, len(numbers)) if numbers[k] != numbers[k - 1]]
+    return [*changes[most - 1 :: most], len(numbers)]
+
+
+def _spans(index: Index, lengths: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes that are read of records: whole strides, so that neighbours touch and are read together."""
+    return lengths if index.alignment == 1 else _rounded(lengths, index.alignment)
+
+
+def _rooms(index: Index, spans: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of memory for them."""
+    return spans if index.stride is not None else _rounded(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
+
+
+def _rounded(values: torch.Tensor, unit: int) -> torch.Tensor:
+    return (values + (unit - 1)) // unit * unit
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ _SUFFIX = ".tar"
 def _tars(path: str) -> list[str]:
     if os.path.isfile(path):
         return [os.path.basename(path)] if path.endswith(_SUFFIX) else []
-    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(_SUFFIX) and entry.is_file())
+    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(_SUFFIX) and not entry.is_dir())
 
 
 def matches(path: str) -> bool:
@@ -35,8 +35,8 @@ def matches(path: str) -> bool:
 
 def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none)
     """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed one."""
-    folder = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else path
-    return foreign.index_of("webdataset", folder, _tars(path), b"", lambda name, _: _places(name), {})
+    folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
+    return foreign.index_of("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)
 
 
 def key_of(name: str) -> tuple[str, str] | None:
@@ -61,10 +61,13 @@ def _places(path: str) -> foreign.Found:
                     starts.append(member.offset)
                     keys.append(found[0])
                 tar.members = []  # type: ignore[attr-defined]  # which would grow
+            behind = tar.offset
     except tarfile.TarError as error:
         raise FormatError(f"{path}: no tar that can be read in place: {error}") from error
-    if end > os.path.getsize(path):
-        raise FormatError(f"{path}: ends within its last file")
+    with open(path, "rb") as file:
+        file.seek(behind)
+        if end > behind or file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
+            raise FormatError(f"{path}: damaged or cut off at byte {behind}: a tar ends with blocks of zeros")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64)
     return foreign.Found(starts[0] if starts else 0, ends)
 

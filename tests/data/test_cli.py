@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from nvme_ops.data import SampleStore, cli
-from tests.conftest import REPOSITORY, pattern, refusal
+from nvme_ops.data.convert import open_source
+from tests.conftest import REPOSITORY, give_up_root, in_child, open_to_all, pattern, refusal
 from tests.data.samples import data_files, write
 from tests.data.test_foreign import same_mds, tar_sample, write_mds, write_tar
 
@@ -195,6 +196,67 @@ def test_many_small_files(folder: Path) -> None:
     assert run("convert", folder / "source", folder / "store") == 0
     for number, found in enumerate(SampleStore(folder / "store", verify=True).read(range(3000))):
         assert bytes(found["data"].tolist()) == number.to_bytes(4, "little") * (number % 9)
+
+
+def test_links_to_folders_are_followed(folder: Path) -> None:
+    for name in ("source/ant", "source/cat", "elsewhere/bee"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "0.jpg").write_bytes(b"x")
+    (folder / "source" / "bee").symlink_to(folder / "elsewhere" / "bee")
+    (folder / "source" / "ant" / "round").symlink_to(folder / "source")
+    assert run("convert", folder / "source", folder / "store") == 0
+    found = SampleStore(folder / "store").read(range(3))
+    assert {each["name"]: int(each["label"]) for each in found} == {"ant/0.jpg": 0, "bee/0.jpg": 1, "cat/0.jpg": 2}
+
+
+def test_a_folder_or_a_link_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "source" / "ant").mkdir(parents=True)
+    (folder / "source" / "ant" / "0.jpg").symlink_to("nothing")
+    assert run("convert", folder / "source", folder / "store") == 2
+    assert "No such file" in capsys.readouterr().err
+    (folder / "source" / "ant" / "0.jpg").unlink()
+    (folder / "source" / "ant").chmod(0)
+
+    def body() -> None:
+        open_to_all(folder)
+        (folder / "source" / "ant").chmod(0)
+        give_up_root()
+        with pytest.raises(PermissionError):
+            open_source(str(folder / "source"))
+
+    in_child(body)
+
+
+def test_a_store_within_its_source_is_not_converted_too(folder: Path) -> None:
+    (folder / "source").mkdir()
+    (folder / "source" / "one").write_bytes(b"x")
+    for more in ((), ("--overwrite",)):
+        assert run("convert", folder / "source", folder / "source" / "store", *more) == 0
+        assert len(SampleStore(folder / "source" / "store")) == 1
+
+
+def test_an_array_of_large_rows_is_read_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = pytest.importorskip("numpy")
+    numpy.save(folder / "rows.npy", numpy.arange(40, dtype=numpy.int64).repeat(1000).reshape(40, 1000))
+    monkeypatch.setattr("nvme_ops.data.convert._AT_ONCE", 24_000)
+    asked: list[int] = []
+    array = numpy.array
+
+    def noted(rows: Any) -> Any:
+        asked.append(len(rows))
+        return array(rows)
+
+    monkeypatch.setattr(numpy, "array", noted)
+    assert run("convert", folder / "rows.npy", folder / "store") == 0
+    assert max(asked) == 3
+    assert [int(each[0]) for each in SampleStore(folder / "store").read(range(40))] == list(range(40))
+
+
+def test_an_empty_array_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numpy")
+    (folder / "empty.npy").touch()
+    assert run("convert", folder / "empty.npy", folder / "store") == 2
+    assert "empty.npy: " in capsys.readouterr().err
 
 
 def test_interrupted_it_leaves_nothing(folder: Path) -> None:

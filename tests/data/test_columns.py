@@ -96,6 +96,8 @@ def test_they_survive_the_index() -> None:
         ((torch.float32, (2,)), [1.0], ValueError, r"'x' needs the shape \(2,\), not \(1,\)"),
         ((torch.float32, (-1, 2)), [[1.0]], ValueError, "needs the shape"),
         ((torch.uint8, (4,)), b"abc", ValueError, "needs 4 bytes, not 3"),
+        (torch.float16, 1e10, ValueError, "does not fit torch.float16"),
+        (torch.complex64, [1, 2], ValueError, "needs the shape"),
         (str, b"abc", TypeError, "needs a str, not bytes"),
         (bytes, "abc", TypeError, "'x' cannot hold str"),
         (bytes, object(), TypeError, "'x' cannot hold object"),
@@ -104,6 +106,23 @@ def test_they_survive_the_index() -> None:
 def test_values_that_do_not_fit(spec: Any, value: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Columns({"x": spec}).packed({"x": value})
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.uint64, (1 << 63) + 5),
+        (torch.complex64, 3),
+        (torch.float16, float("inf")),
+        (torch.float32, 0.1),
+        (torch.bool, True),
+    ],
+)
+def test_numbers_that_fit(dtype: torch.dtype, value: Any) -> None:
+    columns = Columns(dtype)
+    record = torch.frombuffer(bytearray(columns.packed(value)[0]), dtype=torch.uint8)
+    assert columns.unpacked(record).item() == torch.tensor(value, dtype=dtype).item()
 
 
 @pytest.mark.parametrize("sample", [{}, {"x": 1, "y": 2}, 5, [1]])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.data import Loader, SampleStore
+from nvme_ops.data import Loader, SampleStore, webdataset
 from nvme_ops.errors import FormatError, UnsafeError
 from tests.conftest import give_up_root, in_child, open_to_all, pattern
 
@@ -310,6 +310,55 @@ def test_tars_that_cannot_be_read_in_place(folder: Path) -> None:
     os.truncate(folder / "x.tar", 1 << 15)
     with pytest.raises(FormatError):
         SampleStore(folder)
+
+
+@pytest.mark.parametrize("damage", ["header", "cut", "cut in a header", "no end"])
+def test_a_damaged_tar(folder: Path, damage: str) -> None:
+    tar = folder / "a.tar"
+    with tarfile.open(tar, "w") as made:
+        for number in range(10):
+            member = tarfile.TarInfo(f"{number}.bin")
+            member.size = 700
+            made.addfile(member, io.BytesIO(bytes(700)))
+    each, content = 3 * 512, tar.read_bytes()
+    assert len(SampleStore(folder)) == 10
+    damaged = {
+        "header": content[: 5 * each + 1] + b"X" + content[5 * each + 2 :],
+        "cut": content[: 5 * each],
+        "cut in a header": content[: 5 * each + 100],
+        "no end": content[: 10 * each] + b"X" * 512,
+    }
+    tar.write_bytes(damaged[damage])
+    place = 10 * each if damage == "no end" else 5 * each
+    with pytest.raises(FormatError, match=f"damaged or cut off at byte {place}"):
+        SampleStore(folder)
+
+
+def test_a_link_to_a_tar_that_is_not_there(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w"):
+        pass
+    (folder / "b.tar").symlink_to("nothing")
+    with pytest.raises(FileNotFoundError):
+        SampleStore(folder)
+
+
+def test_an_index_json_beside_tars(folder: Path) -> None:
+    """As the package wids writes."""
+    with tarfile.open(folder / "a.tar", "w") as made:
+        made.addfile(tarfile.TarInfo("0.bin"))
+    (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}')
+    assert len(SampleStore(folder)) == 1
+
+
+def test_single_tars_of_a_folder_have_an_index_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        with tarfile.open(folder / f"{name}.tar", "w") as made:
+            made.addfile(tarfile.TarInfo(f"{name}.bin"))
+    for path in (folder / "a.tar", folder / "b.tar", folder):
+        SampleStore(path)
+    monkeypatch.setattr(webdataset, "_places", None)
+    for path, count in ((folder / "a.tar", 1), (folder / "b.tar", 1), (folder, 2)):
+        assert len(SampleStore(path)) == count
 
 
 def test_a_tar_that_changes_under_an_open_store(folder: Path) -> None:

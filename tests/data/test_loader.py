@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,7 @@ import torch
 
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
 from nvme_ops.data.order import Shuffle
-from tests.conftest import MIB, in_child, in_threads, run_python
+from tests.conftest import MIB, REPOSITORY, in_child, in_threads, run_python
 from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
@@ -239,6 +244,87 @@ def test_an_empty_store(folder: Path) -> None:
         assert list(Loader(folder, 4, shuffle=shuffle, rank=1, num_replicas=2)) == []
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_behind_the_last_batch_is_the_next_epoch(store: SampleStore, drop_last: bool) -> None:
+    loader = Loader(store, 30, shuffle=True, drop_last=drop_last)
+    assert list(loader)
+    again = Loader(store, 30, shuffle=True, drop_last=drop_last)
+    again.load_state_dict(loader.state_dict())
+    assert labels(again) == labels(loader)
+    again.set_epoch(5)
+    assert again.state_dict()["epoch"] == 5
+
+
+def test_a_state_of_other_files(folder: Path) -> None:
+    for name, size in (("one", 80), ("two", 160)):
+        (folder / name).mkdir()
+        with SampleWriter(folder / name, torch.int64, shard_bytes=size) as writer:
+            writer.extend(range(100))
+    state = Loader(folder / "one", shuffle="shards").state_dict()
+    with pytest.raises(ValueError, match="the state has files="):
+        Loader(folder / "two", shuffle="shards").load_state_dict(state)
+    Loader(folder / "two", shuffle=True).load_state_dict(Loader(folder / "one", shuffle=True).state_dict())
+
+
+def test_a_large_batch_is_read_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SampleWriter(folder) as writer:
+        writer.extend([b"small"] * 30)
+        writer.extend([bytes(MIB)] * 12)
+        writer.extend([b"small"] * 30)
+    begun: list[int] = []
+    begin = Loader._begin
+
+    def noted(*given: Any, **more: Any) -> Any:
+        batch = begin(*given, **more)
+        begun.append(batch.read.nbytes)
+        return batch
+
+    monkeypatch.setattr(Loader, "_begin", noted)
+    ended = 0
+    for number, _ in enumerate(Loader(folder, 6, memory_budget=4 * MIB)):
+        flying = begun[number:]
+        assert sum(flying) <= 4 * MIB or len(flying) == 1
+        ended += 1
+    assert ended == len(begun) == 12
+
+
+def test_a_child_does_not_go_on_with_its_parents_iterator(store: SampleStore) -> None:
+    parents = iter(Loader(store, 8, decode=lambda sample: sample["name"], collate_fn=list, threads=2))
+    first = next(parents)
+
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="forked child iterates over the loader anew"):
+            next(parents)
+
+    in_child(body)
+    assert next(parents) != first
+
+
+def test_at_exit_nothing_more_is_decoded(folder: Path) -> None:
+    write(folder, 200)
+    program = f"""
+import time
+from nvme_ops.data import Loader
+def slow(sample):
+    time.sleep(0.2)
+    return 1
+found = iter(Loader({str(folder)!r}, 4, decode=slow, threads=2))
+next(found)
+print(time.time())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert time.time() - float(done.stdout) < 20, "all that is read ahead would take 40 seconds"
+
+
+def test_batches_keep_their_types(store: SampleStore) -> None:
+    pair = collections.namedtuple("pair", "one two")
+    (batch, *_) = Loader(store, 8, device="cpu", collate_fn=lambda samples: pair(torch.zeros(1), (1, [2])))
+    assert isinstance(batch, pair)
+    assert batch.two == (1, [2])
+
+
 def test_threads_iterate_at_once(store: SampleStore) -> None:
     loaders = [Loader(store, 10, shuffle=True, seed=seed) for seed in range(3)]
     shared = Loader(store, 10)
@@ -357,7 +443,8 @@ def test_a_worker_that_is_killed(store: SampleStore) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "RuntimeError: DataLoader worker" in done.stderr
+    # Whether torch sees the signal first, or the end of the worker's pipe, is chance.
+    assert re.search(r"RuntimeError: DataLoader worker|ConnectionResetError|EOFError", done.stderr), done.stderr
     assert is_sample(store[3], 3)
 
 

@@ -165,10 +165,16 @@ def test_what_is_no_number(folder: Path) -> None:
     for wrong in ([1.5], torch.ones(2), torch.ones(1, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool)):
         with pytest.raises(TypeError):
             store.read(wrong)  # type: ignore[arg-type]
+    for one in ("a", slice(0, 2), None, 1.0):
+        with pytest.raises(TypeError):
+            store[one]  # type: ignore[index]
+    with pytest.raises(TypeError, match="sequence of integers"):
+        store.read("12")  # type: ignore[arg-type]
 
 
 def test_more_files_than_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_OPEN", 2)
+    monkeypatch.setattr(files, "_MOST", 2)
+    monkeypatch.setattr(files, "_LEAST", 2)
     write_fixed(folder / "store", 60, shard_bytes="16K")
     assert len(data_files(folder / "store")) > 10
     store = SampleStore(folder / "store", verify=True)
