@@ -158,7 +158,7 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table
             yield table
     if "largest" in run.given.groups:
         table = largest_rows(scratch, run.given)
-        command.interleave(table.rows, 1, command.show_progress)
+        command.interleave(table.rows, 1, command.show_progress, warmups=0)
         yield table
 
 
