@@ -13,6 +13,7 @@ constexpr unsigned kUsualUses = 16;   // uses that make the usual cost
 // How many times the best cost a tool may have to be in the next round. A first turn of one use may also have paid for
 // threads and memory.
 constexpr double kStay = 1.2, kStayAfterOneUse = 2.0;
+constexpr unsigned kUsesOfABadTurn = 2;  // after which a turn ends early, if they cost more than kStayAfterOneUse
 
 double cost_of(const Trials::Tried& tried) {
   return tried.cost > 0 ? tried.cost : kUnknown;
@@ -38,11 +39,27 @@ void Trials::explore() {
 
 Trials::Ticket Trials::choose() {
   if (std::exchange(first_, false)) return {0, 0};
+  if (exploring_) end_bad_turn();
   if (exploring_ && begun_ == order_.size() * turn_ && outstanding_ == 0) end_round();
   if (!exploring_) return {chosen_, 0};
   if (begun_ == order_.size() * turn_) return {chosen_, 0};  // the last ones of the round have not ended yet
   ++outstanding_;
   return {order_[begun_++ / turn_], exploration_};
+}
+
+void Trials::end_bad_turn() {
+  const std::size_t place = begun_ / turn_;
+  const std::uint64_t done = begun_ % turn_;
+  if (place == 0 || done < kUsesOfABadTurn) return;
+  double best = kUnknown;
+  for (std::size_t before = 0; before < place; ++before) best = std::min(best, turn_cost(order_[before]));
+  const double present = turn_cost(order_[place]);
+  if (present < kUnknown && present > kStayAfterOneUse * best) begun_ += turn_ - done;
+}
+
+double Trials::turn_cost(std::size_t tool) const {
+  const Tried& tried = tried_[tool];
+  return tried.bytes > 0 ? tried.turn_cost / static_cast<double>(tried.bytes) : kUnknown;
 }
 
 void Trials::lose(const Ticket& ticket) {
@@ -66,7 +83,7 @@ void Trials::end_round() {
   double best = kUnknown;
   for (const std::size_t number : order_) {
     Tried& tried = tried_[number];
-    if (tried.bytes > 0) tried.cost = std::min(cost_of(tried), tried.turn_cost / static_cast<double>(tried.bytes));
+    if (tried.bytes > 0) tried.cost = std::min(cost_of(tried), turn_cost(number));
     tried.bytes = 0;
     tried.turn_cost = 0;
     best = std::min(best, cost_of(tried));

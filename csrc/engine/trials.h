@@ -46,9 +46,11 @@ public:
 
 private:
   void explore();
+  void end_bad_turn();
   void end_round();
   void settle();
   void watch(double cost);
+  double turn_cost(std::size_t tool) const;  // of a byte, in the present turn; infinite before its first use
 
   const unsigned turn_, rounds_;
   std::vector<Tried> tried_;

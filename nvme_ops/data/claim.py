@@ -7,12 +7,13 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 
 from nvme_ops.data.index import read_index
 from nvme_ops.errors import FormatError
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import is_abandoned, sync_folder
+from nvme_ops.storage.atomic import abandoned, sync_folder
 
 _PREFIX = "samples-"
 _MARK = ".nvme_ops-claim"
@@ -44,11 +45,9 @@ class Claim:
     def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
         self._index, self._process = index, os.getpid()
         self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._fd = _locked(self.path)
         try:
-            with contextlib.suppress(OSError):  # no locks here: then nobody takes it for abandoned
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            text = json.dumps({"folders": list(folders)}).encode()
+            text = json.dumps({"index": index, "folders": list(folders)}).encode()
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, text, 0)
             os.fsync(self._fd)
@@ -80,8 +79,26 @@ def settle_abandoned(index: str) -> None:
         path = os.path.join(folder, name)
         # Another user's claim could name any folder.
         with contextlib.suppress(OSError):
-            if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid() and is_abandoned(path):
-                _settle(index, path)
+            if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid():
+                with abandoned(path):
+                    _settle(index, path)
+
+
+def _locked(path: str) -> int:
+    """Opens a claim, and locks it where there are locks; else nobody takes it for abandoned."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody looks whether it is abandoned
+            os.close(fd)
+            time.sleep(0.001)
+            continue
+        except OSError:
+            pass
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
 
 
 def _settle(index: str, path: str) -> None:
@@ -96,7 +113,7 @@ def _settle(index: str, path: str) -> None:
     except (FormatError, OSError):  # it may be this store's
         return
     if not wanted:
-        for folder in _folders(path):
+        for folder in _folders(index, path):
             with contextlib.suppress(OSError):
                 for name in os.listdir(folder):
                     if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
@@ -105,7 +122,11 @@ def _settle(index: str, path: str) -> None:
         os.unlink(path)
 
 
-def _folders(path: str) -> list[str]:
+def _folders(index: str, path: str) -> list[str]:
+    """Returns the folder of the index, and the others if the claim was made for it; else it is a copy of one."""
+    mine = os.path.dirname(index)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
-        return [str(folder) for folder in json.load(file)["folders"]]
-    return []
+        found = json.load(file)
+        if found["index"] == index:
+            return list(dict.fromkeys([mine, *map(str, found["folders"])]))
+    return [mine]

@@ -94,13 +94,11 @@ def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str
     status = os.stat(folder)
     if (here := (status.st_dev, status.st_ino)) in above:  # a link to a folder that it is in
         return
-    entries = list(os.scandir(folder))
-    is_store = any(entry.name == NAME for entry in entries)
-    for entry in entries:
+    for entry in list(os.scandir(folder)):
         if entry.is_dir():
             yield from _files(entry.path, (*above, here))
             continue
-        ours = entry.name.startswith(".") or (is_store and (entry.name == NAME or is_data_file(entry.name)))
+        ours = entry.name.startswith(".") or entry.name == NAME or is_data_file(entry.name)
         if not ours and stat.S_ISREG(os.stat(entry.path).st_mode):
             yield entry.path
 

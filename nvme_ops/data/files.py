@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
 _MOST, _LEAST = 1 << 14, 4  # files that are kept open
-_SHARE = 16  # of the descriptors that a process may have: one for each file, which comes to have up to four
+_AT_ONCE = 256  # of these are opened at the beginning
+_SHARE = 20  # of the descriptors that a process may have: one for each file, which comes to have up to four
 
 
 def trailer(store: str, number: int) -> bytes:
@@ -67,12 +68,12 @@ class DataFiles:
         self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(paths):
             self._check(number, os.stat(path))
-        for number in range(min(len(paths), self.most)):
+        for number in range(min(len(paths), self.most, _AT_ONCE)):
             self.open(number)
 
     def crowded(self) -> bool:
         """Returns whether reads under way have so many files open that others should wait."""
-        return len(self._alive) > self.most
+        return len(self._alive) > 2 * self.most
 
     def open(self, number: int) -> Opened:
         """Returns a file to be kept while a transfer uses it. Raises as the constructor does."""

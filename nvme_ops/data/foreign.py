@@ -38,7 +38,9 @@ def index_of(
         more: what the index is to hold besides.
         of: the name of the only file, where not the whole folder is meant.
     """
-    path = os.path.join(folder, f".{of[:200]}{'.' * bool(of)}{_NAME}")  # hidden: programs list these folders
+    path = os.path.join(
+        folder, f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{_NAME}"
+    )  # hidden: programs list these folders
     stamp = checksums_of([about or b"-"], "crc32c")[0]
     found = [os.stat(os.path.join(folder, name)) for name in names]
     files = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]

@@ -159,20 +159,22 @@ class Loader:
         stop = _Stop()
         _stops.add(stop)
         try:
-            flying, step = 0, next(steps, None)
+            flying, room, step = 0, -1, next(steps, None)
             failure: Exception | None = None
             while True:
                 while step is not None and self._wants_more(ahead, flying):
                     try:
-                        if ahead and flying + self.store.room(step[0]) > self._budget:
-                            break
+                        if ahead:
+                            room = self.store.room(step[0]) if room < 0 else room
+                            if flying + room > self._budget:
+                                break
                         batch = self._begin(*step, pool, stop, urgent=not ahead)
                     except Exception as error:  # raised when it is this batch's turn
                         failure, step = error, None
                         break
                     ahead.append(batch)
                     flying += batch.read.nbytes
-                    step = next(steps, None)
+                    room, step = -1, next(steps, None)
                 if not ahead:
                     if failure is not None:
                         raise failure
@@ -212,10 +214,12 @@ class Loader:
             yield chunk[mine : mine + self.batch_size], position
 
     def _wants_more(self, ahead: deque[_Batch], flying: int) -> bool:
-        if not ahead or self._prefetch is not None:
-            return len(ahead) <= (self._prefetch or 0)
+        if not ahead:
+            return True
         if self.store._files.crowded():
             return False
+        if self._prefetch is not None:
+            return len(ahead) <= self._prefetch
         samples = sum(len(batch.read) for batch in ahead)
         busy = flying >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
         return len(ahead) < 2 or (not busy and len(ahead) < _MOST_BATCHES)

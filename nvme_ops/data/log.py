@@ -91,10 +91,11 @@ class AsyncLog:
         self._asked = self._durable = 0  # flushes
         self._written = _NOTHING
         self._failure: Exception | None = None
-        self._closing, self._ended = False, True
+        self._closing, self._ended, self._dropped = False, True, False
         self._segment: _Segment | None = _Segment.new(self.path)
         self._ended = False
-        self._thread = threading.Thread(target=_serve, args=[weakref.ref(self)], name="nvme_ops.log", daemon=True)
+        given = weakref.ref(self), self._changed, window / _PARTS
+        self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
         _open.add(self)
 
@@ -178,10 +179,8 @@ class AsyncLog:
     # On the thread that writes
 
     def _work(self) -> bool:
-        """Waits for a part of a window, writes what there is, and returns whether to go on."""
+        """Writes what there is, and returns whether to go on."""
         with self._changed:
-            if self._asked == self._durable and not self._closing:
-                self._changed.wait(self.window / _PARTS)
             records, self._records = self._records, []
             asked, closing = self._asked, self._closing
         failure: Exception | None = None
@@ -224,15 +223,17 @@ class AsyncLog:
 
     def _mend(self, records: list[bytes]) -> None:
         """After a failure keeps the blocks that are whole, if they can be made durable: it goes on behind them."""
-        if self._segment is None:
+        segment = self._segment
+        if segment is None:
             return
-        try:
-            self._segment.cut()
-            self._segment.sync()
-            self._done(records)
-        except Exception:
-            if not self._segment.cut_to_durable():
-                self._segment = None
+        if not segment.sync_failed:  # else another sync would say nothing: the kernel forgets what it could not write
+            with contextlib.suppress(Exception):
+                segment.cut()
+                segment.sync()
+                self._done(records)
+                return
+        segment.leave()
+        self._segment = None
 
     def _done(self, records: list[bytes]) -> None:
         """Forgets what is durable now."""
@@ -264,13 +265,17 @@ class AsyncLog:
             self._segment.close()
 
     def __del__(self) -> None:
-        """On the thread that writes, as a rule: it is the last one that knows the log."""
+        """Writes what there is: the thread cannot, to which the log is gone."""
+        self._dropped = True
         if getattr(self, "_ended", True) or self._process != os.getpid():
             return
-        warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
         self._closing = True
-        if self._work():
+        lost = self._work()
+        if self._segment is not None:
+            self._segment.close()
+        if lost:
             _warn_of_loss(self, self._failure)
+        warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
 
     def __enter__(self) -> AsyncLog:
         return self
@@ -293,9 +298,20 @@ def _encoded(record: object) -> bytes:
     raise TypeError(f"a record must be bytes, a str or a dict, not {type(record).__name__}")
 
 
-def _serve(which: weakref.ref[AsyncLog]) -> None:
-    """Writes while somebody has the log."""
-    while (log := which()) is not None and log._work():
+def _serve(which: weakref.ref[AsyncLog], changed: threading.Condition, pause: float) -> None:
+    """Writes while somebody has the log. Does not have it while there is nothing to do."""
+    while True:
+        with changed:
+            log = which()
+            if log is None or log._dropped:
+                return
+            idle = log._asked == log._durable and not log._closing
+            del log
+            if idle:
+                changed.wait(pause)
+        log = which()
+        if log is None or log._dropped or not log._work():
+            return
         del log
 
 
@@ -316,6 +332,7 @@ class _Segment:
     def __init__(self, path: str, fd: int) -> None:
         self.path, self._fd = path, fd
         self.nbytes = self._durable = 0
+        self.sync_failed = False
 
     @classmethod
     def new(cls, path: str) -> _Segment:
@@ -326,9 +343,14 @@ class _Segment:
             name = f"{path}.{number:06d}"
             with contextlib.suppress(FileExistsError):  # another process has taken the number
                 fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                locks.take(fd)
-                sync_folder(os.path.dirname(path))
-                return cls(name, fd)
+                made = cls(name, fd)
+                try:
+                    locks.take(fd)
+                    sync_folder(os.path.dirname(path))
+                    return made
+                except BaseException:
+                    made.leave()
+                    raise
 
     def write(self, records: list[bytes]) -> int:
         """Adds a block; returns the bytes of its records, each with its length."""
@@ -350,7 +372,9 @@ class _Segment:
 
     def sync(self) -> None:
         """Makes it durable."""
+        self.sync_failed = True
         os.fdatasync(self._fd)
+        self.sync_failed = False
         self._durable = self.nbytes
 
     def end(self) -> None:
@@ -363,20 +387,18 @@ class _Segment:
         """Removes what is behind the last whole block."""
         os.ftruncate(self._fd, self.nbytes)
 
-    def cut_to_durable(self) -> bool:
-        """Removes what may not be durable; returns whether the file can be written to."""
+    def leave(self) -> None:
+        """Closes it with what is durable; removes it if that is nothing."""
         self.nbytes = self._durable
-        try:
-            self.cut()
-        except OSError:
-            self.close()
-            return False
-        return True
+        with contextlib.suppress(OSError):
+            self.cut() if self._durable else os.unlink(self.path)
+        self.close()
 
     def close(self) -> None:
         """Closes the file, whatever there is in it."""
+        fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            os.close(fd)
 
 
 def segments(path: str | os.PathLike[str]) -> list[str]:

@@ -78,6 +78,7 @@ class Order:
         self._counts, self._shuffle = list(counts), shuffle
         self._seed = _mixed(_mixed(seed) + epoch)
         self.count = sum(self._counts)
+        self._inside: tuple[int, Permutation] | None = None  # of the file that was asked for last
         if shuffle is True:
             self._whole = Permutation(self.count, self._seed)
         elif shuffle == "shards":
@@ -104,8 +105,9 @@ class Order:
         found = torch.empty_like(places)
         for number in which.unique().tolist():
             file, mine = self._files[number], which == number
-            inside = Permutation(self._counts[file], self._seed + 1 + file)
-            found[mine] = inside(places[mine] - self._starts[number]) + self._firsts[file]
+            if self._inside is None or self._inside[0] != file:
+                self._inside = file, Permutation(self._counts[file], self._seed + 1 + file)
+            found[mine] = self._inside[1](places[mine] - self._starts[number]) + self._firsts[file]
         return found
 
 

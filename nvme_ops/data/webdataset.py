@@ -55,19 +55,18 @@ def _places(path: str) -> foreign.Found:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                end = tar.offset
                 found = key_of(member.name) if member.isreg() else None
                 if found is not None and (not keys or keys[-1] != found[0]):
                     starts.append(member.offset)
                     keys.append(found[0])
                 tar.members = []  # type: ignore[attr-defined]  # which would grow
-            behind = tar.offset
     except tarfile.TarError as error:
         raise FormatError(f"{path}: no tar that can be read in place: {error}") from error
     with open(path, "rb") as file:
-        file.seek(behind)
-        if end > behind or file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
-            raise FormatError(f"{path}: damaged or cut off at byte {behind}: a tar ends with blocks of zeros")
+        file.seek(end)
+        if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
+            raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64)
     return foreign.Found(starts[0] if starts else 0, ends)
 

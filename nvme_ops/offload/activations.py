@@ -244,7 +244,7 @@ class Activations:
     def _forget(self, unit: Unit) -> None:
         if self._units.pop(unit.number, None) is None:
             return
-        unit.memory = None
+        unit.memory = unit.arriving = unit.ticket = None  # and no cycle is left
         unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
             del self._by_place[unit.place]

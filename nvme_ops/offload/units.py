@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -157,6 +156,7 @@ _more: list[int] = []
 def _more_users() -> int:
     """Returns how many more are counted than there are tensors."""
     if not _more:
-        tensor: Any = torch.empty(1)
-        _more.append(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1)
+        tensor = torch.empty(1)
+        storage = tensor.untyped_storage()  # kept meanwhile, as by the caller
+        _more.append(torch._C._storage_Use_Count(storage._cdata) - 1)
     return _more[0]

@@ -241,7 +241,7 @@ def _short(name: str) -> str:
 def remove_litter(folder: str) -> None:
     """Removes the temporary files of processes that are gone, whatever their target."""
     for path in litter(folder):
-        with suppress(OSError), _abandoned(path):
+        with suppress(OSError), abandoned(path):
             os.unlink(path)
 
 
@@ -255,18 +255,20 @@ def litter(folder: str) -> list[str]:
 def is_abandoned(path: str) -> bool:
     """Returns whether the writer of a temporary file is gone."""
     try:
-        with _abandoned(path):
+        with abandoned(path):
             return True
     except OSError:
         return False
 
 
 @contextmanager
-def _abandoned(path: str) -> Iterator[None]:
+def abandoned(path: str) -> Iterator[None]:
     """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield
     finally:
         os.close(fd)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,11 +16,10 @@ from typing import Any
 
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
-from nvme_ops.storage import locks
 from nvme_ops.storage.atomic import replacing
 from nvme_ops.storage.identity import Identity
 
-_PATIENCE = 50  # tenths of a second for which a process waits for others that save
+_PATIENCE = 500  # hundredths of a second for which a process waits for others that save
 FORMAT = 1  # of the files; those of another one are ignored
 _HASTY = 0.25  # of the earlier run's seconds
 
@@ -114,10 +115,17 @@ def locked(identity: Identity, section: str) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for _ in range(_PATIENCE):
-            if locks.take(fd, patient=True):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
                 break
         yield
     finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a fork may have it open too
         os.close(fd)
 
 

@@ -88,6 +88,14 @@ TEST(a_turn_is_so_many_uses) {
   CHECK(used == (std::vector<std::size_t>{0, 0, 0, 0, 0, 1, 1, 1, 1}), "one after the other");
 }
 
+TEST(a_bad_turn_ends_early) {
+  Trials trials(3, 4, 2);
+  const auto used = use(trials, {1, 3, 0.9}, 50);
+  CHECK_EQUAL(std::count(used.begin(), used.end(), 1U), 2);
+  CHECK_EQUAL(trials.chosen(), 2U);
+  CHECK(!trials.exploring(), "it has ended");
+}
+
 TEST(a_round_ends_when_its_uses_have_ended) {
   Trials trials(2, 1, 3);
   use(trials, {1, 0.5}, 1);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 from nvme_ops.data import SampleStore, SampleWriter, claim, writer
 from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
 from nvme_ops.storage import locks
-from tests.conftest import REPOSITORY, in_child
+from tests.conftest import REPOSITORY, forked, in_child
 from tests.data.samples import data_files
 
 
@@ -162,3 +163,28 @@ def test_more_files_than_a_process_may_have_open(folder: Path) -> None:
 
     in_child(body)
     assert len(data_files(folder)) == 100
+
+
+def test_a_copy_of_a_folder_that_is_being_written_to_does_not_touch_the_original(folder: Path) -> None:
+    (folder / "one").mkdir()
+    with SampleWriter(folder / "one", shard_bytes=1000) as made:
+        made.extend([b"x" * 999] * 5)
+        shutil.copytree(folder / "one", folder / "copy")
+    assert len(data_files(folder / "copy")) >= 4
+    make(folder / "copy", 2)
+    assert len(SampleStore(folder / "one", verify=True).read(range(5))) == 5
+    assert len(data_files(folder / "copy")) == 2
+
+
+def test_writers_that_begin_together(folder: Path) -> None:
+    def write_one(number: int) -> None:
+        for _ in range(10):
+            with contextlib.suppress(FileExistsError):
+                make(folder / "store", number + 1, overwrite=True)
+
+    (folder / "store").mkdir()
+    with forked(4, write_one):
+        pass
+    with SampleStore(folder / "store", verify=True) as store:
+        assert len(store.read(range(len(store)))) == len(store)
+        assert len(names(folder)) == len(store) + 1

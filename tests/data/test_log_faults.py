@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,3 +243,64 @@ def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path) -> N
         assert gone() is None
     assert any("dropped without close" in str(each.message) for each in said)
     assert [int(each) for each in read_log(folder / "log")] == list(range(100))
+
+
+def test_a_sync_that_failed_is_not_believed_the_next_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports an error of writing back once, and forgets the pages."""
+    synced = os.fdatasync
+    failing: list[int] = []
+
+    def fail_once(fd: int) -> None:
+        if not failing:
+            failing.append(fd)
+            os.ftruncate(fd, 0)  # what was written is gone
+            raise OSError(errno.EIO, "Input/output error")
+        synced(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    kept = AsyncLog(folder / "log", window=0.02)
+    kept.append(b"one")
+    wait_until(lambda: failing and kept._failure is None)
+    kept.append(b"two")
+    kept.close()
+    assert list(read_log(folder / "log")) == [b"one", b"two"]
+    assert len(segments(folder / "log")) == 1, "nothing was durable in the first file"
+
+
+def test_a_file_that_cannot_be_begun_is_not_left_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = AsyncLog(folder / "log", window=0.01, rotate_bytes=1)
+    with monkeypatch.context() as failing:
+        failing.setattr(log, "sync_folder", _full)
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                kept.append(b"%d" % number)
+                time.sleep(0.001)
+        before = len(os.listdir("/proc/self/fd"))
+        time.sleep(0.5)
+        assert len(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: kept._failure is None)
+    kept.close()
+    found = [int(each) for each in read_log(folder / "log")]
+    assert found == list(range(len(found)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_log_in_a_cycle_is_collected_and_written(folder: Path) -> None:
+    class Holder:
+        pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # which must not keep it from writing
+        holder: Any = Holder()
+        holder.me, holder.log = holder, AsyncLog(folder / "log", window=0.5)
+        holder.log.append(b"one")
+        gone = weakref.ref(holder.log)
+        time.sleep(0.05)
+        del holder
+
+        def collected() -> bool:
+            gc.collect()
+            return gone() is None
+
+        wait_until(collected)
+    assert list(read_log(folder / "log")) == [b"one"]

@@ -29,7 +29,7 @@ def write(folder: Path, first: int = 0, overwrite: bool = False) -> None:
         writer.extend(range(first, first + FILES))
 
 
-@pytest.mark.parametrize("limit", [64, 256])
+@pytest.mark.parametrize("limit", [100, 256])
 def test_few_descriptors_are_enough(many: Path, limit: int) -> None:
     def body() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
