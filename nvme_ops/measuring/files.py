@@ -16,7 +16,7 @@ from nvme_ops.tensors import bytes_of
 from nvme_ops.text import MIB, size_words
 
 _PIECE = 16 * MIB
-_PAUSES = (0.001, 0.01, 0.05, 0.25, 1.0)  # seconds between tries to drop a file from the page cache
+_PAUSES = (0.001, 0.01, 0.05)  # seconds between tries to drop a file from the page cache
 
 
 class NotUsable(Exception):  # noqa: N818  (the message is all there is to it)
