@@ -10,7 +10,7 @@ from nvme_ops.data.columns import Columns as Columns
 from nvme_ops.data.dataset import Dataset as Dataset
 from nvme_ops.data.loader import Loader as Loader
 from nvme_ops.data.log import AsyncLog as AsyncLog
-from nvme_ops.data.log import read_log as read_log
+from nvme_ops.data.log_file import read_log as read_log
 from nvme_ops.data.store import Read as Read
 from nvme_ops.data.store import SampleStore as SampleStore
 from nvme_ops.data.writer import SampleWriter as SampleWriter

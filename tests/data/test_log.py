@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.data import AsyncLog, read_log
-from nvme_ops.data.log import segments
+from nvme_ops.data.log_file import segments
 from nvme_ops.errors import FormatError
 from tests.conftest import MIB, REPOSITORY, give_up_root, in_child, in_threads, open_to_all
 
@@ -216,17 +216,17 @@ class Slow:
     """Holds up what is written until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from nvme_ops.data.log import _Segment
+        from nvme_ops.data.log_file import Segment
 
         self.held = True
-        sync = _Segment.sync
+        sync = Segment.sync
 
         def waiting(segment: Any) -> None:
             while self.held:
                 time.sleep(0.005)
             sync(segment)
 
-        monkeypatch.setattr(_Segment, "sync", waiting)
+        monkeypatch.setattr(Segment, "sync", waiting)
 
 
 def append_for_ever(log: AsyncLog) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.data import AsyncLog, log, read_log
-from nvme_ops.data.log import segments
+from nvme_ops.data import AsyncLog, log, log_file, read_log
+from nvme_ops.data.log_file import segments
 from tests.conftest import MIB, in_child
 
 
@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_for_a_while(make_file_system: Callable[..., Path]) 
     assert [int(each) for each in read_log(folder / "log")] == list(range(taken))
 
 
-class Failing(log._Segment):
+class Failing(log_file.Segment):
     """Fails now and then, some of it written."""
 
     calls, period = 0, 5
@@ -79,11 +79,11 @@ class Failing(log._Segment):
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_writing_that_fails_now_and_then(folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    monkeypatch.setattr(log, "_Segment", Failing)
+    monkeypatch.setattr(log, "Segment", Failing)
     if not cut:
         monkeypatch.setattr(Failing, "cut", _full)
         monkeypatch.setattr(Failing, "period", 61)  # nothing is kept of what fails in part
-    monkeypatch.setattr(log, "_BLOCK", 50)
+    monkeypatch.setattr(log_file, "_BLOCK", 50)
     kept = AsyncLog(folder / "log", window=0.004, rotate_bytes=3000)
     number = 0
     while number < 2000:
@@ -109,7 +109,7 @@ def test_writing_that_fails_now_and_then(folder: Path, monkeypatch: pytest.Monke
 def test_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = AsyncLog(folder / "log", window=0.01)
     with monkeypatch.context() as failing:
-        failing.setattr(log._Segment, "end", _full)
+        failing.setattr(log_file.Segment, "end", _full)
         kept.append(b"one")
         with pytest.raises(OSError, match="No space left"):
             kept.close()
@@ -135,7 +135,7 @@ def test_any_exception_is_a_failure_that_passes(folder: Path, monkeypatch: pytes
         raise MemoryError("of the test")
 
     with monkeypatch.context() as failing:
-        failing.setattr(log._Segment, "write", fail)
+        failing.setattr(log_file.Segment, "write", fail)
         kept.append(b"one")
         wait_until(lambda: kept._failure)
         with pytest.raises(MemoryError, match="of the test"):
@@ -148,15 +148,15 @@ def test_any_exception_is_a_failure_that_passes(folder: Path, monkeypatch: pytes
 
 
 def test_blocks_have_bounded_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(log_file, "_BLOCK_BYTES", 1000)
     sizes: list[int] = []
-    write = log._Segment.write
+    write = log_file.Segment.write
 
-    def noted(segment: log._Segment, each: list[bytes]) -> int:
+    def noted(segment: log_file.Segment, each: list[bytes]) -> int:
         sizes.append(sum(map(len, each)))
         return write(segment, each)
 
-    monkeypatch.setattr(log._Segment, "write", noted)
+    monkeypatch.setattr(log_file.Segment, "write", noted)
     records = [bytes([number]) * (5000 if number == 30 else number) for number in range(100)]
     with AsyncLog(folder / "log", window=60) as kept:
         for each in records:
@@ -270,7 +270,7 @@ def test_a_sync_that_failed_is_not_believed_the_next_time(folder: Path, monkeypa
 def test_a_file_that_cannot_be_begun_is_not_left_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = AsyncLog(folder / "log", window=0.01, rotate_bytes=1)
     with monkeypatch.context() as failing:
-        failing.setattr(log, "sync_folder", _full)
+        failing.setattr(log_file, "sync_folder", _full)
         with contextlib.suppress(OSError):
             for number in range(1000):
                 kept.append(b"%d" % number)

@@ -1,0 +1,187 @@
+"""The files of an ``AsyncLog``: ``Segment``, to which it writes, and ``read_log``.
+
+A log is a row of files, ``NAME.000000`` and on. A file consists of blocks: 4 bytes ``NVLG``; uint32 CRC-32C of the rest
+of the block; uint32 number of records; uint64 bytes of all records; a uint32 for the bytes of each record; the records.
+The last block of a file that was ended in good order has no records. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+
+from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.errors import FormatError
+from nvme_ops.file import File
+from nvme_ops.storage import locks
+from nvme_ops.storage.atomic import sync_folder
+
+_MAGIC = b"NVLG"
+_HEAD = struct.Struct("<4sIIQ")
+_AFTER_CRC = 8  # bytes of the head that the checksum does not cover
+_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # records of a block at most, and bytes unless it is one record
+
+
+def blocks(records: list[bytes]) -> Iterator[list[bytes]]:
+    """Yields records as they go into blocks."""
+    for start in range(0, len(records), _BLOCK):
+        waiting = [records[start : start + _BLOCK]]
+        while waiting:
+            block = waiting.pop()
+            if len(block) == 1 or sum(map(len, block)) <= _BLOCK_BYTES:
+                yield block
+            else:
+                waiting += [block[len(block) // 2 :], block[: len(block) // 2]]
+
+
+class Segment:
+    """One file of a log, locked while it is written to."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self._fd = path, fd
+        self.nbytes = self._durable = 0
+        self.sync_failed = False
+
+    @classmethod
+    def new(cls, path: str) -> Segment:
+        """Makes the next file."""
+        while True:
+            found = segments(path)
+            number = int(found[-1].rpartition(".")[2]) + 1 if found else 0
+            name = f"{path}.{number:06d}"
+            with contextlib.suppress(FileExistsError):  # another process has taken the number
+                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                made = cls(name, fd)
+                try:
+                    locks.take(fd)
+                    sync_folder(os.path.dirname(path))
+                    return made
+                except BaseException:
+                    made.leave()
+                    raise
+
+    def write(self, records: list[bytes]) -> int:
+        """Adds a block; returns the bytes of its records, each with its length."""
+        lengths = array("I", map(len, records))
+        if sys.byteorder != "little":
+            lengths.byteswap()
+        rest = b"".join([lengths.tobytes(), *records])
+        payload = len(rest) - 4 * len(records)
+        checksum = checksums_of([_HEAD.pack(_MAGIC, 0, len(records), payload)[_AFTER_CRC:]], "crc32c")[0]
+        if rest:
+            checksum = joined(checksum, checksums_of([rest], "crc32c")[0], len(rest), "crc32c")
+        place = self.nbytes
+        for part in (memoryview(_HEAD.pack(_MAGIC, checksum, len(records), payload)), memoryview(rest)):
+            end = place + len(part)
+            while place < end:
+                place += os.pwrite(self._fd, part[len(part) - (end - place) :], place)
+        self.nbytes = place
+        return len(rest)
+
+    def sync(self) -> None:
+        """Makes it durable."""
+        self.sync_failed = True
+        os.fdatasync(self._fd)
+        self.sync_failed = False
+        self._durable = self.nbytes
+
+    def end(self) -> None:
+        """Ends the file in good order."""
+        self.write([])
+        self.sync()
+        self.close()
+
+    def cut(self) -> None:
+        """Removes what is behind the last whole block."""
+        os.ftruncate(self._fd, self.nbytes)
+
+    def leave(self) -> None:
+        """Closes it with what is durable; removes it if that is nothing."""
+        self.nbytes = self._durable
+        with contextlib.suppress(OSError):
+            self.cut() if self._durable else os.unlink(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file, whatever there is in it."""
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def segments(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the files of a log, oldest first. Raises OSError."""
+    folder, name = os.path.split(os.path.abspath(os.fspath(path)))
+    pattern = re.compile(re.escape(name) + r"\.(\d{6,})")
+    found = [entry for entry in os.listdir(folder) if pattern.fullmatch(entry)]
+    return [os.path.join(folder, entry) for entry in sorted(found, key=lambda entry: int(entry.rpartition(".")[2]))]
+
+
+def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """Yields the records of a log, file after file; of one that is being written, those that are in the file by now.
+
+    A file whose writer was killed, or has not ended yet, may end within a block: what is behind the last whole block is
+    skipped.
+
+    Raises:
+        FileNotFoundError: there is no such log.
+        FormatError: a file that was ended in good order is damaged; the message says where.
+    """
+    found = segments(path)
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
+    for segment in found:
+        try:
+            file = File(segment, "r")
+        except FileNotFoundError:  # it was rotated away
+            continue
+        yield from _read(segment, file)
+
+
+def _read(path: str, file: File) -> Iterator[bytes]:
+    with contextlib.closing(file):
+        nbytes = os.fstat(file.fileno()).st_size
+        ended = _is_ended(file.fileno(), nbytes)
+        place = 0
+        while place < nbytes:
+            block = _block(file, nbytes - place)
+            if block is None:
+                if ended:
+                    raise FormatError(f"{path}: damaged at byte {place}")
+                return
+            lengths, payload = block
+            begin = 0
+            for length in lengths:
+                yield payload[begin : begin + length]
+                begin += length
+            place += _HEAD.size + 4 * len(lengths) + len(payload)
+
+
+def _is_ended(fd: int, nbytes: int) -> bool:
+    """Returns whether the file has its last block."""
+    end = _HEAD.pack(_MAGIC, 0, 0, 0)[_AFTER_CRC:]
+    whole = _MAGIC + struct.pack("<I", checksums_of([end], "crc32c")[0]) + end
+    return nbytes >= len(whole) and os.pread(fd, len(whole), nbytes - len(whole)) == whole
+
+
+def _block(file: File, left: int) -> tuple[array[int], bytes] | None:
+    """Returns the lengths of the records in the next block, and the records; None for what is no whole block."""
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    magic, checksum, count, nbytes = _HEAD.unpack(head)
+    if magic != _MAGIC or count > _BLOCK or _HEAD.size + 4 * count + nbytes > left:
+        return None
+    body = file.read(4 * count + nbytes)
+    if len(body) != 4 * count + nbytes or checksums_of([head[_AFTER_CRC:] + body], "crc32c")[0] != checksum:
+        return None
+    lengths = array("I", body[: 4 * count])
+    if sys.byteorder != "little":
+        lengths.byteswap()
+    return (lengths, body[4 * count :]) if sum(lengths) == nbytes else None
