@@ -81,7 +81,7 @@ class Work:
         self.next = 0
         self.tensor = filled(nvme_ops.empty(each, dtype=torch.uint8))
         self.pageable = filled(torch.empty(each, dtype=torch.uint8))
-        self.descriptor = os.open(path, os.O_RDWR)
+        self.file = nvme_ops.open(path, "r+")
 
     def offset(self) -> int:
         """Returns another place for each transfer, so that nothing is read ahead for the next."""
@@ -94,7 +94,7 @@ class Work:
         submit = handle.submit_pwritev if self.write else handle.submit_preadv
 
         def move() -> None:
-            submit(tensors, self.descriptor, [self.offset() for _ in tensors]).result()
+            submit(tensors, self.file, [self.offset() for _ in tensors]).result()
 
         def practise() -> None:
             for _ in range(LEARNING):
@@ -138,7 +138,7 @@ def handle_rows(work: Work) -> list[Row]:
 
     def by(handle: nvme_ops.aio_handle) -> Move:
         call = getattr(handle, op)
-        return lambda tensor, offset: call(tensor, work.descriptor, offset)
+        return lambda tensor, offset: call(tensor, work.file, offset)
 
     adaptive = nvme_ops.adaptive_handle(work.path)
 
@@ -183,7 +183,7 @@ def buffered_row(work: Work, by: Callable[[nvme_ops.aio_handle], Move]) -> Row:
 
     def synced(tensor: torch.Tensor, offset: int) -> None:
         move(tensor, offset)
-        os.fdatasync(work.descriptor)
+        os.fdatasync(work.file.fileno())
 
     return work.row(f"nvme_ops buffered {_DATASYNC}" if work.write else "nvme_ops buffered",
                     synced if work.write else move)  # fmt: skip
@@ -362,7 +362,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
                 command.interleave(rows, run.given.rounds, command.show_progress)
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB", "J/GiB"))
-            os.close(work.descriptor)
+            work.file.close()
             yield table
             if words := told(table):
                 found["lost"][f"{group} {each}"] = words

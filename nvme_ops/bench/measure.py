@@ -134,8 +134,9 @@ def interleave(
 ) -> None:
     """Runs passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
 
-    Each round starts with another row, so that slow changes of the machine affect all of them. A row that fails keeps
-    the reason as its note; the others go on. Afterwards the rows hold samples, and no longer what they worked on.
+    Each round has another order, so that slow changes of the machine, and what a row leaves behind, affect all of them.
+    A row that fails keeps the reason as its note; the others go on. Afterwards the rows hold samples, and no longer
+    what they worked on.
     ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none fails.
     """
     able = []
@@ -151,8 +152,7 @@ def interleave(
                 row.check()
                 able.append(row)
         for number in range(rounds):
-            first = number % len(able) if able else 0
-            for row in able[first:] + able[:first]:
+            for row in (able[place] for place in _order(len(able), number)):
                 progress(f"round {number + 1} of {rounds}: {row.name}")
                 row.samples.append(None)
                 with _kept_as_note(row):
@@ -161,6 +161,17 @@ def interleave(
     finally:
         for row in rows:  # frees the tensors that these hold
             row.run, row.before, row.check, row.reads = _over, _nothing, _nothing, None
+
+
+def _order(count: int, number: int) -> list[int]:
+    """Returns the order of a round: in ``count`` rounds each row has every place and every predecessor once.
+
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949. An odd
+    number of rows needs twice as many rounds, of which half are reversed.
+    """
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(step + number) % count for step in zigzag]
+    return order[::-1] if count % 2 and number // count % 2 else order
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,27 @@ def test_rounds_are_interleaved_after_an_untimed_pass() -> None:
     interleave(rows, 3)
     assert calls == ["a", "check a", "b", "check b", "a", "b", "b", "a", "a", "b"]
     assert [len(each.samples) for each in rows] == [3, 3]
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(2, 2), (6, 6), (5, 10), (3, 6), (1, 2)])
+def test_each_row_has_every_place_and_follows_every_other_equally_often(count: int, rounds: int) -> None:
+    calls: list[int] = []
+
+    def row(name: int) -> Row:
+        def run() -> Sample:
+            calls.append(name)
+            return Sample(1, 1)
+
+        return Row(str(name), run)
+
+    interleave([row(name) for name in range(count)], rounds, warmups=0)
+    orders = [calls[start : start + count] for start in range(0, len(calls), count)]
+    places = Counter((place, name) for order in orders for place, name in enumerate(order))
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(places.values()) == {rounds // count}
+    assert len(places) == count**2
+    assert len(pairs) == count * (count - 1)
+    assert set(pairs.values()) <= {rounds // count}
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
