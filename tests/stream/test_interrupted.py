@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops import file as file_module
 from nvme_ops.memory import blocks, read_ahead, write_behind
 from nvme_ops.stream import stream
 from tests.conftest import KIB, MIB, in_child, in_threads, pattern
 
-MODULES = (nvme_ops.file, stream, blocks, read_ahead, write_behind)
+MODULES = (file_module, stream, blocks, read_ahead, write_behind)
 CODE = tuple(str(module.__file__) for module in MODULES)
 RECORD = 10_000
 
