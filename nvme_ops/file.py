@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import itertools
 import os
+import stat
 import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
@@ -62,7 +64,7 @@ def open(  # noqa: A001  (used as nvme_ops.open)
 
     Raises:
         ValueError: an unknown mode, or a URL.
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or is a pipe.
     """
     return File(path, mode, handle=handle)
 
@@ -101,7 +103,11 @@ class File(_RawFile):
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
         try:
-            self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC, 0o666)
+            # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
+            self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            if stat.S_ISFIFO(os.fstat(self._fd).st_mode):
+                raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE), path)
+            os.set_blocking(self._fd, True)
             self._open_file = native().OpenFile(self._fd)
             self._stream = Stream(self._handle, self._fd, self._open_file, plain)
         except BaseException:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Literal
 
-from nvme_ops.data.log_file import Segment, blocks, segments
+from nvme_ops.data.log_file import Segment, blocks, is_of, segments
 from nvme_ops.storage import locks
 from nvme_ops.text import parse_size, size_words
 
@@ -38,7 +38,7 @@ class AsyncLog:
         buffer_bytes: of records that wait to be written. Beyond that ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.
         rotate_bytes: of a file, about.
-        keep: files of the log that are kept; older ones are removed, unless somebody writes to them. None: all.
+        keep: files of this user's that are kept; older ones are removed, unless somebody writes to them. None: all.
 
     Raises:
         ValueError: arguments that cannot be.
@@ -197,10 +197,11 @@ class AsyncLog:
             nbytes = self._segment.write(block)
             self._written = self._written[0] + len(block), self._written[1] + nbytes
             if self._segment.nbytes >= self._rotate:
+                owner = self._segment.owner
                 self._segment.end()
                 self._segment = None
                 self._done(records)
-                self._remove_oldest()
+                self._remove_oldest(owner)
         if self._segment is not None and self._written != _NOTHING:
             self._segment.sync()
             self._done(records)
@@ -227,10 +228,11 @@ class AsyncLog:
             self._bytes -= nbytes
             self._changed.notify_all()
 
-    def _remove_oldest(self) -> None:
+    def _remove_oldest(self, owner: int) -> None:
         if self._keep is None:
             return
-        for path in segments(self.path)[: -self._keep]:
+        ours = [path for path in segments(self.path) if is_of(path, owner)]  # others' do not push ours out
+        for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:

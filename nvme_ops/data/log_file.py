@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import struct
 import sys
 from array import array
@@ -45,6 +46,7 @@ class Segment:
 
     def __init__(self, path: str, fd: int) -> None:
         self.path, self._fd = path, fd
+        self.owner = os.fstat(fd).st_uid  # which some network file systems choose
         self.nbytes = self._durable = 0
         self.sync_failed = False
 
@@ -123,6 +125,14 @@ def segments(path: str | os.PathLike[str]) -> list[str]:
     return [os.path.join(folder, entry) for entry in sorted(found, key=lambda entry: int(entry.rpartition(".")[2]))]
 
 
+def is_of(path: str, owner: int) -> bool:
+    """Returns whether it is a file of this user, and no link."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        return stat.S_ISREG(status.st_mode) and status.st_uid == owner
+    return False
+
+
 def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
     """Yields the records of a log, file after file; of one that is being written, those that are in the file by now.
 
@@ -132,12 +142,15 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
     Raises:
         FileNotFoundError: there is no such log.
         FormatError: a file that was ended in good order is damaged; the message says where.
+        OSError: a file cannot be read.
     """
     found = segments(path)
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
     for segment in found:
         try:
+            if not stat.S_ISREG(os.stat(segment).st_mode):  # nothing that a log has made
+                continue
             file = File(segment, "r")
         except FileNotFoundError:  # it was rotated away
             continue

@@ -19,7 +19,7 @@ import pytest
 
 from nvme_ops.data import AsyncLog, log, log_file, read_log
 from nvme_ops.data.log_file import segments
-from tests.conftest import MIB, in_child
+from tests.conftest import MIB, give_up_root, in_child, open_to_all
 
 
 def free(folder: Path) -> int:
@@ -304,3 +304,29 @@ def test_a_log_in_a_cycle_is_collected_and_written(folder: Path) -> None:
 
         wait_until(collected)
     assert list(read_log(folder / "log")) == [b"one"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> None:
+    open_to_all(folder)
+    folder.chmod(0o1777)
+    (folder / "victim").write_bytes(b"untouched")
+
+    def plant() -> None:
+        give_up_root()
+        os.symlink(folder / "victim", folder / "log.000000")
+        os.symlink(folder / "nowhere", folder / "log.000001")
+        os.mkfifo(folder / "log.000002")
+        os.mkdir(folder / "log.000003")
+        for number in range(4, 9):
+            (folder / f"log.{number:06d}").write_bytes(b"no block")
+
+    in_child(plant)
+    with AsyncLog(folder / "log", window=0.01, rotate_bytes=1000, keep=2) as kept:
+        for number in range(5):
+            kept.append(b"%04d" % number * 300)
+            kept.flush()
+    assert (folder / "victim").read_bytes() == b"untouched"
+    assert not (folder / "nowhere").exists()
+    assert len(segments(folder / "log")) == 9 + 2, "theirs count for nothing, and are not removed"
+    assert [int(each[:4]) for each in read_log(folder / "log")] == [3, 4]

@@ -201,10 +201,17 @@ def test_a_named_pipe_does_not_block(folder: Path) -> None:
             call(torch.zeros(4), sys.argv[1])
         except OSError as error:
             print(error.errno)
+    for mode in ("r", "w", "r+"):
+        try:
+            nvme_ops.open(sys.argv[1], mode)
+            print("opened")
+        except OSError as error:
+            print(error.errno)
     os._exit(0)
     """
     result = run_python(program, folder / "fifo", check=False)
     assert result.returncode == 0, f"blocked for ever: {result}"
+    assert set(map(int, result.stdout.split())) <= {errno.ESPIPE, errno.ENXIO}
 
 
 @pytest.mark.usefixtures("works")
