@@ -3,7 +3,7 @@
 Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others have a file
 for each tensor. A write counts until its bytes are on the device: whoever writes through the page cache calls
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
-anew in each pass and moves 20: all of the exploration. The rows ``all at once`` move the tensors of a pass together, as
+anew in each pass, with one tensor of another size, and moves 20: all of the exploration. The rows ``all at once`` move the tensors of a pass together, as
 those of a model are saved. Under load another process reads the device all the time.
 """
 
@@ -55,6 +55,7 @@ _DEPTHS = {FIO: 1, DEEP: 32}
 _FIO_BYTES = 16 * MIB  # at least: it counts milliseconds
 _PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
 _MOST = 256
+_PAGE = 4096
 _DATASYNC = "+ fdatasync"
 _LOAD = """
 import sys, nvme_ops, torch
@@ -142,10 +143,13 @@ def handle_rows(work: Work) -> list[Row]:
 
     adaptive = nvme_ops.adaptive_handle(work.path)
 
+    other_class = nvme_ops.empty(_PAGE if work.each > _PAGE else 4 * _PAGE, dtype=torch.uint8)
+
     def begin_anew() -> None:
-        make_cold(work.path)
         know_nothing()
         anew[:] = [by(nvme_ops.adaptive_handle(work.path))]
+        anew[0](other_class, 0)  # starting is no exploration: it costs any handle the same
+        make_cold(work.path)
 
     anew: list[Move] = []
     learned = work.row(ADAPTIVE, by(adaptive))
