@@ -3,8 +3,8 @@
 Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others have a file
 for each tensor. A write counts until its bytes are on the device: whoever writes through the page cache calls
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
-anew in each pass, with one tensor of another size, and moves 20: all of the exploration. The rows ``all at once`` move the tensors of a pass together, as
-those of a model are saved. Under load another process reads the device all the time.
+anew in each pass, with one tensor of another size, and moves 20: all of the exploration. The rows ``all at once`` move
+the tensors of a pass together, as those of a model are saved. Under load another process reads the device all the time.
 """
 
 from __future__ import annotations
