@@ -47,6 +47,7 @@ GROUPS = {
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
+STAGED = "nvme_ops staged, an ordinary tensor"  # which nobody can choose for a tensor that lies elsewhere
 LEARNING = 20  # transfers
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
 FIO = "fio, as deep as one tensor allows"
@@ -163,7 +164,7 @@ def handle_rows(work: Work) -> list[Row]:
         "2 lanes": {"num_threads": 2},
     }
     rows = [work.row(f"nvme_ops {name}", by(nvme_ops.aio_handle(**given))) for name, given in fixed.items()]
-    rows.append(work.row("nvme_ops staged", by(nvme_ops.aio_handle()), work.pageable))
+    rows.append(work.row(STAGED, by(nvme_ops.aio_handle()), work.pageable))
     together = [work.together(adaptive)] if work.count > 1 else []
     return [_practised(learned, by(adaptive), work), first, *together, *rows, buffered_row(work, by)]
 
@@ -327,7 +328,8 @@ def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
 def told(table: Table) -> str:
     """Returns what the choice loses against the best fixed tool, and what it reaches of torch and fio."""
     rows = {row.name: row for row in table.rows if table.values(row)}
-    fixed = [row for name, row in rows.items() if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW, TOGETHER)]
+    others = (ADAPTIVE, NEW, TOGETHER, STAGED)
+    fixed = [row for name, row in rows.items() if name.startswith("nvme_ops") and name not in others]
     if not fixed or ADAPTIVE not in rows:
         return ""
     best = max(fixed, key=lambda row: statistics.median(table.values(row)))
@@ -335,13 +337,13 @@ def told(table: Table) -> str:
     words = ", ".join(
         f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found
     )
-    others = [
+    peers = [
         f"{name.rpartition(', ')[2]} {statistics.median(found):.2f} x {other}"
-        for name, peers in _TOLD.items()
+        for name, told_of in _TOLD.items()
         for other in rows
-        if name in rows and other.startswith(peers) and (found := table.against(rows[name], other))
+        if name in rows and other.startswith(told_of) and (found := table.against(rows[name], other))
     ]
-    return "; ".join([f"of the best fixed tool ({best.name}): {words}", *others])
+    return "; ".join([f"of the best fixed tool ({best.name}): {words}", *peers])
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
