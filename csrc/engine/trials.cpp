@@ -80,18 +80,25 @@ void Trials::note(const Ticket& ticket, std::uint64_t bytes, double cost) {
 }
 
 void Trials::end_round() {
-  double best = kUnknown;
+  const bool starting = round_ == 0 && turn_ == 1;
   for (const std::size_t number : order_) {
     Tried& tried = tried_[number];
     if (tried.bytes > 0) tried.cost = std::min(cost_of(tried), turn_cost(number));
+  }
+  // Where costs differ much from use to use, one of the tools is the lucky one: it must be so in each round.
+  const double first = order_.front() == 0 && !starting ? turn_cost(0) : kUnknown;
+  const auto worse = [&](std::size_t tool) { return tool != 0 && first < kUnknown && turn_cost(tool) >= first; };
+  order_.erase(std::remove_if(order_.begin(), order_.end(), worse), order_.end());
+  double best = kUnknown;
+  for (const std::size_t number : order_) best = std::min(best, cost_of(tried_[number]));
+  const double most = best * (starting ? kStayAfterOneUse : kStay);
+  // The first one, which all others must beat, has a second turn in any case.
+  const auto drops = [&](std::size_t tool) { return cost_of(tried_[tool]) > most && (tool != 0 || round_ > 0); };
+  order_.erase(std::remove_if(order_.begin(), order_.end(), drops), order_.end());
+  for (Tried& tried : tried_) {
     tried.bytes = 0;
     tried.turn_cost = 0;
-    best = std::min(best, cost_of(tried));
   }
-  const double most = best * (round_ == 0 && turn_ == 1 ? kStayAfterOneUse : kStay);
-  // The first one, which all others must beat, has a second turn in any case.
-  const auto lasts = [&](std::size_t tool) { return cost_of(tried_[tool]) <= most || (tool == 0 && round_ == 0); };
-  order_.erase(std::stable_partition(order_.begin(), order_.end(), lasts), order_.end());
   begun_ = 0;
   if (++round_ == rounds_ || order_.size() <= 1) settle();
 }

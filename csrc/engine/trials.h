@@ -22,7 +22,7 @@ public:
     std::uint64_t bytes = 0;
   };
 
-  static constexpr double kMargin = 1.03;          // by which a tool must be better than the first one
+  static constexpr double kMargin = 1.03;          // by which a tool's best turn must be better than the first one's
   static constexpr unsigned kDriftUses = 32;       // after which a changed cost starts an exploration
   static constexpr unsigned kMostPatience = 1024;  // uses after which an exploration starts in any case
   static constexpr double kDrift = 1.5;            // times the cost, or a part of it, that counts as a change

@@ -74,6 +74,15 @@ TEST(the_first_tool_is_kept_unless_another_is_clearly_better) {
   CHECK_EQUAL(trials.chosen(), 0U);
 }
 
+TEST(a_tool_that_was_lucky_in_one_round_is_not_taken) {
+  Trials trials(2, 4, 2);
+  use(trials, {1, 0.5}, 1 + 8);
+  use(trials, {1, 1.1}, 8);
+  use(trials, {1, 1}, 1);
+  CHECK(!trials.exploring(), "two rounds of two turns have ended");
+  CHECK_EQUAL(trials.chosen(), 0U);
+}
+
 TEST(what_the_first_use_of_all_costs_is_not_counted) {
   Trials trials(2, 1, 3);
   const Trials::Ticket first = trials.choose();
