@@ -58,6 +58,7 @@ _PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
 _MOST = 256
 _PAGE = 4096
 _DATASYNC = "+ fdatasync"
+_ENVIRONMENT = command.environment()  # before the dictionaries have a cache folder of their own: it has the op
 _LOAD = """
 import sys, nvme_ops, torch
 memory = nvme_ops.empty(8 << 20, dtype=torch.uint8)
@@ -298,7 +299,7 @@ def load(scratch: str, wanted: bool) -> Iterator[None]:
         nvme_ops.aio_handle().write(filled(nvme_ops.empty(GIB, dtype=torch.uint8)), path)
     words = [sys.executable, "-c", _LOAD, path, str(GIB)]
     with subprocess.Popen(
-        stop.tied(words), env=command.environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        stop.tied(words), env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             if process.stdout is None or process.stdout.readline() != "loading\n":
