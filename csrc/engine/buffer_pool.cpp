@@ -106,13 +106,14 @@ std::size_t bound_from_environment() {
 }  // namespace
 
 BufferPool::BufferPool() : bound_(bound_from_environment()) {
-  // A forked child must find the lock free. It starts without cached memory: if that is in reserved huge pages, the
+  // A forked child must find the lock free. Both start without cached memory: if that is in reserved huge pages, the
   // first write needs another page, and kills the child if there is none.
-  pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                 [] {
-                   instance().free_cached(0);
-                   instance().mutex_.unlock();
-                 });
+  constexpr auto forked = [] {
+    ++instance().forks_;
+    instance().free_cached(0);
+    instance().mutex_.unlock();
+  };
+  pthread_atfork([] { instance().mutex_.lock(); }, forked, forked);
 }
 
 BufferPool& BufferPool::instance() {
@@ -137,7 +138,7 @@ std::byte* BufferPool::allocate_block(std::size_t size) {
   const auto found = cached_.lower_bound(size);
   if (found != cached_.end() && found->first - size <= size / 8) {
     std::byte* const memory = found->second;
-    live_.emplace(memory, Allocation{found->first, open_.end()});
+    live_.emplace(memory, Allocation{found->first, open_.end(), forks_});
     cached_bytes_ -= found->first;
     live_bytes_ += found->first;
     cached_.erase(found);
@@ -145,7 +146,7 @@ std::byte* BufferPool::allocate_block(std::size_t size) {
   }
   std::byte* const memory = map_block(size);
   try {
-    live_.emplace(memory, Allocation{size, open_.end()});
+    live_.emplace(memory, Allocation{size, open_.end(), forks_});
   } catch (...) {
     ::munmap(memory, size);
     throw;
@@ -181,7 +182,7 @@ std::byte* BufferPool::allocate_part(std::size_t part) {
   }
   const unsigned bit = page->free & -page->free;
   std::byte* const memory = page->memory + static_cast<std::size_t>(__builtin_ctz(bit)) * part;
-  live_.emplace(memory, Allocation{part, page});
+  live_.emplace(memory, Allocation{part, page, forks_});
   page->free &= ~bit;
   if (page->free == 0) full_.splice(full_.begin(), open_, page);
   free_parts_ -= part;
@@ -202,10 +203,11 @@ void BufferPool::release(std::byte* memory, std::size_t bound) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(memory);
   if (found == live_.end()) return;
-  const auto [size, page] = found->second;
+  const auto [size, page, forks] = found->second;
   live_.erase(found);
   live_bytes_ -= size;
   if (page == open_.end()) {
+    if (forks != forks_) bound = 0;
     release_block(memory, size, bound);
   } else if (std::byte* const whole = release_part(memory, page)) {
     release_block(whole, pages_of(size), bound);

@@ -1,4 +1,5 @@
-// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound.
+// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound. What a forked
+// child has too is not: the first write to it would make small pages of huge ones, in both processes.
 #pragma once
 
 #include <cstddef>
@@ -54,6 +55,7 @@ private:
   struct Allocation {
     std::size_t bytes;
     Pages::iterator page;  // of which it is a part; the end of open_ if it is none
+    unsigned forks;        // of this process before it was made
   };
 
   BufferPool();
@@ -74,6 +76,7 @@ private:
   std::size_t live_bytes_ = 0;
   std::size_t cached_bytes_ = 0;
   std::size_t bound_;
+  unsigned forks_ = 0;
 };
 
 }  // namespace nvme_ops

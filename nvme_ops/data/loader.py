@@ -100,6 +100,7 @@ class Loader:
         self._threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._prefetch = prefetch
         self._arena: Arena | None = None
+        self._forks = _forks
         self._order(0)  # raises for a shuffle that there is not
         # What an order by files depends on.
         self._files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
@@ -248,7 +249,8 @@ class Loader:
         if self.device is not None and self.device.type != "cpu" and can_pin():
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         if nbytes >= _LARGE:  # more than the buffer pool keeps for reuse: new memory costs as much as reading
-            if self._arena is None:
+            if self._arena is None or self._forks != _forks:
+                self._forks = _forks
                 room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
                 self._arena = Arena(Pool(room), room)
             memory = self._arena.allocate(nbytes)
@@ -290,6 +292,16 @@ class _Batch:
 class _Stop(threading.Event):
     """Is set when nobody wants any more what is decoded."""
 
+
+_forks = 0  # of this process. The first write to huge pages that a child has too makes small ones of them
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_parent=_forked, after_in_child=_forked)
 
 _stops: weakref.WeakSet[_Stop] = weakref.WeakSet()
 

@@ -1,4 +1,7 @@
 // BufferPool: aligned, reused, bounded, never two owners.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <set>
 #include <thread>
 
@@ -132,6 +135,26 @@ TEST(released_memory_serves_the_next_of_about_its_size) {
   CHECK(small != first, "a block of 16 not to be spent on one huge page");
   pool().release(third);
   pool().release(small);
+  pool().trim();
+}
+
+// Its pages are the child's too: small ones would take the place of huge ones at the first write.
+TEST(what_a_forked_child_has_too_is_not_kept) {
+  std::byte* const cached = pool().allocate(16 * kHugePage);
+  std::byte* const live = pool().allocate(8 * kHugePage);
+  pool().release(cached);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 16 * kHugePage);
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(pool().statistics().cached_bytes == 0 ? 0 : 1);
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  CHECK_EQUAL(status, 0);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 0U);
+  CHECK_EQUAL(pool().statistics().live_bytes, 8 * kHugePage);
+  pool().release(live);
+  CHECK_EQUAL(pool().statistics().cached_bytes, 0U);
+  pool().release(pool().allocate(8 * kHugePage));
+  CHECK_EQUAL(pool().statistics().cached_bytes, 8 * kHugePage);
   pool().trim();
 }
 
