@@ -37,6 +37,7 @@ from nvme_ops.bench.tables import Table
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.energy import Meter
 from nvme_ops.measuring.files import filled, make_cold
+from nvme_ops.settings import PAGE
 from nvme_ops.text import GIB, MIB, parse_size, size_words
 
 GROUPS = {
@@ -56,7 +57,6 @@ _DEPTHS = {FIO: 1, DEEP: 32}
 _FIO_BYTES = 16 * MIB  # at least: it counts milliseconds
 _PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
 _MOST = 256
-_PAGE = 4096
 _DATASYNC = "+ fdatasync"
 _ENVIRONMENT = command.environment()  # before the dictionaries have a cache folder of their own: it has the op
 _LOAD = """
@@ -144,8 +144,7 @@ def handle_rows(work: Work) -> list[Row]:
         return lambda tensor, offset: call(tensor, work.file, offset)
 
     adaptive = nvme_ops.adaptive_handle(work.path)
-
-    other_class = nvme_ops.empty(_PAGE if work.each > _PAGE else 4 * _PAGE, dtype=torch.uint8)
+    other_class = nvme_ops.empty(PAGE if work.each > PAGE else 4 * PAGE, dtype=torch.uint8)
 
     def begin_anew() -> None:
         know_nothing()

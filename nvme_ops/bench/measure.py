@@ -136,8 +136,8 @@ def interleave(
 
     Each round has another order, so that slow changes of the machine, and what a row leaves behind, affect all of them.
     A row that fails keeps the reason as its note; the others go on. Afterwards the rows hold samples, and no longer
-    what they worked on.
-    ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none fails.
+    what they worked on. ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none
+    fails.
     """
     able = []
     try:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Literal
 
-from nvme_ops.data.log_file import Segment, blocks, is_of, segments
+from nvme_ops.data.log_file import Segment, blocks, is_owned_by, segments
 from nvme_ops.storage import locks
 from nvme_ops.text import parse_size, size_words
 
@@ -231,7 +231,7 @@ class AsyncLog:
     def _remove_oldest(self, owner: int) -> None:
         if self._keep is None:
             return
-        ours = [path for path in segments(self.path) if is_of(path, owner)]  # others' do not push ours out
+        ours = [path for path in segments(self.path) if is_owned_by(path, owner)]  # others' do not push ours out
         for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

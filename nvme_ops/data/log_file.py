@@ -125,7 +125,7 @@ def segments(path: str | os.PathLike[str]) -> list[str]:
     return [os.path.join(folder, entry) for entry in sorted(found, key=lambda entry: int(entry.rpartition(".")[2]))]
 
 
-def is_of(path: str, owner: int) -> bool:
+def is_owned_by(path: str, owner: int) -> bool:
     """Returns whether it is a file of this user, and no link."""
     with contextlib.suppress(OSError):
         status = os.lstat(path)
