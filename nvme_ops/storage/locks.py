@@ -56,15 +56,12 @@ class Lock:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        try:
-            if self._pid == os.getpid():
-                with suppress(OSError):
-                    os.unlink(self.path)
-                fcntl.flock(fd, fcntl.LOCK_UN)  # children of a fork have it open too
-        except OSError:  # a file system without locks
-            pass
-        finally:
+        if self._pid != os.getpid():
             os.close(fd)
+            return
+        with suppress(OSError):
+            os.unlink(self.path)
+        give_back(fd)
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
@@ -131,6 +128,13 @@ def take(fd: int, kind: int = fcntl.LOCK_EX, patient: bool = False) -> bool:
             pass
         return True
     return False
+
+
+def give_back(fd: int) -> None:
+    """Unlocks and closes what is open: a child that was forked meanwhile has it open too, perhaps for long."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def files(folder: str) -> list[str]:

@@ -238,7 +238,7 @@ class _Place:
                 if not locks.take(lock, patient=True):
                     raise _in_use(name, lock, path)
                 if not locks.is_at(owner, lock):  # the same, a moment later
-                    os.close(lock)
+                    locks.give_back(lock)
                     continue
                 before = read_owner(lock)
                 if before is None:
@@ -249,7 +249,7 @@ class _Place:
                 return cls(path, lock, before)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.close(lock)
+                    locks.give_back(lock)
                 raise
 
     def write(self, owner: dict[str, object]) -> None:
@@ -271,7 +271,7 @@ class _Place:
             elif owner := read_owner(self._lock):
                 self.write({**owner, "pid": None})
         lock, self._lock = self._lock, -1
-        os.close(lock)
+        locks.give_back(lock)
 
     def leave_to_parent(self) -> None:
         """Closes the descriptor of the lock in a forked child: the lock must end with the parent."""
@@ -319,7 +319,7 @@ def _remove_if_abandoned(path: str) -> None:
             if owner is not None and not owner.get("keep") and is_dead(owner, lock):
                 _remove(path)
     finally:
-        os.close(lock)
+        locks.give_back(lock)
 
 
 def _remove(path: str) -> None:

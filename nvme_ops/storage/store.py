@@ -394,7 +394,8 @@ class TensorStore:
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes what would keep the space of removed files."""
-        self._slabs.close_descriptors()
+        if hasattr(self, "_slabs"):  # else it was being made
+            self._slabs.close_descriptors()
         if self._index:
             self._index.close()
 

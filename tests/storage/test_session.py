@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nvme_ops.storage import Session
+from nvme_ops.storage import Session, locks
 from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, in_threads, open_to_all, run_python
 
 
@@ -349,6 +350,31 @@ def test_a_forked_child_neither_removes_nor_keeps_the_lock(folder: Path, depth: 
     finally:
         os.close(writing)
         os.waitpid(pid, 0)
+
+
+def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = []
+    take = locks.take
+
+    def take_and_fork(fd: int, *arguments: Any, **options: Any) -> bool:
+        taken = take(fd, *arguments, **options)
+        children.append(os.fork())  # as another thread may
+        if children[-1] == 0:
+            signal.pause()
+        return taken
+
+    monkeypatch.setattr(locks, "take", take_and_fork)
+    try:
+        for found in (False, True, True):
+            with Session(folder, name="job", keep=True) as session:
+                assert session.found == found
+        assert len(children) == 5  # each looked at what there was, and opened it
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_the_exit_of_a_forked_child_removes_nothing(folder: Path) -> None:
