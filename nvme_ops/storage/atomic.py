@@ -188,7 +188,9 @@ def _take(spare: str, path: str, mode: int) -> int:
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             os.fchmod(fd, mode)
             os.rename(spare, path)
-            return fd
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                return fd
+            os.unlink(path)  # another process has put its own there this moment: a second name of what is saved
     except OSError:
         pass
     os.close(fd)
@@ -271,4 +273,4 @@ def abandoned(path: str) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield
     finally:
-        os.close(fd)
+        locks.give_back(fd)

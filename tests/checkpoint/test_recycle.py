@@ -227,6 +227,25 @@ def in_a_child(body: Callable[[], None]) -> int:
     return child
 
 
+def test_a_spare_that_another_process_exchanges_in_the_last_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was renamed is then a second name of what is saved: writing to the file that is open would save nothing."""
+    save(path, NEW)
+    save(path, NEW)
+    rename, exchanged = os.rename, []
+
+    def exchange_and_rename(source: str, target: str) -> None:
+        if source == str(spare_of(path)):
+            exchanged.append(source)
+            os.unlink(source)
+            os.link(path, source)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", exchange_and_rename)
+    save(path, OLD)
+    assert exchanged
+    assert set(beside(path)) <= {spare_of(path).name}
+
+
 def test_processes_saving_to_one_path_beside_loads(path: Path) -> None:
     """Every load finds one save whole, although files are written over."""
     nvme_ops.save(numbered(0), path, recycle=True)
