@@ -26,8 +26,8 @@ inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memo
 inline constexpr std::uint64_t kInPlaceBytes =
     64 << 10;  // aligned transfers up to this size go in place even in small pages
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // smaller growth is not preallocated
-inline constexpr unsigned kPatience = 16;             // consecutive EAGAIN or EINTR of one request before a pause
-inline constexpr unsigned kMaxRetries = 1024;         // consecutive EAGAIN or EINTR of one request
+inline constexpr unsigned kPatience = 16;             // consecutive refusals, as EAGAIN, of one request before a pause
+inline constexpr unsigned kMaxRetries = 1024;         // consecutive refusals of one request
 inline constexpr unsigned kDescriptorPatience = 256;  // milliseconds until running out of descriptors is an error
 // The most bytes below Demand in flight: while there is demand, for a moment after it, and otherwise. A demand read has
 // to wait behind what is in flight; a device needs some of it to stay busy.

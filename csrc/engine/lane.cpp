@@ -20,6 +20,11 @@ constexpr std::uint64_t kReapBurst = 4 * kBlockSize;  // bytes that completions 
 constexpr std::chrono::microseconds kGatePause(50);   // before trying again a gate that others hold
 constexpr std::chrono::milliseconds kPause(1);        // before trying again a kernel short of resources
 
+// Nothing here cancels requests of io_uring, but in a storm of signals the kernel does.
+bool may_be_repeated(std::int64_t result) {
+  return result == -EAGAIN || result == -EINTR || result == -ECANCELED;
+}
+
 unsigned depth_of(const LaneOptions& options) {
   return static_cast<unsigned>(std::min(options.queue_depth, kMaxQueueDepth));
 }
@@ -145,7 +150,7 @@ void Lane::complete(const Completion& completion, Clock::time_point now) {
   counters_.kernel_nanoseconds.add(now - flight.submitted);
   // A staged read that ended before the wanted bytes says nothing about them: retry, but not forever.
   const bool fell_short = completion.result > 0 && static_cast<std::uint64_t>(completion.result) <= flight.piece.lead;
-  const bool again = completion.result == -EAGAIN || completion.result == -EINTR || fell_short;
+  const bool again = may_be_repeated(completion.result) || fell_short;
   if (again && ++flight.retries <= (fell_short ? kPatience : kMaxRetries)) {
     if (flight.retries > kPatience) planner_.pause();
     planner_.ready().push_back(static_cast<unsigned>(completion.token));

@@ -201,7 +201,7 @@ TEST(nothing_moved_is_a_failure) {
 
 TEST(storms_of_again_and_interrupted_are_weathered) {
   each_way([](Op op, bool all_lanes) {
-    for (const int error : {EAGAIN, EINTR}) {
+    for (const int error : {EAGAIN, EINTR, ECANCELED}) {
       Bench bench;
       bench.script().judge = counted([error](unsigned long count, const Request&, bool) {
         return count % 20 == 0 ? Verdict{} : Verdict{0, error};
