@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class _Change(NamedTuple):
+    """Holes that go, and holes that come: start and size of each."""
+
+    gone: tuple[tuple[int, int], ...]
+    new: tuple[tuple[int, int], ...]
 
 
 class Holes:
-    """Free stretches, of which the smallest that is large enough is found. Stretches that touch become one."""
+    """Free stretches, of which the smallest that is large enough is found. Stretches that touch become one.
+
+    Ctrl-C may come at any point: a change is noted as a whole before it is made, and what was interrupted is made again
+    by the next call.
+    """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forgets all of them."""
+        self._change: _Change | None = None
         self._starts: dict[int, int] = {}  # where each begins, and its size
         self._ends: dict[int, int] = {}  # and where it ends
         self._by_size: dict[int, dict[int, None]] = {}
@@ -21,6 +34,7 @@ class Holes:
 
     def find(self, nbytes: int) -> tuple[int, int] | None:
         """Returns start and size of the smallest that has ``nbytes`` bytes; None where there is none."""
+        self._settle()
         index = bisect.bisect_left(self._sizes, nbytes)
         if index == len(self._sizes):
             return None
@@ -29,46 +43,73 @@ class Holes:
 
     def take(self, start: int, size: int, nbytes: int) -> None:
         """Takes the first ``nbytes`` bytes of a hole that ``find`` has found."""
-        self.remove(start, size)
-        if size > nbytes:
-            self.add(start + nbytes, size - nbytes)
+        self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else ())
 
     def merge(self, start: int, nbytes: int) -> None:
         """Adds what became free, and joins it with its neighbours."""
+        self._settle()
+        gone = []
         before = self._ends.get(start)
         if before is not None:
-            self.remove(before, start - before)
+            gone.append((before, start - before))
             start, nbytes = before, nbytes + start - before
         after = self._starts.get(start + nbytes)
         if after is not None:
-            self.remove(start + nbytes, after)
+            gone.append((start + nbytes, after))
             nbytes += after
-        self.add(start, nbytes)
+        self._make(tuple(gone), ((start, nbytes),))
 
     def ending_at(self, end: int) -> int | None:
         """Returns the start of the hole that ends there, if there is one."""
+        self._settle()
         return self._ends.get(end)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest one."""
+        self._settle()
         return self._sizes[-1] if self._sizes else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Start and size of each."""
+        self._settle()
         return iter(list(self._starts.items()))
 
     def add(self, start: int, size: int) -> None:
         """Adds one that touches no other."""
-        self._starts[start] = size
-        self._ends[start + size] = start
-        if size not in self._by_size:
-            bisect.insort(self._sizes, size)
-            self._by_size[size] = {}
-        self._by_size[size][start] = None
+        self._make((), ((start, size),))
 
     def remove(self, start: int, size: int) -> None:
         """Removes one."""
-        del self._starts[start], self._ends[start + size], self._by_size[size][start]
-        if not self._by_size[size]:
-            del self._by_size[size], self._sizes[bisect.bisect_left(self._sizes, size)]
+        self._make(((start, size),), ())
+
+    def _make(self, gone: tuple[tuple[int, int], ...], new: tuple[tuple[int, int], ...]) -> None:
+        self._settle()
+        self._change = _Change(gone, new)
+        for start, size in gone:
+            del self._starts[start], self._ends[start + size], self._by_size[size][start]
+            if not self._by_size[size]:
+                del self._by_size[size], self._sizes[bisect.bisect_left(self._sizes, size)]
+        for start, size in new:
+            self._starts[start] = size
+            self._ends[start + size] = start
+            if size not in self._by_size:
+                bisect.insort(self._sizes, size)
+                self._by_size[size] = {}
+            self._by_size[size][start] = None
+        self._change = None
+
+    def _settle(self) -> None:
+        """Ends a change that was interrupted."""
+        if self._change is None:
+            return
+        starts = dict(self._starts)
+        for start, _ in self._change.gone:
+            starts.pop(start, None)
+        starts.update(self._change.new)
+        by_size: dict[int, dict[int, None]] = {}
+        for start, size in starts.items():
+            by_size.setdefault(size, {})[start] = None
+        self._starts, self._ends = starts, {start + size: start for start, size in starts.items()}
+        self._by_size, self._sizes = by_size, sorted(by_size)
+        self._change = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload.failures import NOT_READ, named, without_frames
 from nvme_ops.offload.recompute import Pass
-from nvme_ops.offload.saved_tensors import Place, modified, whole_of
+from nvme_ops.offload.saved_tensors import Place, is_changed, modified, whole_of
 from nvme_ops.offload.units import ActivationStats, Group, Ticket, TicketRef, Unit
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
@@ -60,6 +60,7 @@ class Activations:
         self._lock = threading.RLock()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[Place, Unit] = {}
+        self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
         self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
         self._gone: deque[TicketRef] = deque()  # of units to be forgotten; appended to by whatever frees the tickets
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
@@ -111,9 +112,11 @@ class Activations:
         if failure is not None and not demanded:  # what was read ahead may not fail now that it is needed
             memory, failure, _ = self._arrived(ticket.unit)
         if failure is None:
+            if is_changed(memory, ticket.unit.handed_out):
+                raise modified(ticket.unit.dtype, ticket.unit.shape)
             return memory
         del memory
-        raise _named(failure, f"{ticket.unit.describe()}, saved for the backward pass, could not be read")
+        raise named(failure, ticket.unit, NOT_READ)
 
     def _arrived(self, unit: Unit) -> tuple[torch.Tensor, BaseException | None, bool]:
         """Waits for a unit. Returns its memory, what its read failed with, and whether that was begun for it."""
@@ -221,8 +224,10 @@ class Activations:
                 self._leaving.remove((write, key))
                 if key in self._store:  # it was complete before it could be cancelled
                     self._store.drop(key)
-        if not self._units and self._this_pass:
-            self._end_pass()
+        if not self._units:
+            self._away.clear()
+            if self._this_pass:
+                self._end_pass()
 
     def _end_pass(self) -> None:
         before, now = self._before, self._stats
@@ -284,6 +289,9 @@ class Activations:
         unit.seen.clear()
         unit.original = False
         self._restored.discard(unit)
+        place = bisect.bisect_left(self._away, unit.number)
+        if self._away[place : place + 1] != [unit.number]:
+            self._away.insert(place, unit.number)
 
     def _write(self, unit: Unit) -> None:
         memory = unit.memory
@@ -326,7 +334,7 @@ class Activations:
             if failure is None:
                 continue
             if not isinstance(failure, OSError) or failure.errno not in NO_ROOM:
-                raise _named(failure, f"{oldest.describe()}, to be saved for the backward pass, could not be written")
+                raise named(failure, oldest, "to be saved for the backward pass, could not be written")
             if not self._leaving:
                 raise self._no_room(oldest, failure) from None
             for write, _ in self._leaving:  # whose space is free once they have ended
@@ -349,7 +357,7 @@ class Activations:
         try:
             self._write(unit)
         except OSError as error:
-            return error.with_traceback(None)
+            return without_frames(error)
         return None
 
     def _no_room(self, unit: Unit, error: OSError) -> OSError:
@@ -381,7 +389,7 @@ class Activations:
         try:
             memory = self._fetch(unit, Priority.DEMAND) if unit.memory is None else unit.memory
         except OSError as error:
-            raise _named(error, f"{unit.describe()}, saved for the backward pass, could not be read") from None
+            raise named(error, unit, NOT_READ) from None
         unit.ahead = False
         self._read_ahead(unit)
         self._trim()
@@ -394,7 +402,7 @@ class Activations:
         self._give_up(unit.nbytes)
         memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # of the pool, see ``_add``
         unit.arriving = self._store.get(unit.key, memory, priority=priority)
-        unit.memory, unit.ahead = memory, priority is not Priority.DEMAND
+        unit.memory, unit.ahead, unit.handed_out = memory, priority is not Priority.DEMAND, memory._version
         self._restored.add(unit)
         self._stats.bytes_read += unit.nbytes
         self._stats.bytes_on_demand += unit.nbytes * (priority is Priority.DEMAND)
@@ -415,10 +423,12 @@ class Activations:
                 self._let_go(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
-        lowest = next(iter(self._units), unit.number)
-        for number in range(unit.number - 1, lowest - 1, -1):
-            other = self._units.get(number)
+        place = bisect.bisect_left(self._away, unit.number)
+        while place > 0:
+            place -= 1
+            other = self._units.get(self._away[place])
             if other is None or other.memory is not None:
+                del self._away[place]
                 continue
             self._give_up(other.nbytes)
             if self._in_memory + other.nbytes > self._budget + _IN_FLIGHT:
@@ -427,11 +437,3 @@ class Activations:
                 self._fetch(other, Priority.PREFETCH)
             except OSError:  # it is raised on demand
                 return
-
-
-def _named(failure: BaseException, words: str) -> BaseException:
-    """Returns the failure with these words before its own, where it is one of the system. It keeps no tensor alive."""
-    traceback.clear_frames(failure.__traceback__)
-    if isinstance(failure, OSError) and failure.errno is not None and not isinstance(failure, ChecksumError):
-        return OSError(failure.errno, f"{words}: {failure.strerror}", failure.filename)
-    return failure

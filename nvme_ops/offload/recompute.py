@@ -7,6 +7,7 @@ again as brings the time of computation and that of storage into balance, what t
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, place_of, whole_of
+from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, is_changed, place_of, whole_of
 
 aten = torch.ops.aten
 
@@ -42,6 +43,17 @@ class Away:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A small tensor that an operation was called with. It may have a graph, so nothing in a graph may refer to this.
+
+    It is not detached: below autograd, where operations are seen, that would not share its version counter.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True)
 class Pass:
     """A forward and a backward pass that is over."""
 
@@ -57,7 +69,8 @@ class Recipe:
     """An operation that made a tensor, and what it was called with, as long as that is there."""
 
     function: Any
-    leaves: list[Any]  #: of the arguments, tensors as what stays in memory, or is ``Away``
+    number: int
+    leaves: list[Any]  #: of the arguments, tensors as ``Given`` or ``Away``
     shape: Any  #: of the arguments
     index: int | None  #: of the tensor among several results
     nbytes: int
@@ -74,32 +87,36 @@ class Recipe:
 class Again:
     """A tensor that is computed again when it is needed."""
 
-    recipe: Recipe
-    leaves: list[Any]  #: tensors as sources
+    function: Any
+    leaves: list[Any]  #: of the arguments, tensors as sources
+    shape: Any  #: of the arguments
+    index: int | None  #: of the tensor among several results
+    nbytes: int
     choice: Choice
     _last: weakref.ref[torch.Tensor] | None = None
+    _version: int = 0  # of that
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def value(self) -> torch.Tensor:
         """Computes it, unless it still is in memory. Raises what its sources raise."""
         with self._lock:
             known = self._last() if self._last is not None else None
-            if known is None:
+            if known is None or is_changed(known, self._version):
                 known = self._compute()
-                self._last = weakref.ref(known)
+                self._last, self._version = weakref.ref(known), known._version
         self.choice.recent = known  # whoever saved it as well comes next
         return known
 
     @torch.no_grad()
     def _compute(self) -> torch.Tensor:
         leaves = [each.value() if isinstance(each, Kept | Saved) else each for each in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.recipe.shape)
+        args, kwargs = tree_unflatten(leaves, self.shape)
         device = next(each.device.type for each in leaves if isinstance(each, torch.Tensor))
         begin = time.perf_counter()
         with torch.autocast(device, enabled=False):
-            made = self.recipe.function(*args, **kwargs)
-        self.choice.note_again(time.perf_counter() - begin, self.recipe.nbytes)
-        result: torch.Tensor = made if self.recipe.index is None else made[self.recipe.index]
+            made = self.function(*args, **kwargs)
+        self.choice.note_again(time.perf_counter() - begin, self.nbytes)
+        result: torch.Tensor = made if self.index is None else made[self.index]
         return result
 
 
@@ -117,7 +134,8 @@ class Choice(TorchDispatchMode):
         self._seconds: dict[Kind, float] = {}  # the least that was seen
         self._possible: dict[Kind, int] = {}  # how many there were in this pass
         self._again: frozenset[Kind] = frozenset()
-        self._made: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()  # by recipe
+        self._made: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()  # by recipe's number
+        self._numbers = itertools.count()
         self._rate = 0.0  # bytes per second of storage, where that was waited for
         self.recent: torch.Tensor | None = None  # computed last
         self.bytes_again = 0
@@ -145,7 +163,8 @@ class Choice(TorchDispatchMode):
                         break  # their changes are not counted
                     leaves = [self._leaf(each) if isinstance(each, torch.Tensor) else each for each in flat]
                 origin = StorageWeakRef(tensor.untyped_storage())
-                self._note(Recipe(func, leaves, shape, index, tensor.nbytes, origin, tensor._version), seconds)
+                number, version = next(self._numbers), tensor._version
+                self._note(Recipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
         return made
 
     def __exit__(self, *about: Any) -> None:
@@ -153,10 +172,10 @@ class Choice(TorchDispatchMode):
         super().__exit__(*about)  # type: ignore[no-untyped-call]
         self._recipes = {}
 
-    def _leaf(self, tensor: torch.Tensor) -> Kept | Away:
+    def _leaf(self, tensor: torch.Tensor) -> Given | Away:
         place = place_of(tensor, self._least)
         if place is None:
-            return Kept(tensor)
+            return Given(tensor, tensor._version)
         origin = StorageWeakRef(tensor.untyped_storage())
         return Away(place, whole_of(tensor), Layout.of(tensor), tensor._version, origin)
 
@@ -177,7 +196,7 @@ class Choice(TorchDispatchMode):
         recipe = self._recipes.get(place.storage)
         if recipe is None or recipe.origin.expired() or recipe.version != version:
             return None
-        if (known := self._made.get(id(recipe))) is not None:
+        if (known := self._made.get(recipe.number)) is not None:
             return known
         leaves = []
         for leaf in recipe.leaves:
@@ -185,11 +204,16 @@ class Choice(TorchDispatchMode):
                 leaf = saved(leaf) or self._made_before(leaf)
                 if leaf is None:
                     return None
+            elif isinstance(leaf, Given):
+                if leaf.tensor._version != leaf.version:
+                    return None
+                leaf = Kept(leaf.tensor)
             leaves.append(leaf)
         self._possible[recipe.kind] = self._possible.get(recipe.kind, 0) + 1
         if recipe.kind not in self._again:
             return None
-        self._made[id(recipe)] = made = Again(recipe, leaves, self)
+        made = Again(recipe.function, leaves, recipe.shape, recipe.index, recipe.nbytes, self)
+        self._made[recipe.number] = made
         self._bytes_of_pass += recipe.nbytes
         return made
 
@@ -198,7 +222,7 @@ class Choice(TorchDispatchMode):
         recipe = self._recipes.get(leaf.place.storage)
         if recipe is None or recipe.version != leaf.version:
             return None
-        again = self._made.get(id(recipe))
+        again = self._made.get(recipe.number)
         return None if again is None else Saved(leaf.layout, 0, again.value)
 
     def note_again(self, seconds: float, nbytes: int) -> None:

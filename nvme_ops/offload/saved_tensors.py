@@ -94,29 +94,43 @@ class Saved:
         if tensor is not None and tensor._version != self._version:  # whether or not it was written before that
             raise modified(layout.dtype, layout.shape)
         fetched = self._fetch()
+        place = int(fetched.storage_offset()) * fetched.itemsize + layout.offset - self._begin
+        if not self._may_be_gradient:
+            return _view_of(fetched, layout, place)
         made = made_of(fetched)
-        known = made.get((layout, self._begin)) if self._may_be_gradient else None
+        known = made.get((layout, self._begin))
         if known is not None:
-            return known
+            return known[0]
         value = torch.empty(0, dtype=layout.dtype, device=fetched.device)
-        offset = fetched.storage_offset() * fetched.itemsize + layout.offset - self._begin
-        value.set_(fetched.untyped_storage(), offset // value.itemsize, layout.shape, layout.stride)
-        if self._may_be_gradient:
-            made[layout, self._begin] = value
-            if self._shared is not None and self._shared():
-                with contextlib.suppress(RuntimeError):  # not in a backward pass
-                    Variable._execution_engine.queue_callback(partial(_keep, value))
+        value.set_(fetched.untyped_storage(), place // value.itemsize, layout.shape, layout.stride)
+        made[layout, self._begin] = value, value._version
+        if self._shared is not None and self._shared():
+            with contextlib.suppress(RuntimeError):  # not in a backward pass
+                Variable._execution_engine.queue_callback(partial(_keep, value))
         return value
+
+
+def _view_of(fetched: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
+    """Returns a tensor from that byte of the storage on. It shares the version counter: a backward may write to it."""
+    if fetched.dtype != layout.dtype:
+        whole = fetched.nbytes // layout.dtype.itemsize * layout.dtype.itemsize
+        fetched = fetched.as_strided((whole // fetched.itemsize,), (1,)).view(layout.dtype)
+    return fetched.as_strided(layout.shape, layout.stride, place // layout.dtype.itemsize)
 
 
 def _keep(_: torch.Tensor) -> None:
     """Is called at the end of the backward pass, to which it keeps a tensor."""
 
 
-def made_of(fetched: torch.Tensor) -> dict[tuple[Layout, int], torch.Tensor]:
-    """Returns tensors that were made over the memory of another one, and live as long as that does."""
-    found: dict[tuple[Layout, int], torch.Tensor] = vars(fetched).setdefault("_nvme_ops_made", {})
+def made_of(fetched: torch.Tensor) -> dict[tuple[Layout, int], tuple[torch.Tensor, int]]:
+    """Returns tensors that were made over the memory of another one, and live as long as that does; each's version."""
+    found: dict[tuple[Layout, int], tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
     return found
+
+
+def is_changed(fetched: torch.Tensor, version: int) -> bool:
+    """Whether a backward has written to memory of this version that it was given."""
+    return fetched._version != version or any(value._version != each for value, each in made_of(fetched).values())
 
 
 def place_of(tensor: torch.Tensor, least: int) -> Place | None:

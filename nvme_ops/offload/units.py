@@ -68,6 +68,7 @@ class Unit:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.memory: torch.Tensor | None = whole.set_(storage, place.begin, (place.nbytes,), (1,))
         self.original = True  #: the memory is that of the storage that was saved
+        self.handed_out = self.memory._version  #: that a backward, which is given the memory, has not changed
         self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
         self.modified = False  #: before it was written
         self.key: str | None = None  #: of what is on storage, or on its way there

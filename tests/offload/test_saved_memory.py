@@ -61,6 +61,65 @@ def test_what_nobody_else_has_is_a_gradient_without_a_copy(folder: Path) -> None
     assert weight.grad.data_ptr() == place
 
 
+class Greedy(torch.autograd.Function):
+    """Its backward writes to what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.saved_tensors[0].cos_().mul_(gradients[0])
+
+
+@pytest.mark.parametrize("budget", ["64M", 0])
+def test_what_a_backward_has_changed_is_no_value_any_more(folder: Path, budget: Any) -> None:
+    weight = torch.randn(1 << 16, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=budget):
+        x = weight * 2
+        loss = (x * x + Greedy.apply(x)).sum()
+        alone = Greedy.apply(weight * 3).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    (expected,) = torch.autograd.grad((weight * 3).sin().sum(), weight)
+    (found,) = torch.autograd.grad(alone, weight, retain_graph=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(alone, weight)
+
+
+def test_small_tensors_that_are_computed_from_may_have_changed_before_but_not_after(folder: Path) -> None:
+    gamma, x = torch.nn.Parameter(torch.randn(64)), torch.randn(4096, 64, requires_grad=True)
+
+    def compute(after: float) -> torch.Tensor:
+        scale = gamma.view(1, -1) * 2
+        scale = scale.mul_(1.5).view(1, 1, -1)  # a version that is not 0
+        made = (x * scale).exp()
+        for _ in range(6):
+            made = (made + scale).cos()
+        if after != 1:
+            scale.mul_(after)
+        return made.sum()
+
+    expected = torch.autograd.grad(compute(1), (gamma, x))
+    saving = save_on_nvme(folder, min_bytes="64K", memory_budget=0, policy="auto")
+    choice: Any = saving._choice
+    for after in (1, 1, 0):
+        with saving:
+            loss = compute(after)
+        if after == 0:
+            assert choice._made, "something is to be computed again"
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(loss, (gamma, x))
+        else:
+            found = torch.autograd.grad(loss, (gamma, x))
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        del loss
+        choice._again = frozenset(choice._seconds)  # everything that can be
+
+
 def test_a_storage_at_the_address_of_one_that_is_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is computed again that can be; what it is computed from has not been saved, and its address is used again."""
     saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto")

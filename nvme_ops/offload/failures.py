@@ -1,0 +1,31 @@
+"""What is raised where saved tensors cannot be written or read. It names the tensor, and keeps none alive."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+
+from nvme_ops.errors import ChecksumError
+from nvme_ops.offload.units import Unit
+
+NOT_READ = "saved for the backward pass, could not be read"
+
+
+def without_frames(failure: OSError) -> OSError:
+    """Returns an error that keeps no tensor alive, and nor do those that led to it."""
+    each: BaseException | None = failure
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return failure
+
+
+def named(failure: BaseException, unit: Unit, what: str) -> BaseException:
+    """Returns the failure as one that names the tensor, where it is about storage. It keeps no tensor alive."""
+    traceback.clear_frames(failure.__traceback__)
+    words = f"{unit.describe()}, {what}"
+    if isinstance(failure, ChecksumError):
+        return ChecksumError(failure.filename, [words])
+    if isinstance(failure, OSError) and failure.errno is not None:
+        return OSError(failure.errno, f"{words}: {failure.strerror}", failure.filename)
+    return OSError(errno.EIO, f"{words}: {failure}") if isinstance(failure, EOFError) else failure
