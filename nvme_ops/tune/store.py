@@ -72,6 +72,8 @@ def document(
         if path.exists() and (problem := trust.why_not(path)):
             warnings.warn(f"{path} is ignored, because others could change it: {problem}", RuntimeWarning, stacklevel=2)
             return None
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            return None
         content = path.read_bytes()
     except (OSError, RuntimeError):
         return None
