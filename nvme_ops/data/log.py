@@ -12,6 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
+from multiprocessing import util
 from typing import Literal
 
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, segments
@@ -38,7 +39,8 @@ class AsyncLog:
         buffer_bytes: of records that wait to be written. Beyond that ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.
         rotate_bytes: of a file, about.
-        keep: files of this user's that are kept; older ones are removed, unless somebody writes to them. None: all.
+        keep: files of this user's that are kept beside the one that is written to; older ones are removed when a file
+            is begun or ended, unless somebody writes to them. None: all.
 
     Raises:
         ValueError: arguments that cannot be.
@@ -78,10 +80,12 @@ class AsyncLog:
         self._closing, self._ended, self._dropped = False, True, False
         self._segment: Segment | None = Segment.new(self.path)
         self._ended = False
+        self._remove_oldest(self._segment)
         given = weakref.ref(self), self._changed, window / _PARTS
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
         _open.add(self)
+        _close_at_exit()
 
     def append(self, record: bytes | bytearray | memoryview | str | Mapping[str, object]) -> bool:
         """Adds a record: bytes, text (UTF-8), or a dict (JSON). Returns whether it was taken.
@@ -172,8 +176,7 @@ class AsyncLog:
             if records:
                 self._write(records)
             if closing and self._segment is not None:
-                self._segment.end()
-                self._segment = None
+                self._end(self._segment)
         except Exception as error:
             failure = error
             self._mend(records)
@@ -197,14 +200,16 @@ class AsyncLog:
             nbytes = self._segment.write(block)
             self._written = self._written[0] + len(block), self._written[1] + nbytes
             if self._segment.nbytes >= self._rotate:
-                owner = self._segment.owner
-                self._segment.end()
-                self._segment = None
+                self._end(self._segment)
                 self._done(records)
-                self._remove_oldest(owner)
         if self._segment is not None and self._written != _NOTHING:
             self._segment.sync()
             self._done(records)
+
+    def _end(self, segment: Segment) -> None:
+        segment.end()
+        self._segment = None
+        self._remove_oldest(segment)
 
     def _mend(self, records: list[bytes]) -> None:
         """After a failure keeps the blocks that are whole, if they can be made durable: it goes on behind them."""
@@ -228,10 +233,13 @@ class AsyncLog:
             self._bytes -= nbytes
             self._changed.notify_all()
 
-    def _remove_oldest(self, owner: int) -> None:
+    def _remove_oldest(self, mine: Segment) -> None:
         if self._keep is None:
             return
-        ours = [path for path in segments(self.path) if is_owned_by(path, owner)]  # others' do not push ours out
+        ours: list[str] = []
+        with contextlib.suppress(OSError):  # others' do not push ours out, nor does the one that is not ended yet
+            ours = [path for path in segments(self.path) if is_owned_by(path, mine.owner)]
+            ours = [path for path in ours if self._segment is None or path != mine.path]
         for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -320,6 +328,17 @@ def _warn_of_loss(log: AsyncLog, error: Exception | None) -> None:
 def _forget_all() -> None:
     for log in list(_open):
         log._forget()
+
+
+_closing = 0  # the process that closes its logs when it ends
+
+
+def _close_at_exit() -> None:
+    """For a process of multiprocessing, too, which ends without atexit's functions."""
+    global _closing
+    if _closing != os.getpid():
+        _closing = os.getpid()
+        util.Finalize(None, _close_all, exitpriority=0)
 
 
 atexit.register(_close_all)

@@ -14,6 +14,7 @@ import re
 import stat
 import struct
 import sys
+import warnings
 from array import array
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ from nvme_ops.storage.atomic import sync_folder
 _MAGIC = b"NVLG"
 _HEAD = struct.Struct("<4sIIQ")
 _AFTER_CRC = 8  # bytes of the head that the checksum does not cover
+_SEARCHED = 1 << 20  # bytes that are searched at once for a block behind damage
 _BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # records of a block at most, and bytes unless it is one record
 
 
@@ -136,8 +138,8 @@ def is_owned_by(path: str, owner: int) -> bool:
 def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
     """Yields the records of a log, file after file; of one that is being written, those that are in the file by now.
 
-    A file whose writer was killed, or has not ended yet, may end within a block: what is behind the last whole block is
-    skipped.
+    A file whose writer was killed, or has not ended yet, may end within a block, which is skipped. So is damage within
+    such a file, as a loss of power leaves it, with a RuntimeWarning.
 
     Raises:
         FileNotFoundError: there is no such log.
@@ -167,7 +169,14 @@ def _read(path: str, file: File) -> Iterator[bytes]:
             if block is None:
                 if ended:
                     raise FormatError(f"{path}: damaged at byte {place}")
-                return
+                after = _next_block(file, place, nbytes)
+                if after is None:
+                    return
+                words = f"{path}: damaged from byte {place} to {after}; what was there is lost"
+                warnings.warn(words, RuntimeWarning, stacklevel=3)
+                place = after
+                file.seek(place)
+                continue
             lengths, payload = block
             begin = 0
             for length in lengths:
@@ -183,6 +192,51 @@ def _is_ended(fd: int, nbytes: int) -> bool:
     return nbytes >= len(whole) and os.pread(fd, len(whole), nbytes - len(whole)) == whole
 
 
+def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
+    """Returns where to go on behind the beginning of a damaged block; None: nowhere before the end."""
+    behind = _end_by_head(file, damaged, nbytes)
+    if behind is not None:
+        return behind if behind < nbytes else None
+    place, before = damaged + 1, b""
+    while place < nbytes:
+        file.seek(place)
+        part = before + file.read(min(_SEARCHED, nbytes - place))
+        if len(part) <= len(before):
+            return None
+        found = part.find(_MAGIC)
+        while found >= 0:
+            start = place - len(before) + found
+            if _is_block(file, start, nbytes):
+                return start
+            found = part.find(_MAGIC, found + 1)
+        place += len(part) - len(before)
+        before = part[1 - len(_MAGIC) :]
+    return None
+
+
+def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:
+    """Returns the end of a damaged block if its head can be believed: a record may hold what looks like a block."""
+    file.seek(damaged)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    count: int
+    payload: int
+    magic, _, count, payload = _HEAD.unpack(head)
+    if magic != _MAGIC or count > _BLOCK:
+        return None
+    lengths = file.read(4 * count)
+    behind = damaged + _HEAD.size + 4 * count + payload
+    if len(lengths) == 4 * count and sum(_lengths(lengths)) == payload:
+        return behind
+    return behind if behind < nbytes and _is_block(file, behind, nbytes) else None
+
+
+def _is_block(file: File, place: int, nbytes: int) -> bool:
+    file.seek(place)
+    return _block(file, nbytes - place) is not None
+
+
 def _block(file: File, left: int) -> tuple[array[int], bytes] | None:
     """Returns the lengths of the records in the next block, and the records; None for what is no whole block."""
     head = file.read(_HEAD.size)
@@ -194,7 +248,12 @@ def _block(file: File, left: int) -> tuple[array[int], bytes] | None:
     body = file.read(4 * count + nbytes)
     if len(body) != 4 * count + nbytes or checksums_of([head[_AFTER_CRC:] + body], "crc32c")[0] != checksum:
         return None
-    lengths = array("I", body[: 4 * count])
+    lengths = _lengths(body[: 4 * count])
+    return (lengths, body[4 * count :]) if sum(lengths) == nbytes else None
+
+
+def _lengths(content: bytes) -> array[int]:
+    lengths = array("I", content)
     if sys.byteorder != "little":
         lengths.byteswap()
-    return (lengths, body[4 * count :]) if sum(lengths) == nbytes else None
+    return lengths
