@@ -22,6 +22,8 @@ _EPILOG = """\
 examples:
   nvme-data convert imagenet/train /mnt/nvme/train     each file a sample; folders become labels
   nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample; also .parquet, tars and MDS shards
+  nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
+                                                       rows of a file without a head, as of numpy.memmap
   nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
   nvme-data info /mnt/nvme/train                       samples, columns, files; also of tars and MDS shards
   nvme-data verify /mnt/nvme/train                     reads every sample, and compares checksums where there are any
@@ -43,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--shard-bytes", type=size, default="4G", metavar="SIZE", help="of a data file (default 4G)")
     command.add_argument(
         "--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)"
+    )
+    command.add_argument(
+        "--dtype", metavar="DTYPE", help="SOURCE is a file of nothing but values of this dtype of NumPy (numpy.memmap)"
+    )
+    command.add_argument(
+        "--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)"
     )
     command.add_argument("--overwrite", action="store_true", help="replace a store that is there")
     for name, words in (
@@ -69,7 +77,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _convert(given: argparse.Namespace) -> int:
-    source = open_source(given.source)
+    if given.shape and given.dtype is None:
+        raise ValueError("--shape is for --dtype")
+    source = open_source(given.source, given.dtype, given.shape)
+    if source.left_out:
+        some = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
+        print(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}", file=sys.stderr)
     for folder in given.folders:
         os.makedirs(folder, exist_ok=True)
     with (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -36,10 +37,14 @@ class Source:
     columns: Mapping[str, Spec] | Spec
     samples: Iterator[tuple[Sample, int]]
     nbytes: int
+    path: str
+    left_out: tuple[str, ...] = ()  #: names of what is in the folder besides
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) -> Source:
     """Returns what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
+
+    With ``dtype``, of NumPy, it is a file of nothing but samples of this ``shape``, as ``numpy.memmap`` makes.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -47,6 +52,8 @@ def open_source(path: str) -> Source:
         ImportError: numpy or pyarrow is needed and not installed; says so.
     """
     os.stat(path)
+    if dtype is not None:
+        return _raw(path, dtype, shape)
     if os.path.isfile(path) and path.endswith(".npy"):
         return _array(path)
     if os.path.isfile(path) and path.endswith(".parquet"):
@@ -54,15 +61,19 @@ def open_source(path: str) -> Source:
     if any(each.matches(path) for each in formats.FORMATS.values()):
         return _store(path)
     if not os.path.isdir(path):
-        raise FormatError(f"{path}: no .npy, no .parquet, no tar and no folder")
+        raise FormatError(f"{path}: no .npy, no .parquet, no tar and no folder; values without a head need a dtype")
     tables = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(".parquet"))
-    return _parquet(tables) if tables else _folder(path)
+    return replace(_parquet(tables), path=path, left_out=_others(path, ".parquet")) if tables else _folder(path)
 
 
 def convert(source: Source, writer: SampleWriter, told: OnProgress = lambda _: None) -> int:
     """Writes all samples; returns how many. The writer is left open."""
     for sample, nbytes in source.samples:
-        writer.add(sample)
+        try:
+            writer.add(sample)
+        except (TypeError, ValueError, KeyError) as error:
+            words = error.args[0] if isinstance(error, KeyError) else error
+            raise FormatError(f"{source.path}: sample {len(writer)}: {words}") from error
         told(nbytes)
     return len(writer)
 
@@ -72,6 +83,8 @@ def _folder(path: str) -> Source:
     names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
         raise FormatError(f"{path}: has no files")
+    if tables := [name for name in names if name.endswith(".parquet")]:
+        raise FormatError(f"{path}: has Parquet files in folders, such as {tables[0]}: convert one folder of them")
     labels = {label: number for number, label in enumerate(sorted({name.split(os.sep)[0] for name in names}))}
     labelled = all(os.sep in name for name in names)
     sizes = [os.path.getsize(os.path.join(path, name)) for name in names]
@@ -86,7 +99,7 @@ def _folder(path: str) -> Source:
                 sample["label"] = labels[name.split(os.sep)[0]]
             yield sample, content.nbytes
 
-    return Source(columns, samples(), sum(sizes))
+    return Source(columns, samples(), sum(sizes), path)
 
 
 def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
@@ -137,13 +150,33 @@ def _array(path: str) -> Source:
     numpy = _needed("numpy", path)
     try:
         rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except EOFError as error:
+    except (EOFError, ValueError) as error:
         raise FormatError(f"{path}: {error}") from error
     if rows.ndim == 0:
         raise FormatError(f"{path}: an array without dimensions has no samples")
+    return _of_rows(rows, numpy, path)
+
+
+def _raw(path: str, dtype: str, shape: Sequence[int]) -> Source:
+    """Returns the rows of a file that has nothing else."""
+    numpy = _needed("numpy", path)
+    try:
+        kind = numpy.dtype(dtype)
+    except TypeError as error:
+        raise FormatError(f"{dtype!r} is no dtype of NumPy") from error
+    each = kind.itemsize * math.prod(shape)
+    if each < 1 or min(shape, default=1) < 1:
+        raise FormatError(f"a sample of the shape {tuple(shape)} has no bytes")
+    count, rest = divmod(os.path.getsize(path), each)
+    if rest or not count:
+        raise FormatError(f"{path}: {os.path.getsize(path)} bytes are not samples of {each} bytes")
+    return _of_rows(numpy.memmap(path, kind, "r", shape=(count, *shape)), numpy, path)
+
+
+def _of_rows(rows: Any, numpy: Any, path: str) -> Source:
     try:
         dtype = torch.from_numpy(numpy.empty(0, rows.dtype)).dtype
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise FormatError(f"{path}: {error}") from error
 
     def samples() -> Iterator[tuple[Sample, int]]:
@@ -152,7 +185,7 @@ def _array(path: str) -> Source:
             for row in torch.from_numpy(numpy.array(rows[start : start + step])):
                 yield row, row.nbytes
 
-    return Source((dtype, rows.shape[1:]), samples(), rows.nbytes)
+    return Source((dtype, rows.shape[1:]), samples(), rows.nbytes, path)
 
 
 def _parquet(paths: list[str]) -> Source:
@@ -178,7 +211,7 @@ def _parquet(paths: list[str]) -> Source:
                         yield row, int(carried)
                         carried -= int(carried)
 
-    return Source(columns, samples(), sum(map(os.path.getsize, paths)))
+    return Source(columns, samples(), sum(map(os.path.getsize, paths)), paths[0])
 
 
 def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
@@ -214,7 +247,14 @@ def _store(path: str) -> Source:
             for sample in store.read(chunk):
                 yield sample if store.columns is not None else _plain(sample), each
 
-    return Source(columns, samples(), store.nbytes)
+    others = _others(path, ".tar") if store.index.kind == "webdataset" and os.path.isdir(path) else ()
+    return Source(columns, samples(), store.nbytes, path, others)
+
+
+def _others(folder: str, suffix: str) -> tuple[str, ...]:
+    """Returns the names of what is in a folder beside the files with this suffix, but for hidden ones."""
+    names = sorted(os.listdir(folder))
+    return tuple(name for name in names if not name.startswith(".") and not name.endswith(suffix))
 
 
 def _spec(dtype: torch.dtype, shape: tuple[int, ...], text: bool) -> Spec:
