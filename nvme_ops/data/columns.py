@@ -68,8 +68,7 @@ class Column:
                 raise ValueError(f"{self._words()} needs {self.nbytes} bytes, not {len(view)}")
             return view
         try:
-            large = self.dtype == torch.uint64 and isinstance(value, int) and value >= 1 << 63
-            tensor = torch.tensor(value, dtype=self.dtype) if large else torch.as_tensor(value).detach().cpu()
+            tensor = self._tensor_of(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{self._words()} cannot hold {type(value).__name__}: {error}") from error
         exact = isinstance(value, torch.Tensor)  # numbers and lists of them have no dtype of their own
@@ -84,6 +83,15 @@ class Column:
         if not exact and not _fits(tensor, made):
             raise ValueError(f"{self._words()}: {value!r} does not fit {self.dtype}")
         return bytes_of(made)
+
+    def _tensor_of(self, value: Any) -> torch.Tensor:
+        if self.dtype == torch.uint64 and isinstance(value, int) and value >= 1 << 63:
+            return torch.tensor(value, dtype=self.dtype)
+        tensor = torch.as_tensor(value).detach().cpu()
+        if not hasattr(value, "dtype") and (tensor.is_floating_point() or tensor.is_complex()):
+            # Python's numbers have 64 bits, and torch gives them its default dtype.
+            return torch.as_tensor(value, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
+        return tensor
 
     def unpacked(self, memory: torch.Tensor) -> Any:
         """Returns the value over its bytes, without a copy but of a str."""

@@ -88,6 +88,10 @@ class DataFiles:
             found = self._open[number] = self._alive[number] = self._opened(number)
             return found
 
+    def check(self, number: int, opened: Opened) -> None:
+        """Raises FormatError if an open file is not what it was at first."""
+        self._check(number, os.fstat(opened._fd))
+
     def close(self) -> None:
         """Closes all that no transfer uses; the others when it has ended."""
         self._open.clear()
@@ -118,4 +122,4 @@ class DataFiles:
             raise FormatError(f"{path}: was changed after its index was made: make the index again")
         seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
         if self._seen.setdefault(number, seen) != seen:
-            raise FormatError(f"{path}: was replaced while the store was open")
+            raise FormatError(f"{path}: was replaced or changed while the store was open")

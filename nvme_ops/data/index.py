@@ -161,7 +161,7 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
             files = [DataFile(**each) for each in header.pop("files")]
             found = header.pop("sections")
             index = Index(files=files, path=path, **header)
-            Columns.from_json(index.columns) if index.columns else None
+            _require_possible(index)
             for name in sections:
                 if name in found:
                     setattr(index, name, _section(fd, path, name, body, found[name], index.records))
@@ -170,6 +170,23 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
                 raise
             raise FormatError(f"{path}: the header of the index is damaged: {error!r}") from error
         return index
+
+
+def _require_possible(index: Index) -> None:
+    """Raises ValueError or TypeError for a header that cannot be true."""
+    numbers = [index.records, index.alignment, index.record_bytes or 0]
+    numbers += [number for file in index.files for number in (file.nbytes, file.first, file.start)]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or index.alignment == 0:
+        raise ValueError("a size that cannot be")
+    if index.kind == "native":
+        if Columns.from_json(index.columns).record_bytes != index.record_bytes:
+            raise ValueError(f"record_bytes is {index.record_bytes}, and the columns have another size")
+        if any(file.start for file in index.files):
+            raise ValueError("a file does not begin with its first record")
+    if index.stride is not None:
+        for file, count in zip(index.files, index.counts(), strict=True):
+            if count and file.start + (count - 1) * index.stride + (index.record_bytes or 0) > file.nbytes:
+                raise ValueError(f"{file.name} cannot hold {count} records")
 
 
 def _header(fd: int, path: str) -> tuple[dict[str, Any], int]:
@@ -191,6 +208,8 @@ def _section(fd: int, path: str, name: str, body: int, place: dict[str, int], re
     dtype = _SECTIONS[name]
     if place["bytes"] != records * dtype.itemsize:
         raise FormatError(f"{path}: section {name!r} has {place['bytes']} bytes for {records} records")
+    if not 0 <= place["offset"] <= os.fstat(fd).st_size - body - place["bytes"]:
+        raise FormatError(f"{path}: the index was cut off within section {name!r}")
     values = empty(records, dtype=dtype)
     if records == 0:
         return values

@@ -331,6 +331,9 @@ def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if rank is None or num_replicas is None:
         known = torch.distributed.is_available() and torch.distributed.is_initialized()
         return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if known else (0, 1)
-    if not 0 <= rank < num_replicas:
+    for name, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+    if rank >= num_replicas:
         raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
     return rank, num_replicas

@@ -73,7 +73,7 @@ def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (the
             names.append(str(shard["raw_data"]["basename"]))
             if not os.path.exists(os.path.join(path, names[-1])) and shard.get("zip_data"):
                 raise FormatError(f"{name}: {names[-1]} is compressed ({shard['compression']}): decompress it first")
-            if os.path.dirname(names[-1]):
+            if os.path.isabs(names[-1]) or os.pardir in names[-1].split(os.sep):
                 raise FormatError(f"{name}: {names[-1]!r} is not in the folder")
         keys = ("column_names", "column_encodings", "column_sizes")
         columns = {key: shards[0][key] for key in keys}
@@ -113,6 +113,8 @@ class Shards:
     def __init__(self, index: Index) -> None:
         try:
             names, encodings, sizes = (index.more[f"column_{key}"] for key in ("names", "encodings", "sizes"))
+            if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
+                raise ValueError(f"column_sizes are {sizes!r}")
             self._columns = [(str(name), _decoder(str(encoding)), size)
                              for name, encoding, size in zip(names, encodings, sizes, strict=True)]  # fmt: skip
         except (KeyError, ValueError, TypeError) as error:

@@ -6,6 +6,7 @@ import copy
 import operator
 import os
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from nvme_ops.data.columns import Columns, Sample
 from nvme_ops.data.files import DataFiles, Opened
 from nvme_ops.data.index import Index, unsigned
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
+from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
@@ -61,10 +62,10 @@ class SampleStore:
                 if self.index.id == before:  # else the store has just been replaced
                     raise
         self._reader = formats.reader_of(self.index)
-        folders = list(dict.fromkeys(map(os.path.dirname, paths)))
+        folders = list(dict.fromkeys(map(os.path.dirname, paths))) if self.index.kind == "native" else [folder]
         first = handle or aio_handle()
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
-        self._handle_of = [folders.index(os.path.dirname(path)) for path in paths]
+        self._handle_of = [folders.index(os.path.dirname(path)) if len(folders) > 1 else 0 for path in paths]
         self._verify = verify
         self._closed = False
 
@@ -124,11 +125,19 @@ class SampleStore:
         """Returns numbers of samples as int64, none negative. Raises IndexError or TypeError."""
         if isinstance(numbers, str):
             raise TypeError("numbers of samples must be a sequence of integers")
-        found, count = torch.as_tensor(numbers), len(self)
+        count = len(self)
+        try:
+            found = torch.as_tensor(numbers)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(numbers, Sequence) and all(isinstance(number, int) for number in numbers):
+                raise IndexError(f"{self.path}: there are no such samples: it has {count}") from error  # 2**63
+            raise TypeError("numbers of samples must be a sequence of integers") from error
         if found.numel() == 0 and found.dim() == 1:
             return found.to(torch.int64)
         if found.dim() != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
             raise TypeError("numbers of samples must be a sequence of integers")
+        if found.dtype == torch.uint64 and (found.view(torch.int64) < 0).any():
+            raise IndexError(f"{self.path}: there are no such samples: it has {count}")
         found = found.to(torch.int64)
         least, most = (int(bound) for bound in torch.aminmax(found))
         if least < -count or most >= count:
@@ -154,15 +163,22 @@ class SampleStore:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self._given,)
+        return _open, (self._given, self._identity())
+
+    def _identity(self) -> str | int:
+        """Tells what is there from what replaces it."""
+        return self.index.id if self.index.kind == "native" else zlib.crc32(repr(self.index.files).encode())
 
     def __repr__(self) -> str:
         """Returns for example ``<SampleStore '/mnt/nvme/train': 1000 samples, native>``."""
         return f"<SampleStore {self.path!r}: {len(self)} samples, {self.index.kind}>"
 
 
-def _open(given: dict[str, Any]) -> SampleStore:
-    return SampleStore(**given)
+def _open(given: dict[str, Any], identity: str | int) -> SampleStore:
+    store = SampleStore(**given)
+    if store._identity() != identity:
+        raise FormatError(f"{store.path}: was replaced since the process that sent it here opened it")
+    return store
 
 
 class Read:
@@ -181,7 +197,7 @@ class Read:
     ) -> None:
         self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
-        self._files: list[Opened] = []
+        self._files: dict[int, Opened] = {}
         self._waited = False
         self._lock = threading.Lock()  # held while it is waited for the bytes, by one of those who decode
         index = store.index
@@ -224,7 +240,8 @@ class Read:
                 future.result()
             if self._store._verify:
                 self._compare()
-            self._futures, self._files, self._waited = [], [], True
+            self._check_files()
+            self._futures, self._waited = [], True
 
     def records(self) -> list[torch.Tensor]:
         """Waits, then returns the bytes of each record."""
@@ -269,7 +286,7 @@ class Read:
         for end in [len(numbers)] if few else _ends_of_groups(numbers, store._files.most):
             for future in self._futures:  # for whose files there are no descriptors at the same time
                 future.result()
-            self._files = []
+            self._check_files()
             self._submit_group(targets[first:end], numbers[first:end], offsets[first:end], priority)
             first = end
 
@@ -278,7 +295,7 @@ class Read:
     ) -> None:
         store = self._store
         opened = {number: store._files.open(number) for number in dict.fromkeys(numbers)}
-        self._files = list(opened.values())
+        self._files = opened
         for which, handle in enumerate(store._handles):
             mine: Sequence[int] = range(len(numbers))
             if len(store._handles) > 1:
@@ -292,6 +309,12 @@ class Read:
                         priority=priority,
                     )
                 )
+
+    def _check_files(self) -> None:
+        """Raises FormatError if somebody wrote to a file: what was read from it may be anything."""
+        for number, opened in self._files.items():
+            self._store._files.check(number, opened)
+        self._files = {}
 
     def _has_neighbours(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor) -> bool:
         """Returns whether so many of the sorted records follow each other that it pays to read them together."""

@@ -83,6 +83,8 @@ class Tars:
         for name, begin, nbytes in _members(record):
             found = key_of(name)
             if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
+                if found[1] in sample:
+                    raise FormatError(f"{self._path}: sample {found[0]!r} has two files {found[1]!r}")
                 sample[found[1]] = record[begin : begin + nbytes]
         if not sample:
             raise FormatError(f"{self._path}: a record has no files: it was changed after its index was made")

@@ -90,7 +90,7 @@ def test_they_survive_the_index() -> None:
 @pytest.mark.parametrize(
     ("spec", "value", "error", "words"),
     [
-        (torch.int64, 1.5, TypeError, "'x' needs torch.int64, not torch.float32"),
+        (torch.int64, 1.5, TypeError, "'x' needs torch.int64, not torch.float64"),
         (torch.int8, 300, ValueError, "'x': 300 does not fit torch.int8"),
         (torch.float32, torch.ones((), dtype=torch.float64), TypeError, "not torch.float64"),
         ((torch.float32, (2,)), [1.0], ValueError, r"'x' needs the shape \(2,\), not \(1,\)"),
@@ -123,6 +123,30 @@ def test_numbers_that_fit(dtype: torch.dtype, value: Any) -> None:
     columns = Columns(dtype)
     record = torch.frombuffer(bytearray(columns.packed(value)[0]), dtype=torch.uint8)
     assert columns.unpacked(record).item() == torch.tensor(value, dtype=dtype).item()
+
+
+@pytest.mark.parametrize(
+    ("spec", "value"),
+    [
+        (torch.float64, 0.1),
+        (torch.float64, 1e300),
+        ((torch.float64, (-1,)), [0.1, 1e300, 1 / 3]),
+        ((torch.float64, (2, 1)), [[0.1], [2.0**-1000]]),
+        (torch.complex128, 0.1 + 1e300j),
+        (torch.complex128, 0.1),
+    ],
+)
+def test_floats_of_python_keep_their_bits(spec: Any, value: Any) -> None:
+    columns = Columns(spec)
+    assert columns.unpacked(record_of(columns, value)).tolist() == value
+
+
+def test_floats_of_python_are_rounded_to_their_column() -> None:
+    columns = Columns((torch.float32, (-1,)))
+    found = columns.unpacked(record_of(columns, [0.1, 1 / 3]))
+    assert torch.equal(found, torch.tensor([0.1, 1 / 3], dtype=torch.float32))
+    with pytest.raises(ValueError, match="does not fit"):
+        columns.packed([1e300])
 
 
 @pytest.mark.parametrize("sample", [{}, {"x": 1, "y": 2}, 5, [1]])

@@ -20,6 +20,7 @@ import torch
 
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
 from nvme_ops.data.order import Shuffle
+from nvme_ops.errors import FormatError
 from tests.conftest import MIB, REPOSITORY, in_child, in_threads, run_python
 from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
 
@@ -232,7 +233,7 @@ def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
     next(batches)
     for path in data_files(folder / "store"):
         os.truncate(path, 0)
-    with pytest.raises(EOFError, match="samples-"):
+    with pytest.raises((EOFError, FormatError), match="samples-"):  # by what was read ahead of it
         list(batches)
 
 

@@ -159,12 +159,27 @@ def test_numbers_out_of_range(folder: Path, numbers: list[int]) -> None:
         store.read(numbers)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [[2**63], [0, -(2**64)], torch.tensor([2**63], dtype=torch.uint64), torch.tensor([3], dtype=torch.uint64)],
+)
+def test_numbers_that_no_store_has(folder: Path, numbers: Any) -> None:
+    write_fixed(folder / "store", 3)
+    store = SampleStore(folder / "store")
+    with pytest.raises(IndexError, match="it has 3"):
+        store.read(numbers)
+    with pytest.raises(IndexError, match="it has 3"):
+        store[2**63]
+    assert torch.equal(store.read(torch.tensor([2], dtype=torch.uint64))[0], fixed(2))
+
+
 def test_what_is_no_number(folder: Path) -> None:
     write_fixed(folder / "store", 3)
     store = SampleStore(folder / "store")
-    for wrong in ([1.5], torch.ones(2), torch.ones(1, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool)):
-        with pytest.raises(TypeError):
-            store.read(wrong)  # type: ignore[arg-type]
+    several: tuple[Any, ...] = (torch.ones(2), torch.ones(1, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool))
+    for wrong in ([1.5], None, {1, 2}, [None], *several):
+        with pytest.raises(TypeError, match="must be a sequence of integers"):
+            store.read(wrong)
     for one in ("a", slice(0, 2), None, 1.0):
         with pytest.raises(TypeError):
             store[one]  # type: ignore[index]
