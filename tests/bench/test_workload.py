@@ -204,6 +204,35 @@ def test_wrong_words(words: list[str], told: str) -> None:
     assert told in said
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["llm-checkpoint", "--with", "llm-checkpoint"], "--with llm-checkpoint is for jobs that read"),
+        (["llm-checkpoint", "inference-log", "--plot", "x.png"], "--plot is for jobs that read"),
+        (["bert", "--plot", "x.xyz"], "--plot x.xyz: a picture's name ends with one of"),
+        (["bert", "--plot", "-"], "--plot -: only --json can go to standard output"),
+    ],
+)
+def test_it_refuses_before_anything_is_written(
+    folder: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(cli, "scratch_folder", lambda *_: pytest.fail("was about to write"))
+    status, said = refusal(cli.main, [*words, "--folder", str(folder)])
+    assert status == 2
+    assert told in said
+    assert list(folder.iterdir()) == []
+
+
+def test_json_to_stdout_is_one_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["retinanet", "inference-log", "--folder", str(folder), "--size", "2M", "--seconds", "0.1"]
+    assert cli.main([*words, "--slower", "0.2", "--accelerators", "1", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert set(json.loads(told.out)) == {"retinanet", "inference-log"}
+    assert "retinanet: object detection" in told.err
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("group", [False, True])
 def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, group: bool) -> None:

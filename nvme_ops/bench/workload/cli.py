@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import random
@@ -12,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import check_output, command_line, positive, size
+from nvme_ops.arguments import command_line, positive, size
 from nvme_ops.bench.cli import show_progress
 from nvme_ops.bench.measure import Unavailable
+from nvme_ops.bench.options import check_outputs
 from nvme_ops.bench.workload import saving
 from nvme_ops.bench.workload.beside import Unordered, checkpoints
 from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     words = f"also with checkpoints saved at the same time, with and without priorities ({OURS} only)"
     add("--with", dest="beside", choices=[_BESIDE], metavar=_BESIDE, help=words)
     add("--checkpoint", type=size, default="512M", metavar="SIZE", help="of each such checkpoint (default 512M)")
-    add("--json", metavar="FILE", help="every measurement")
+    add("--json", metavar="FILE", help="every measurement; -: to stdout, and the tables to stderr")
     add("--plot", metavar="FILE.png", help="utilization by number of accelerators; needs matplotlib")
     return made
 
@@ -76,26 +78,27 @@ def main(words: Sequence[str]) -> int:
     flags = parser()
     given = flags.parse_args(words)
     try:
-        for flag in ("json", "plot"):
-            if file := getattr(given, flag):
-                check_output(f"--{flag}", file)
+        check_outputs(given, "json", "plot")
+        for flag, wanted in ((f"--with {_BESIDE}", given.beside), ("--plot", given.plot)):
+            if wanted and not JOBS.keys() & set(given.jobs):
+                raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
         if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
             raise ValueError("--seconds and --slower must be numbers greater than 0")
         if given.beside and not {OURS, "all"} & set(given.reader):
             raise ValueError(f"--with {given.beside} is for --reader {OURS}")
         if not Path(given.folder).is_dir():
             raise ValueError(f"--folder {given.folder}: no such folder")
-        if given.plot:
-            import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-    except (ValueError, ImportError) as error:
-        flags.error("--plot needs matplotlib: pip install matplotlib" if isinstance(error, ImportError) else str(error))
+    except ValueError as error:
+        flags.error(str(error))
     found: dict[str, Any] = {}
+    document = sys.stdout
     try:
-        for name in dict.fromkeys(given.jobs):
-            found[name] = _read(JOBS[name], given) if name in JOBS else _write(name, given)
+        with contextlib.redirect_stdout(sys.stderr if given.json == "-" else document):
+            for name in dict.fromkeys(given.jobs):
+                found[name] = _read(JOBS[name], given) if name in JOBS else _write(name, given)
         if given.json:
-            text = json.dumps(found, indent=2, allow_nan=False)
-            Path(given.json).write_text(text + "\n", encoding="utf-8")
+            text = json.dumps(found, indent=2, allow_nan=False) + "\n"
+            document.write(text) if given.json == "-" else Path(given.json).write_text(text, encoding="utf-8")
     except (NotUsable, OSError) as reason:
         print(f"nvme-bench: {reason}", file=sys.stderr)
         return 2
