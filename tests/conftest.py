@@ -24,6 +24,7 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
+from nvme_ops.measuring import stop
 from tests import prepared
 
 pytest_plugins = ("tests.running",)
@@ -321,3 +322,13 @@ def _no_device_for_dcp(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     device = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
     if device is not None and request.module.__name__.startswith(("tests.dcp.", "tests.benchmarks.test_checkpoint")):
         monkeypatch.setattr(device, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def _same_signals() -> Iterator[None]:
+    """Takes back what a command does that is called here: a forked child would inherit it."""
+    before = {number: signal.getsignal(number) for number in stop.SIGNALS}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)

@@ -23,10 +23,15 @@ def leave_on_signals() -> None:
     """Turns SIGNALS into an ordinary exit, status 128 + number, which removes files on the way.
 
     Signals ignored when the program starts stay ignored: ``nohup`` relies on it. After the first signal others are
-    ignored: a lost terminal sends several, and another one must not interrupt the cleanup.
+    ignored: a lost terminal sends several, and another one must not interrupt the cleanup. A forked child has nothing
+    to clean up and dies of the signal.
     """
+    process = os.getpid()
 
     def leave(number: int, _: FrameType | None) -> None:
+        if process != os.getpid():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         sys.exit(128 + number)

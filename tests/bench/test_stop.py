@@ -306,3 +306,20 @@ def test_ctrl_c_while_a_process_is_started_leaves_nothing(monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         remote.send(0, "run")
     remote.close()
+
+
+def test_a_forked_child_of_the_run_dies_of_the_signal() -> None:
+    stop.leave_on_signals()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, b".")  # a signal that comes earlier is lost in Python
+            time.sleep(60)
+        finally:  # an exit would pass here
+            os._exit(1)
+    os.read(reading, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    os.close(reading)
+    os.close(writing)
