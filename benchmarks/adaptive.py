@@ -28,6 +28,7 @@ import torch
 
 import nvme_ops
 from benchmarks import command
+from benchmarks.file_rows import LEARNING, practised
 from nvme_ops.adaptive import dictionary
 from nvme_ops.arguments import size
 from nvme_ops.bench import fio
@@ -49,7 +50,6 @@ GROUPS = {
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
 STAGED = "nvme_ops staged, an ordinary tensor"  # which nobody can choose for a tensor that lies elsewhere
-LEARNING = 20  # transfers
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
 FIO = "fio, as deep as one tensor allows"
 DEEP = "fio, as deep as all allow"
@@ -166,20 +166,8 @@ def handle_rows(work: Work) -> list[Row]:
     rows = [work.row(f"nvme_ops {name}", by(nvme_ops.aio_handle(**given))) for name, given in fixed.items()]
     rows.append(work.row(STAGED, by(nvme_ops.aio_handle()), work.pageable))
     together = [work.together(adaptive)] if work.count > 1 else []
-    return [_practised(learned, by(adaptive), work), first, *together, *rows, buffered_row(work, by)]
-
-
-def _practised(row: Row, move: Move, work: Work) -> Row:
-    inner = row.check
-
-    def check() -> None:
-        for _ in range(LEARNING):
-            make_cold(work.path)
-            move(work.tensor, work.offset())
-        inner()
-
-    row.check = check
-    return row
+    practised(learned, work.path, lambda: by(adaptive)(work.tensor, work.offset()))
+    return [learned, first, *together, *rows, buffered_row(work, by)]
 
 
 def buffered_row(work: Work, by: Callable[[nvme_ops.aio_handle], Move]) -> Row:

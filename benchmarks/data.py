@@ -28,7 +28,9 @@ from nvme_ops.measuring.files import make_cold
 from nvme_ops.text import MIB, parse_size, size_words
 
 GROUPS = {"random": "samples of each size in random order, in GB/s"}
-FIO = "fio randread, depth 128"
+FIO = "fio randread, depth"
+_DEPTHS = (128, 1024)  # what keeps a device busy; and what has as much memory as the batches of 128 KiB samples
+_MOST_FIO_BYTES = 128 * MIB
 _SIZES = ("4K", "128K", "1M")
 _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
 
@@ -68,11 +70,12 @@ def _empty(name: str, words: str) -> Row:
     return Row(name, run)
 
 
-def fio_row(data: DataSet) -> Row:
-    """Blocks of the same size, as deep as a device likes, from this package's file."""
+def fio_row(data: DataSet, depth: int) -> Row:
+    """Blocks of the same size from this package's file, into ``depth`` buffers that it uses again and again."""
     (path,) = (data.folder / OURS).glob("samples-*")
-    shapes = fio.variants([f"--bs={data.sizes[0]}", "--iodepth=128"])
-    return fio.row(FIO, "randread", lambda: str(path), sum(data.sizes), partial(make_cold, str(path)), shapes)
+    shapes = fio.variants([f"--bs={data.sizes[0]}", f"--iodepth={depth}"])
+    name = f"{FIO} {depth}"
+    return fio.row(name, "randread", lambda: str(path), sum(data.sizes), partial(make_cold, str(path)), shapes)
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
@@ -85,7 +88,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
         batch = max(1, min(_BATCH, _MOST_BATCH_BYTES // each))
         data = DataSet(folder, [each] * (run.given.size // each), batch, workers=run.given.workers)
         rows = [reader_row(name, data) for name in READERS]
-        rows.append(fio_row(data))
+        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MOST_FIO_BYTES]
         title = f"random samples of {size_words(each)}, cold, batches of {batch}, {run.given.workers} workers"
         table = Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
         yield table

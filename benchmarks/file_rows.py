@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import IO, Any, cast
 
@@ -15,15 +16,30 @@ from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Unavailable
 from nvme_ops.bench.work import Work, saved_row, tensor_row
-from nvme_ops.measuring.files import filled, make_warm
+from nvme_ops.measuring.files import filled, make_cold, make_warm
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 
 FIO_BEST = "fio best"
 LOCKED, PAGEABLE = "DeepSpeed, locked", "DeepSpeed, pageable"
 PREADV = "os.preadv in 64 MiB pieces"
+LEARNING = 20  # transfers
 _PIECE = 64 * MIB
 _PLAIN = ("python", "torch")
+
+
+def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
+    """Has ``adaptive_handle`` learn before the row is checked."""
+    check = row.check
+
+    def learn_and_check() -> None:
+        for _ in range(LEARNING):
+            use()
+            make_cold(path)
+        check()
+
+    row.check = learn_and_check
+    return row
 
 
 def fio_rows(work: Work) -> list[Row]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import nvme_ops
+from benchmarks.file_rows import practised
 from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample, Unavailable
@@ -36,6 +37,7 @@ BOUNCE = "nvme_ops aio_handle, GPU memory"
 GDS = "nvme_ops gds_handle"
 GDS_PINNED = "nvme_ops gds_handle, pinned tensor"
 GDS_OFF = "nvme_ops gds_handle, NVME_OPS_GDS=off"
+ADAPTIVE = "nvme_ops adaptive_handle, GPU memory"
 GDSIO = "gdsio, to the GPU"
 GDSIO_HOST = "gdsio, by way of the CPU"
 
@@ -126,6 +128,15 @@ def gds_row(
     return row
 
 
+def adaptive_row(work: GpuWork) -> Row:
+    """``adaptive_handle``, once it has learned which way to take."""
+    made = functools.cache(
+        lambda: nvme_ops.adaptive_handle(work.path, block_size=work.block_size, intra_op_parallelism=work.threads)
+    )
+    row = tensor_row(work, ADAPTIVE, lambda: work.buffer, lambda tensor: mover(made(), work)(tensor))
+    return practised(row, work.path, lambda: mover(made(), work)(work.buffer))
+
+
 @contextmanager
 def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
     """Host memory as the reference, the bounce path, and ``gds_handle`` as it chooses, for plain and pinned memory."""
@@ -146,6 +157,7 @@ def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
             gds_row(work, GDS, with_cufile, lambda: work.buffer),
             gds_row(work, GDS_PINNED, with_cufile, pinned_memory),
             gds_row(work, GDS_OFF, without_cufile, lambda: work.buffer),
+            adaptive_row(work),
         ]
     finally:
         for tensor in pinned:

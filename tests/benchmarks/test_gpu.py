@@ -209,8 +209,8 @@ def test_gdsio_that_is_not_installed_is_said(work: GpuWork, tmp_path: Path, monk
 def test_this_packages_rows_with_cpu_memory_in_place_of_a_gpus(cufile: FakeCuFile, work: GpuWork, write: bool) -> None:
     with gpu_rows.nvme_ops_rows(written(work) if write else work) as rows:
         interleave(rows, 1)
-    host, bounce, gds, pinned, off = rows
-    for row in (host, bounce, gds, off):
+    host, bounce, gds, pinned, off, adaptive = rows
+    for row in (host, bounce, gds, off, adaptive):
         assert (row.wrong, len(row.samples)) == (False, 1), row.note
     assert gds.note == off.note == "no tensor on an accelerator was moved"
     assert "example_tensor must be on an accelerator" in pinned.note
