@@ -1,7 +1,8 @@
 """Random reading of samples into batches, cold: this package beside the loaders and formats that people use.
 
-Every pass goes through all samples of a size once, in an order of its own. Workers of torch's loaders stay between
-passes. Formats with a file for each sample are measured with 8,192 of them at most.
+Every pass of reading goes through all samples of a size once, in an order of its own. Workers of torch's loaders stay
+between passes. Formats with a file for each sample are measured with 8,192 of them at most. Two more groups open a
+large index and append to a log.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
-from benchmarks import command
+from benchmarks import command, data_rows
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
@@ -25,9 +26,13 @@ from nvme_ops.bench.tables import Table
 from nvme_ops.bench.workload.feed import cool
 from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.measuring.files import make_cold
-from nvme_ops.text import MIB, parse_size, size_words
+from nvme_ops.text import MIB, parse_size, rounded, size_words
 
-GROUPS = {"random": "samples of each size in random order, in GB/s"}
+GROUPS = {
+    "random": "samples of each size in random order, in GB/s",
+    "index": "a large index, cold, in a new process, in s",
+    "log": "records of 200 bytes at a rate: what each call costs, in us",
+}
 FIO = "fio randread, depth"
 _DEPTHS = (128, 1024)  # what keeps a device busy; and what has as much memory as the batches of 128 KiB samples
 _MOST_FIO_BYTES = 128 * MIB
@@ -78,8 +83,8 @@ def fio_row(data: DataSet, depth: int) -> Row:
     return fio.row(name, "randread", lambda: str(path), sum(data.sizes), partial(make_cold, str(path)), shapes)
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder."""
+def random_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """One for each size."""
     found["ratios"] = {}
     for each in run.given.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
@@ -101,9 +106,45 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
         print("the first row is " + "; ".join(f"{ratio:.2f} x {name}" for name, ratio in ratios.items()), flush=True)
 
 
+def index_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one index."""
+    records = run.given.records
+    command.show_progress(f"writing {records:,} samples")
+    folder = Path(scratch, "index")
+    folder.mkdir()
+    data_rows.make_store(folder, records)
+    kept: dict[str, Any] = {"records": records}
+    found["index"] = kept
+    yield Table("index", f"{records:,} samples of varying size, cold", "s", data_rows.index_rows(folder, kept))
+    if kept["peak_bytes"]:
+        print(f"memory for both: {size_words(int(statistics.median(kept['peak_bytes'])))}")
+
+
+def log_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one rate."""
+    kept: dict[str, list[float]] = {}
+    found["log"] = kept
+    title = f"records of 200 bytes, {run.given.rate:,} a second, each call"
+    yield Table("log", title, "us", data_rows.log_rows(Path(scratch), run.given.log_records, run.given.rate, kept))
+    for name, latest in kept.items():
+        print(f"99 % of each pass of {name}: {rounded(statistics.median(latest) * 1e6, 3)} us")
+
+
+_TABLES = {"random": random_tables, "index": index_tables, "log": log_tables}
+
+
+def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+    """Of one folder."""
+    for group in run.given.groups:
+        yield from _TABLES[group](run, scratch, found)
+
+
 def measure(given: argparse.Namespace) -> command.Run:
-    """All sizes."""
-    return command.Run(given, sizes=given.sizes).folders(7 * len(given.sizes), tables)
+    """All groups that are wanted."""
+    copies = 7 * len(given.sizes) if "random" in given.groups else 0
+    if "index" in given.groups:
+        copies += -(-given.records * data_rows.BYTES // given.size)
+    return command.Run(given, sizes=given.sizes).folders(copies, tables)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -112,6 +153,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
                         help=f"of a sample (default {' '.join(_SIZES)})")  # fmt: skip
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
+    parser.add_argument("--records", type=positive, default=100_000_000, metavar="N",
+                        help="of the index (default 100,000,000)")  # fmt: skip
+    parser.add_argument("--log-records", type=positive, default=100_000, metavar="N",
+                        help="of each pass of the log (default 100,000)")  # fmt: skip
+    parser.add_argument("--rate", type=positive, default=100_000, metavar="N",
+                        help="of the log's records, a second (default 100,000)")  # fmt: skip
     return command.run(command.parse(parser, words), measure)
 
 
