@@ -69,7 +69,7 @@ while True:
         handle.sync_pread(memory, sys.argv[1], offset)
 """
 
-_TOLD = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what is said of a row beside the fixed tools
+_PEERS_OF = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what is said of a row beside the fixed tools
 
 Move = Callable[[torch.Tensor, int], object]
 
@@ -313,7 +313,7 @@ def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
     return found
 
 
-def told(table: Table) -> str:
+def summary(table: Table) -> str:
     """Returns what the choice loses against the best fixed tool, and what it reaches of torch and fio."""
     rows = {row.name: row for row in table.rows if table.values(row)}
     others = (ADAPTIVE, NEW, TOGETHER, STAGED)
@@ -327,9 +327,9 @@ def told(table: Table) -> str:
     )
     peers = [
         f"{name.rpartition(', ')[2]} {statistics.median(found):.2f} x {other}"
-        for name, told_of in _TOLD.items()
+        for name, peer in _PEERS_OF.items()
         for other in rows
-        if name in rows and other.startswith(told_of) and (found := table.against(rows[name], other))
+        if name in rows and other.startswith(peer) and (found := table.against(rows[name], other))
     ]
     return "; ".join([f"of the best fixed tool ({best.name}): {words}", *peers])
 
@@ -358,7 +358,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB", "J/GiB"))
             work.file.close()
             yield table
-            if words := told(table):
+            if words := summary(table):
                 found["lost"][f"{group} {each}"] = words
                 print(words, flush=True)
 

@@ -56,7 +56,7 @@ def _lines_now_and_then(total: int) -> Iterator[Step]:
 def _percentages_now_and_then(total: int, words: str) -> Iterator[Callable[[int], None]]:
     done, shown = 0, time.monotonic()
 
-    def told(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done, shown
         done += count
         if time.monotonic() - shown >= _NOW_AND_THEN:
@@ -64,7 +64,7 @@ def _percentages_now_and_then(total: int, words: str) -> Iterator[Callable[[int]
             sys.stderr.write(f"{words}: {100 * done // max(1, total)} %\n")
             sys.stderr.flush()
 
-    yield told
+    yield advance
 
 
 def _plain_line(total: int) -> Iterator[Step]:
@@ -95,16 +95,16 @@ def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
         return
     with tqdm(total=total, desc=words, leave=False, unit="B", unit_scale=True, unit_divisor=1024) as bar:
 
-        def told(count: int) -> None:
+        def advance(count: int) -> None:
             bar.update(count)
 
-        yield told
+        yield advance
 
 
 def _plain_bytes(total: int, words: str) -> Iterator[Callable[[int], None]]:
     done, shown = 0, -1
 
-    def told(count: int) -> None:
+    def advance(count: int) -> None:
         nonlocal done, shown
         done += count
         if (percent := 100 * done // max(1, total)) != shown:
@@ -113,6 +113,6 @@ def _plain_bytes(total: int, words: str) -> Iterator[Callable[[int], None]]:
             sys.stderr.flush()
 
     try:
-        yield told
+        yield advance
     finally:
         sys.stderr.write("\r\033[K")

@@ -11,8 +11,8 @@ def work() -> None:
     with progress.progress_bar(3) as step:
         for number in range(3):
             step(f"part {number}")
-    with progress.byte_bar(200, "verify") as told:
-        told(100)
+    with progress.byte_bar(200, "verify") as advance:
+        advance(100)
 
 
 def test_what_is_short_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,9 +93,9 @@ def _convert(given: argparse.Namespace) -> int:
             alignment=given.alignment,
             overwrite=given.overwrite,
         ) as writer,
-        byte_bar(source.nbytes, "convert") as told,
+        byte_bar(source.nbytes, "convert") as advance,
     ):
-        count = convert(source, writer, told)
+        count = convert(source, writer, advance)
     print(f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}")
     return 0
 
@@ -130,7 +130,7 @@ def _info(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     wrong: list[str] = []
-    with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as told:
+    with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = max(1, store.nbytes // max(1, len(store)))
         step = max(1, min(4096, _AT_ONCE // each))
         for start in range(0, len(store), step):
@@ -139,7 +139,7 @@ def _verify(given: argparse.Namespace) -> int:
                 store.read(numbers)
             except (ChecksumError, FormatError, EOFError, OSError):
                 wrong += _wrong(store, numbers)
-            told(each * len(numbers))
+            advance(each * len(numbers))
         checked = store.index.checksums is not None
     if given.json:
         print(json.dumps({"samples": len(store), "checksums": checked, "damaged": wrong}, indent=2))

@@ -66,7 +66,7 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
     return replace(_parquet(tables), path=path, left_out=_others(path, ".parquet")) if tables else _folder(path)
 
 
-def convert(source: Source, writer: SampleWriter, told: OnProgress = lambda _: None) -> int:
+def convert(source: Source, writer: SampleWriter, on_progress: OnProgress = lambda _: None) -> int:
     """Writes all samples; returns how many. The writer is left open."""
     for sample, nbytes in source.samples:
         try:
@@ -74,7 +74,7 @@ def convert(source: Source, writer: SampleWriter, told: OnProgress = lambda _: N
         except (TypeError, ValueError, KeyError) as error:
             words = error.args[0] if isinstance(error, KeyError) else error
             raise FormatError(f"{source.path}: sample {len(writer)}: {words}") from error
-        told(nbytes)
+        on_progress(nbytes)
     return len(writer)
 
 

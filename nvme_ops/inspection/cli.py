@@ -95,8 +95,8 @@ def _verify_all(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace, path: str, label: str) -> int:
     found = contents(path, given.format)
     checked = [item for item in found.items if item.checksum is not None]
-    with byte_bar(sum(item.bytes for item in checked), "verify") as told:
-        wrong = damaged(found, told)
+    with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
+        wrong = damaged(found, advance)
     bare = len(found.items) - len(checked)
     if given.json:
         print(
@@ -144,8 +144,8 @@ def _clean(given: argparse.Namespace) -> int:
 
 def _diff(given: argparse.Namespace) -> int:
     first, second = contents(given.first, given.format), contents(given.second, given.format)
-    with byte_bar(first.bytes, "diff") as told:
-        found = compare(first, second, told)
+    with byte_bar(first.bytes, "diff") as advance:
+        found = compare(first, second, advance)
     if given.json:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -44,7 +44,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
     return found
 
 
-def damaged(found: Contents, told: OnProgress = lambda _: None) -> list[str]:
+def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
     """Returns the names of tensors whose bytes do not match their checksums. Tensors without one are skipped."""
     wrong = list(found.damaged)
     for path, items in _by_file(found.items):
@@ -56,14 +56,14 @@ def damaged(found: Contents, told: OnProgress = lambda _: None) -> list[str]:
                 value = 0
                 for piece in _pieces(fd, item):
                     value = checksum_of(piece, kind, value)
-                    told(piece.numel())
+                    on_progress(piece.numel())
                 if value != expected:
                     wrong.append(item.name)
     return wrong
 
 
-def compare(first: Contents, second: Contents, told: OnProgress = lambda _: None) -> Difference:
-    """Compares names, dtypes, shapes and bytes, also across formats. ``told`` counts the bytes of one side.
+def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda _: None) -> Difference:
+    """Compares names, dtypes, shapes and bytes, also across formats. ``on_progress`` counts the bytes of one side.
 
     Raises ValueError for one that is DCP's and one that is not: in DCP's each tensor's bytes are in an archive.
     """
@@ -81,7 +81,7 @@ def compare(first: Contents, second: Contents, told: OnProgress = lambda _: None
             result.only_first.append(item.name)
         elif (_in_torch(item.dtype), item.shape) != (_in_torch(other.dtype), other.shape):
             result.described.append(f"{item.name}: {item.dtype} {list(item.shape)}, {other.dtype} {list(other.shape)}")
-        elif item.bytes != other.bytes or not _same(item, other, told):
+        elif item.bytes != other.bytes or not _same(item, other, on_progress):
             result.values.append(item.name)
     return result
 
@@ -91,12 +91,12 @@ def _in_torch(dtype: str) -> str:
     return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
 
 
-def _same(item: Item, other: Item, told: OnProgress) -> bool:
+def _same(item: Item, other: Item, on_progress: OnProgress) -> bool:
     with opened(item.path) as fd, opened(other.path) as other_fd:
         same = True
         for piece, against in zip(_pieces(fd, item), _pieces(other_fd, other), strict=True):
             same = same and torch.equal(piece, against)
-            told(piece.numel())
+            on_progress(piece.numel())
         return same
 
 

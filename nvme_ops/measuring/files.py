@@ -40,13 +40,13 @@ def make_file(path: str, size: int) -> None:
     """Fills ``path`` with ``size`` random bytes that no device can compress, all written to the device."""
     piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
     content = bytes_of(piece)
-    with byte_bar(size, f"writing {size_words(size)}") as told, open(path, "wb", buffering=0) as file:
+    with byte_bar(size, f"writing {size_words(size)}") as advance, open(path, "wb", buffering=0) as file:
         for start in range(0, size, _PIECE):
             piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
             left = content[: size - start]
             while left:
                 left = left[file.write(left) :]
-            told(min(_PIECE, size - start))
+            advance(min(_PIECE, size - start))
         os.fsync(file.fileno())
 
 

@@ -35,7 +35,7 @@ class WriteBehind:
         self._blocks = Blocks()
         self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
         self._failure: BaseException | None = None
-        self._told = False  # whether that was raised
+        self._was_raised = False  # whether that was raised
         self._stop = 0
 
     @property
@@ -78,16 +78,16 @@ class WriteBehind:
     def raise_failure(self) -> None:
         """Raises what went wrong before, if something did."""
         if self._failure is not None:
-            self._told = True
+            self._was_raised = True
             raise self._failure
 
     def close(self) -> None:
         """``flush``, which raises only what was not raised before."""
-        told = self._told
+        was_raised = self._was_raised
         try:
             self.flush()
         except BaseException:
-            if not told or not self.empty:
+            if not was_raised or not self.empty:
                 raise
 
     def _filling(self) -> Block | None:

@@ -135,7 +135,7 @@ class Activations:
             if unit.arriving is arriving:
                 unit.arriving = None
                 if failure is not None:
-                    self._let_go(unit)
+                    self._release(unit)
         return memory, failure, demanded
 
     def find(self, places: Sequence[Place], version: int) -> Ticket | None:
@@ -280,9 +280,9 @@ class Activations:
             self._held.add(unit)  # it is raised when its memory is needed
             return
         self._stats.bytes_written += unit.nbytes
-        self._let_go(unit)
+        self._release(unit)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _release(self, unit: Unit) -> None:
         """Frees the memory of what is on storage."""
         unit.is_modified()
         unit.memory = unit.arriving = None
@@ -326,7 +326,7 @@ class Activations:
             if self._in_memory <= self._budget:
                 break
             if unit.arriving is None or unit.arriving.done():
-                self._let_go(unit)
+                self._release(unit)
         while self._held.nbytes + self._restored.nbytes > self._budget and (oldest := self._held.first()) is not None:
             failure, oldest.trouble = oldest.trouble, None
             if failure is None:
@@ -420,7 +420,7 @@ class Activations:
             if self._in_memory + nbytes <= self._budget + _IN_FLIGHT:
                 return
             if not unit.ahead and unit.arriving is None:
-                self._let_go(unit)
+                self._release(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
         place = bisect.bisect_left(self._away, unit.number)

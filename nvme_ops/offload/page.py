@@ -13,7 +13,7 @@ from nvme_ops.text import columns_text, rate_words, rounded, share_words, size_w
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan, and all that is told with it."""
+    """A plan, and all that belongs to it."""
 
     about: dict[str, Any]
     sizes: Sizes
@@ -115,8 +115,8 @@ class Shown:
         }
 
     def _way(self, way: Way) -> dict[str, Any]:
-        told = {name: value for name, value in asdict(way).items() if name != "batch"}
-        return {**told, "bound": way.bound, "tokens_per_second": way.tokens_per_second, **self._spent(way)}
+        figures = {name: value for name, value in asdict(way).items() if name != "batch"}
+        return {**figures, "bound": way.bound, "tokens_per_second": way.tokens_per_second, **self._spent(way)}
 
     def _spent(self, way: Way) -> dict[str, float]:
         found = {}

@@ -211,12 +211,12 @@ class Window:
             wanted.append(source)
         used = always | set(wanted)
         for source in [each for each in self._held if each not in used]:
-            self._let_go(source)
+            self._release(source)
         for source in wanted:
             if source not in self._held and self._begin(source, Priority.PREFETCH) is None:
                 break
 
-    def _let_go(self, source: Source) -> None:
+    def _release(self, source: Source) -> None:
         del self._held[source]  # what is on its way keeps its memory until it has arrived
 
     def _begin_evicting(self, source: Source) -> _Held | None:
@@ -227,7 +227,7 @@ class Window:
         candidates.sort(key=lambda each: (each in self._keep, -ahead.get(each, len(ahead))))
         for each in [*candidates, *current]:
             if each in self._held:
-                self._let_go(each)
+                self._release(each)
                 self._complete = False
                 if (held := self._begin(source, Priority.DEMAND)) is not None:
                     return held

@@ -39,11 +39,11 @@ def test_what_is_lost_is_told() -> None:
 
     rows = [row(adaptive.ADAPTIVE, 2, 2), row(adaptive.NEW, 4, 4), row("nvme_ops one", 1, 1), row("nvme_ops two", 3, 3)]
     peers = [row("torch.load", 8, 8), row(adaptive.FIO, 1, 1), row(adaptive.DEEP, 1, 1), row(adaptive.TOGETHER, 1, 1)]
-    assert adaptive.told(Table("read", "", "GB/s", [*rows, *peers])) == (
+    assert adaptive.summary(Table("read", "", "GB/s", [*rows, *peers])) == (
         "of the best fixed tool (nvme_ops one): 0.50 (after 20), 0.25 (the first 20); after 20 4.00 x torch.load; "
         f"after 20 0.50 x {adaptive.FIO}; all at once 8.00 x torch.load; all at once 1.00 x {adaptive.DEEP}"
     )
-    assert adaptive.told(Table("read", "", "GB/s", rows[:1])) == ""
+    assert adaptive.summary(Table("read", "", "GB/s", rows[:1])) == ""
 
 
 def test_the_best_tool_of_a_round_is_that_of_the_others() -> None:

@@ -156,13 +156,13 @@ def _of_reader(
     for _ in checked(reader):
         pass
 
-    def told(fed: Fed) -> None:
+    def show(fed: Fed) -> None:
         show_progress(f"{job.name}, {name}: {fed.accelerators} accelerators, {share_words(fed.utilization)} busy")
 
     def at(count: int) -> Fed:
         return feed(reader, count, compute, given.seconds)
 
-    fed, results = (given.accelerators, [at(given.accelerators)]) if given.accelerators else search(at, told)
+    fed, results = (given.accelerators, [at(given.accelerators)]) if given.accelerators else search(at, show)
     curves[name] = [_as_json(each) for each in results]
     shown = next((each for each in results if each.accelerators == max(1, fed)), results[0])
     lines = [_line(name, shown, "")]

@@ -112,14 +112,14 @@ def cool(reader: Reader) -> None:
 
 
 def search(
-    measure: Callable[[int], Fed], told: Callable[[Fed], object] = lambda _: None, most: int = _MOST
+    measure: Callable[[int], Fed], on_result: Callable[[Fed], object] = lambda _: None, most: int = _MOST
 ) -> tuple[int, list[Fed]]:
     """Returns how many accelerators are fed, 0 if not even one, and what was measured on the way, in order."""
     found: dict[int, Fed] = {}
 
     def fed(count: int) -> bool:
         found[count] = measure(count)
-        told(found[count])
+        on_result(found[count])
         return found[count].utilization >= FED
 
     low, high = 0, 1
