@@ -74,7 +74,7 @@ class AsyncLog:
         self._changed = threading.Condition(self._lock)
         self._records: list[bytes] = []
         self._bytes = 0  # of those, and of what is being written
-        self._asked = self._durable = 0  # flushes
+        self._asked = self._durable = self._failed = 0  # flushes
         self._written = _NOTHING
         self._failure: Exception | None = None
         self._closing, self._ended, self._dropped = False, True, False
@@ -123,7 +123,7 @@ class AsyncLog:
                 if left is not None and left <= 0:
                     raise TimeoutError(f"{self.path}: not durable after {timeout} s")
                 self._changed.wait(min(self.window, 1.0 if left is None else left))
-                if self._failure is not None:
+                if self._failure is not None and self._failed >= mine:  # not what failed before this call
                     raise self._failure
 
     def close(self) -> None:
@@ -185,6 +185,7 @@ class AsyncLog:
             if failure is None:
                 self._durable, self._ended = asked, closing
             else:
+                self._failed = asked
                 self._records[:0] = records  # those that are not durable
             self._changed.notify_all()
             if failure is not None:
