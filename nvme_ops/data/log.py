@@ -43,7 +43,7 @@ class AsyncLog:
             is begun or ended, unless somebody writes to them. None: all.
 
     Raises:
-        ValueError: arguments that cannot be.
+        ValueError, TypeError: arguments that cannot be.
         OSError: the folder cannot be written.
     """
 
@@ -61,7 +61,11 @@ class AsyncLog:
         self._limit = parse_size(buffer_bytes) if isinstance(buffer_bytes, str) else buffer_bytes
         self._rotate = parse_size(rotate_bytes) if isinstance(rotate_bytes, str) else rotate_bytes
         self._keep = keep
-        if not 0.001 <= window <= 3600:
+        whole = {"buffer_bytes": self._limit, "rotate_bytes": self._rotate, "keep": 1 if keep is None else keep}
+        for name, value in whole.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, not {value!r}")
+        if isinstance(window, bool) or not 0.001 <= window <= 3600:
             raise ValueError(f"window must be between 0.001 and 3600 seconds, not {window}")
         if on_full not in ("block", "drop", "raise"):
             raise ValueError(f"on_full must be 'block', 'drop' or 'raise', not {on_full!r}")
@@ -124,7 +128,7 @@ class AsyncLog:
                     raise TimeoutError(f"{self.path}: not durable after {timeout} s")
                 self._changed.wait(min(self.window, 1.0 if left is None else left))
                 if self._failure is not None and self._failed >= mine:  # not what failed before this call
-                    raise self._failure
+                    raise self._failure.with_traceback(None)  # which would keep the frames of all callers
 
     def close(self) -> None:
         """Writes everything and ends the file. Raises OSError if it cannot be written: call it again, or give up."""
@@ -137,7 +141,7 @@ class AsyncLog:
                 while self._closing:
                     self._changed.wait(1.0)
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._failure.with_traceback(None)  # which would keep the frames of all callers
         self._thread.join()
 
     def _admit(self) -> bool:
@@ -147,7 +151,7 @@ class AsyncLog:
             if self._closing or self._ended:
                 raise ValueError(f"{self.path}: the log is closed")
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.with_traceback(None)  # which would keep the frames of all callers
             if self._bytes < self._limit:
                 return True
             if self.on_full == "drop":
@@ -165,6 +169,10 @@ class AsyncLog:
             raise RuntimeError(f"{self.path}: this log is the parent's: a forked child makes its own")
 
     # On the thread that writes
+
+    def _is_idle(self) -> bool:
+        asked = self._asked != self._durable or self._closing
+        return not (self._records or asked or self._failure)
 
     def _work(self) -> bool:
         """Writes what there is, and returns whether to go on."""
@@ -305,7 +313,7 @@ def _serve(which: weakref.ref[AsyncLog], changed: threading.Condition, pause: fl
             if idle:
                 changed.wait(pause)
         log = which()
-        if log is None or log._dropped or not log._work():
+        if log is None or log._dropped or not (log._is_idle() or log._work()):
             return
         del log
 

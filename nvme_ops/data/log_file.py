@@ -89,9 +89,11 @@ class Segment:
         return len(rest)
 
     def sync(self) -> None:
-        """Makes it durable."""
+        """Makes it durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""
         self.sync_failed = True
         os.fdatasync(self._fd)
+        if not os.fstat(self._fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "was removed while it was written to", self.path)
         self.sync_failed = False
         self._durable = self.nbytes
 

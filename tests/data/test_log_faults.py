@@ -357,3 +357,75 @@ def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> Non
     assert not (folder / "nowhere").exists()
     assert len(segments(folder / "log")) == 9 + 2, "theirs count for nothing, and are not removed"
     assert [int(each[:4]) for each in read_log(folder / "log")] == [3, 4]
+
+
+def test_a_file_that_is_removed_under_the_log(folder: Path) -> None:
+    kept = AsyncLog(folder / "log", window=0.05)
+    kept.append(b"gone")
+    kept.flush()
+    os.unlink(folder / "log.000000")
+    failed = 0
+    for number in range(200):
+        try:
+            kept.append(b"%d" % number)
+        except FileNotFoundError as error:
+            assert "was removed while it was written to" in str(error)  # noqa: PT017
+            failed += 1
+        time.sleep(0.001)
+    with contextlib.suppress(FileNotFoundError):
+        kept.flush()
+    kept.close()
+    found = [int(each) for each in read_log(folder / "log")]
+    assert found == sorted(found)
+    assert len(found) == 200 - failed, "all that was taken"
+
+
+def test_failures_keep_no_frames_of_those_who_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Batch:
+        pass
+
+    kept = AsyncLog(folder / "log", window=0.01)
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+
+    def step() -> None:
+        batch = Batch()
+        alive.add(batch)
+        with contextlib.suppress(OSError):
+            kept.append(b"record")
+        with contextlib.suppress(OSError):
+            kept.flush(timeout=5)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(log_file.Segment, "write", _full)
+        for _ in range(50):
+            step()
+        assert len(alive) <= 2
+    kept.close()
+
+
+def test_a_log_without_anything_to_do_rests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = AsyncLog(folder / "log", window=0.01)
+    kept.append(b"one")
+    kept.flush()
+    worked = 0
+    work = AsyncLog._work
+
+    def counted(self: AsyncLog) -> bool:
+        nonlocal worked
+        worked += 1
+        return work(self)
+
+    monkeypatch.setattr(AsyncLog, "_work", counted)
+    time.sleep(0.3)
+    assert worked == 0
+    kept.append(b"two")
+    wait_until(lambda: worked)
+    kept.close()
+    assert list(read_log(folder / "log")) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("given", [{"keep": 1.5}, {"rotate_bytes": 1.5}, {"buffer_bytes": True}])
+def test_sizes_that_are_no_ints(folder: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be an int"):
+        AsyncLog(folder / "log", **given)
+    assert list(folder.iterdir()) == []
