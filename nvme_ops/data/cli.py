@@ -23,7 +23,7 @@ examples:
   nvme-data convert imagenet/train /mnt/nvme/train     each file a sample; folders become labels
   nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample; also .parquet, tars and MDS shards
   nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
-                                                       rows of a file without a head, as of numpy.memmap
+                                                       rows of a file without a header, as of numpy.memmap
   nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
   nvme-data info /mnt/nvme/train                       samples, columns, files; also of tars and MDS shards
   nvme-data verify /mnt/nvme/train                     reads every sample, and compares checksums where there are any
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)"
     )
     command.add_argument(
-        "--dtype", metavar="DTYPE", help="SOURCE is a file of nothing but values of this dtype of NumPy (numpy.memmap)"
+        "--dtype", metavar="DTYPE", help="SOURCE has nothing but values of this NumPy dtype (numpy.memmap)"
     )
     command.add_argument(
         "--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)"
@@ -131,15 +131,13 @@ def _info(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     wrong: list[str] = []
     with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
-        each = max(1, store.nbytes // max(1, len(store)))
-        step = max(1, min(4096, _AT_ONCE // each))
-        for start in range(0, len(store), step):
-            numbers = range(start, min(len(store), start + step))
+        each = store.nbytes / max(1, len(store))
+        for numbers in store.ranges(_AT_ONCE):
             try:
                 store.read(numbers)
             except (ChecksumError, FormatError, EOFError, OSError):
                 wrong += _wrong(store, numbers)
-            advance(each * len(numbers))
+            advance(int(each * numbers.stop) - int(each * numbers.start))
         checked = store.index.checksums is not None
     if given.json:
         print(json.dumps({"samples": len(store), "checksums": checked, "damaged": wrong}, indent=2))

@@ -8,6 +8,7 @@ one unnamed column has records that are just its values.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -47,50 +48,63 @@ class Column:
             return cls(name, torch.uint8, (-1,), spec is str)
         dtype, shape = (spec, ()) if isinstance(spec, torch.dtype) else spec if isinstance(spec, tuple) else (None, ())
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"column {name!r} must be bytes, str, a dtype, or a dtype and a shape, not {spec!r}")
-        shape = tuple(int(length) for length in shape)
+            raise TypeError(f"{_words(name)} must be bytes, str, a dtype, or a dtype and a shape, not {spec!r}")
+        try:
+            shape = tuple(operator.index(length) for length in shape)
+        except TypeError as error:
+            raise TypeError(f"{_words(name)}: the shape must be a sequence of ints, not {shape!r}") from error
         if any(length < 0 for length in shape[1:]) or (shape and shape[0] < -1):
-            raise ValueError(f"column {name!r}: only the first dimension of {shape} may be -1")
+            raise ValueError(f"{_words(name)}: only the first dimension of {shape} may be -1")
         if math.prod(shape[1:]) == 0 and -1 in shape:
-            raise ValueError(f"column {name!r}: the length of {shape} cannot be told from no bytes")
+            raise ValueError(f"{_words(name)}: elements of {shape} have no bytes, so their number is not known")
         return cls(name, dtype, shape)
 
     def packed(self, value: Any) -> memoryview:
         """Returns the bytes of one value. Raises TypeError or ValueError that names the column."""
         if self.text:
             if not isinstance(value, str):
-                raise TypeError(f"{self._words()} needs a str, not {type(value).__name__}")
-            return memoryview(value.encode())
+                raise TypeError(f"{_words(self.name)} needs a str, not {type(value).__name__}")
+            try:
+                return memoryview(value.encode())
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{_words(self.name)} cannot hold {value!r}: not UTF-8: {error}") from error
         if isinstance(value, bytes | bytearray | memoryview) and self.dtype == torch.uint8 and len(self.shape) == 1:
             view = memoryview(value)
             view = view.cast("B") if view.nbytes else memoryview(b"")
             if self.nbytes is not None and len(view) != self.nbytes:
-                raise ValueError(f"{self._words()} needs {self.nbytes} bytes, not {len(view)}")
+                raise ValueError(f"{_words(self.name)} needs {self.nbytes} bytes, not {len(view)}")
             return view
         try:
             tensor = self._tensor_of(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{self._words()} cannot hold {type(value).__name__}: {error}") from error
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"{_words(self.name)} cannot hold {type(value).__name__}: {error}") from error
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{_words(self.name)} cannot hold a tensor of layout {tensor.layout}")
         exact = isinstance(value, torch.Tensor)  # numbers and lists of them have no dtype of their own
         if tensor.dtype != self.dtype if exact else tensor.numel() and not torch.can_cast(tensor.dtype, self.dtype):
-            raise TypeError(f"{self._words()} needs {self.dtype}, not {tensor.dtype}")
+            raise TypeError(f"{_words(self.name)} needs {self.dtype}, not {tensor.dtype}")
         fits = len(tensor.shape) == len(self.shape) and all(
             want in (-1, length) for want, length in zip(self.shape, tensor.shape, strict=True)
         )
         if not fits:
-            raise ValueError(f"{self._words()} needs the shape {self.shape}, not {tuple(tensor.shape)}")
+            raise ValueError(f"{_words(self.name)} needs the shape {self.shape}, not {tuple(tensor.shape)}")
         made = tensor.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if not exact and not _fits(tensor, made):
-            raise ValueError(f"{self._words()}: {value!r} does not fit {self.dtype}")
+            raise ValueError(f"{_words(self.name)}: {value!r} does not fit {self.dtype}")
         return bytes_of(made)
 
     def _tensor_of(self, value: Any) -> torch.Tensor:
-        if self.dtype == torch.uint64 and isinstance(value, int) and value >= 1 << 63:
-            return torch.tensor(value, dtype=self.dtype)
-        tensor = torch.as_tensor(value).detach().cpu()
+        if self.dtype == torch.uint64 and not isinstance(value, torch.Tensor):
+            try:  # torch makes int64 of Python's numbers, and cannot make anything of NumPy's large ones
+                return cpu_tensor(value)
+            except (OverflowError, RuntimeError, TypeError, ValueError):
+                return torch.tensor(
+                    value.tolist() if hasattr(value, "tolist") else value, dtype=self.dtype, device="cpu"
+                )
+        tensor = cpu_tensor(value).detach()
         if not hasattr(value, "dtype") and (tensor.is_floating_point() or tensor.is_complex()):
             # Python's numbers have 64 bits, and torch gives them its default dtype.
-            return torch.as_tensor(value, dtype=torch.complex128 if tensor.is_complex() else torch.float64)
+            return cpu_tensor(value, torch.complex128 if tensor.is_complex() else torch.float64)
         return tensor
 
     def unpacked(self, memory: torch.Tensor) -> Any:
@@ -102,9 +116,6 @@ class Column:
     def stacked(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the values over the rows of memory, one row for each."""
         return rows.view(self.dtype).view(rows.shape[0], *self.shape)
-
-    def _words(self) -> str:
-        return f"column {self.name!r}" if self.name else "a record"
 
 
 class Columns:
@@ -120,7 +131,10 @@ class Columns:
                 raise ValueError("columns must not be empty")
             if _UNNAMED in given:
                 raise ValueError("a column of several must have a name")
-            self.all = [Column.of(str(name), spec) for name, spec in given.items()]
+            for name in given:
+                if not isinstance(name, str):
+                    raise TypeError(f"the name of a column must be a str, not {name!r}")
+            self.all = [Column.of(name, spec) for name, spec in given.items()]
         else:
             self.all = [Column.of(_UNNAMED, bytes if given is None else given)]
         self.fixed = [column for column in self.all if column.nbytes is not None]
@@ -230,17 +244,35 @@ class Columns:
         ]
 
 
+def _words(name: str) -> str:
+    return f"column {name!r}" if name else "a record"
+
+
 def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
     """Returns whether numbers are still what they were, but for the digits that a float has not."""
+    if made.is_floating_point() and made.itemsize == 1:  # larger numbers become its largest one
+        return not bool((given.isfinite() & (given.abs() > torch.finfo(made.dtype).max)).any())
     if given.is_floating_point() or given.is_complex() or made.is_complex():
         return not bool((given.isfinite() & ~made.isfinite()).any())
+    if made.dtype == torch.uint64 and given.dtype.is_signed and bool((given < 0).any()):
+        return False  # the way back would make the same negative numbers of it
     return torch.equal(made.to(given.dtype), given)
+
+
+def cpu_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns the tensor of a value, on the CPU whatever torch's default device is."""
+    flags = getattr(
+        value, "flags", None
+    )  # of NumPy's arrays, of which torch takes some only with a warning or not at all
+    if flags is not None and not (flags.writeable and flags.c_contiguous):
+        value = value.copy()
+    return torch.as_tensor(value, dtype=dtype, device="cpu")
 
 
 def _gathered(column: Column, values: list[Any]) -> Any:
     if column.nbytes is None:
         return values
-    return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype)
+    return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype, device="cpu")
 
 
 def _up(value: int, column: Column) -> int:

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
     if any(each.matches(path) for each in formats.FORMATS.values()):
         return _store(path)
     if not os.path.isdir(path):
-        raise FormatError(f"{path}: no .npy, no .parquet, no tar and no folder; values without a head need a dtype")
+        raise FormatError(f"{path}: not a .npy, .parquet, tar or folder; a file without a header needs a dtype")
     tables = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(".parquet"))
     return replace(_parquet(tables), path=path, left_out=_others(path, ".parquet")) if tables else _folder(path)
 
@@ -84,7 +83,9 @@ def _folder(path: str) -> Source:
     if not names:
         raise FormatError(f"{path}: has no files")
     if tables := [name for name in names if name.endswith(".parquet")]:
-        raise FormatError(f"{path}: has Parquet files in folders, such as {tables[0]}: convert one folder of them")
+        raise FormatError(
+            f"{path}: has Parquet files in folders, such as {tables[0]}: convert the folders one at a time"
+        )
     labels = {label: number for number, label in enumerate(sorted({name.split(os.sep)[0] for name in names}))}
     labelled = all(os.sep in name for name in names)
     sizes = [os.path.getsize(os.path.join(path, name)) for name in names]
@@ -163,7 +164,7 @@ def _raw(path: str, dtype: str, shape: Sequence[int]) -> Source:
     try:
         kind = numpy.dtype(dtype)
     except TypeError as error:
-        raise FormatError(f"{dtype!r} is no dtype of NumPy") from error
+        raise FormatError(f"{dtype!r} is not a NumPy dtype") from error
     each = kind.itemsize * math.prod(shape)
     if each < 1 or min(shape, default=1) < 1:
         raise FormatError(f"a sample of the shape {tuple(shape)} has no bytes")
@@ -194,6 +195,8 @@ def _parquet(paths: list[str]) -> Source:
 
     schema = parquet.ParquetFile(paths[0]).schema_arrow
     columns = {field.name: _arrow_spec(field, pyarrow, paths[0]) for field in schema}
+    if len(columns) < len(schema):
+        raise FormatError(f"{paths[0]}: two columns have the same name")
 
     def samples() -> Iterator[tuple[Sample, int]]:
         for path in paths:
@@ -226,7 +229,7 @@ def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
     )
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"{path}: column {field.name!r} is of {kind}, which this cannot hold")
+        raise FormatError(f"{path}: column {field.name!r} is of {kind}, which cannot be stored")
     return dtype if values is kind else (dtype, (-1,))
 
 
@@ -242,9 +245,8 @@ def _store(path: str) -> Source:
 
     def samples() -> Iterator[tuple[Sample, int]]:
         each = store.nbytes // max(1, len(store))
-        numbers = iter(range(len(store)))
-        while chunk := list(islice(numbers, _rows(each))):
-            for sample in store.read(chunk):
+        for numbers in store.ranges(_AT_ONCE):
+            for sample in store.read(numbers):
                 yield sample if store.columns is not None else _plain(sample), each
 
     others = _others(path, ".tar") if store.index.kind == "webdataset" and os.path.isdir(path) else ()

@@ -31,9 +31,9 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.store)
 
-    def __getitem__(self, number: int) -> Any:
-        """Reads a sample. Raises IndexError, and otherwise as ``SampleStore.read``."""
-        return self.__getitems__([number])[0]
+    def __getitem__(self, number: int | list[int]) -> Any:
+        """Reads a sample, or a list of them. Raises IndexError, and otherwise as ``SampleStore.read``."""
+        return self.__getitems__(number) if isinstance(number, list) else self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Reads a batch; torch's fetcher calls this."""

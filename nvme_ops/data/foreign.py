@@ -73,5 +73,5 @@ def _made(
         data.append(DataFile(name, nbytes, records, each.start, stamp))
         ends.append(each.ends)
         records += len(each.ends)
-    whole = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64)
+    whole = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64, device="cpu")
     return Index(os.urandom(8).hex(), kind, records, data, more=more, ends=whole, path=path)

@@ -66,9 +66,9 @@ class Index:
 
     def __post_init__(self) -> None:
         self._bounds = [file.first for file in self.files]
-        self._firsts = torch.tensor([file.first for file in self.files], dtype=torch.int64)
-        self._starts = torch.tensor([file.start for file in self.files], dtype=torch.int64)
-        self._sizes = torch.tensor([file.nbytes for file in self.files], dtype=torch.int64)
+        self._firsts = torch.tensor([file.first for file in self.files], dtype=torch.int64, device="cpu")
+        self._starts = torch.tensor([file.start for file in self.files], dtype=torch.int64, device="cpu")
+        self._sizes = torch.tensor([file.nbytes for file in self.files], dtype=torch.int64, device="cpu")
         bounds = [*(file.first for file in self.files), self.records]
         if any(one > other for one, other in pairwise(bounds)) or bounds[0] != 0:
             raise FormatError(f"{self.path}: the index names its files in no possible order")
@@ -78,7 +78,9 @@ class Index:
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
         bounds = self._bounds
-        return torch.tensor([bisect_right(bounds, number) - 1 for number in numbers.tolist()], dtype=torch.int64)
+        return torch.tensor(
+            [bisect_right(bounds, number) - 1 for number in numbers.tolist()], dtype=torch.int64, device="cpu"
+        )
 
     @property
     def stride(self) -> int | None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,13 +52,16 @@ class Loader:
         collate_fn: makes a batch of a list of samples; with ``decode``, torch's ``default_collate`` when None.
         threads: for ``decode``; as many as processors, at most 8, when None.
         prefetch: batches read ahead at most; as many as keep a device busy when None; 0: none.
-        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``. A batch that has more is read
-            alone. Of batches of 64 MiB and more, so much memory and that of one batch are kept for reuse.
-        rank, num_replicas: of this process; by default those of ``torch.distributed``, if it is initialized.
+        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``; with ``decode``, also of
+            what it makes of them. A batch that has more is read alone. Of batches of 64 MiB and more, so much memory
+            and that of one batch are kept for reuse.
+        rank, num_replicas: of this process; by default those of ``torch.distributed``, which must be initialized by now
+            where ``WORLD_SIZE`` is more than 1.
         device: that batches are copied to, from page-locked memory.
 
     Raises:
         ValueError, TypeError: arguments that cannot be.
+        RuntimeError: started by ``torchrun`` or the like, without ranks or an initialized ``torch.distributed``.
     """
 
     def __init__(
@@ -81,24 +84,18 @@ class Loader:
         if isinstance(store, Dataset):
             decode, store = decode or store.transform, store.store
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
-        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.batch_size = _int("batch_size", batch_size, 1)
+        self.shuffle, self.drop_last = shuffle, drop_last
         self.seed = operator.index(seed)
         self.decode, self.collate_fn = decode, collate_fn
         self.rank, self.num_replicas = _ranks(rank, num_replicas)
         self.device = None if device is None else torch.device(device)
-        self._budget = parse_size(memory_budget) if isinstance(memory_budget, str) else int(memory_budget)
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("prefetch", 0 if prefetch is None else prefetch, 0),
-            ("threads", 1 if threads is None else threads, 1),
-            ("memory_budget", self._budget, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+        budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        self._budget = _int("memory_budget", budget, 1)
         if threads is not None and decode is None:
             raise ValueError("threads are for decode, which is not given")
-        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
-        self._prefetch = prefetch
+        self._threads = min(8, len(os.sched_getaffinity(0))) if threads is None else _int("threads", threads, 1)
+        self._prefetch = None if prefetch is None else _int("prefetch", prefetch, 0)
         self._arena: Arena | None = None
         self._forks = _forks
         self._order(0)  # raises for a shuffle that there is not
@@ -106,6 +103,7 @@ class Loader:
         self._files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
         self._next = _State(0, 0)
         self._state = self._next
+        self._loaded = False  # the next iteration goes on with what load_state_dict was given
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -113,8 +111,13 @@ class Loader:
         return whole + (rest > 0 and not self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the next iteration go through this epoch, from its beginning. Without it each one is the next epoch."""
-        self._next = self._state = _State(epoch, 0)
+        """Has the next iteration go through this epoch, from its beginning. Without it each one is the next epoch.
+
+        Right behind ``load_state_dict``, the epoch that was loaded goes on where it was.
+        """
+        epoch = operator.index(epoch)
+        if not (self._loaded and epoch == self._next.epoch):
+            self._next = self._state = _State(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what ``load_state_dict`` needs to go on behind the batch that was returned last.
@@ -144,13 +147,14 @@ class Loader:
         if not 0 <= position <= len(self.store):
             raise ValueError(f"the state has the position {position} of {len(self.store)} samples")
         self._next = self._state = _State(int(state["epoch"]), position)
+        self._loaded = True
         if next(self._steps(self._next), None) is None and position:
             self._next = _State(self._next.epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises as ``SampleStore.read``; then the iteration ends."""
         state = self._state = self._next
-        self._next = _State(state.epoch + 1, 0)
+        self._next, self._loaded = _State(state.epoch + 1, 0), False
         return self._batches(state)
 
     def _batches(self, state: _State) -> Iterator[Any]:
@@ -161,9 +165,10 @@ class Loader:
         _stops.add(stop)
         try:
             flying, room, step = 0, -1, next(steps, None)
+            decoded: int | None = None  # bytes of the latest batch
             failure: Exception | None = None
             while True:
-                while step is not None and self._wants_more(ahead, flying):
+                while step is not None and self._wants_more(ahead, flying, decoded):
                     try:
                         if ahead:
                             room = self.store.room(step[0]) if room < 0 else room
@@ -182,6 +187,7 @@ class Loader:
                     return
                 batch = ahead[0]
                 made = [self._end(batch)]
+                decoded = _nbytes(made)
                 ahead.popleft()
                 flying -= batch.read.nbytes
                 state.position = batch.position
@@ -198,14 +204,14 @@ class Loader:
         """Yields the numbers of the samples of each batch of this rank, and the position behind it."""
         order, count = self._order(state.epoch), len(self.store)
         step = self.batch_size * self.num_replicas
-        position, begin, chunk = state.position, 0, torch.empty(0, dtype=torch.int64)
+        position, begin, chunk = state.position, 0, torch.empty(0, dtype=torch.int64, device="cpu")
         while position < count:
             if position + step > count:
                 if self.drop_last:
                     return
                 each = -(-(count - position) // self.num_replicas)
-                places = torch.arange(position + self.rank * each, position + (self.rank + 1) * each) % count
-                yield torch.cat([order.at(place, place + 1) for place in places.tolist()]), count
+                places = range(position + self.rank * each, position + (self.rank + 1) * each)
+                yield torch.cat([order.at(place % count, place % count + 1) for place in places]), count
                 return
             if not begin <= position <= position + step <= begin + len(chunk):
                 begin = position
@@ -214,11 +220,13 @@ class Loader:
             position += step
             yield chunk[mine : mine + self.batch_size], position
 
-    def _wants_more(self, ahead: deque[_Batch], flying: int) -> bool:
+    def _wants_more(self, ahead: deque[_Batch], flying: int, decoded: int | None) -> bool:
         if not ahead:
             return True
         if self.store._files.crowded():
             return False
+        if self.decode is not None and (decoded is None or (len(ahead) + 1) * decoded > self._budget - flying):
+            return decoded is None and len(ahead) < 2
         if self._prefetch is not None:
             return len(ahead) <= self._prefetch
         samples = sum(len(batch.read) for batch in ahead)
@@ -247,7 +255,7 @@ class Loader:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self.device is not None and self.device.type != "cpu" and can_pin():
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes >= _LARGE:  # more than the buffer pool keeps for reuse: new memory costs as much as reading
             if self._arena is None or self._forks != _forks:
                 self._forks = _forks
@@ -271,6 +279,11 @@ class Loader:
                 moved if isinstance(batch, list) else type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
             )
         return batch
+
+    def __repr__(self) -> str:
+        """Returns for example ``<Loader '/mnt/nvme/train': 16 batches of 64, rank 0 of 1>``."""
+        ranks = f"rank {self.rank} of {self.num_replicas}"
+        return f"<Loader {self.store.path!r}: {len(self)} batches of {self.batch_size}, {ranks}>"
 
     def _order(self, epoch: int) -> Order:
         return Order(self.store.index.counts(), self.shuffle, self.seed, epoch)
@@ -325,15 +338,40 @@ def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int,
     return made
 
 
+def _nbytes(made: Any) -> int:
+    """Returns the bytes of the tensors and arrays in a batch."""
+    if isinstance(made, Mapping):
+        return sum(map(_nbytes, made.values()))
+    if isinstance(made, list | tuple):
+        return sum(map(_nbytes, made))
+    return int(getattr(made, "nbytes", 0))
+
+
+def _int(name: str, value: Any, least: int) -> int:
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = least - 1
+    if isinstance(value, bool) or found < least:
+        raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+    return found
+
+
 def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if (rank is None) != (num_replicas is None):
         raise ValueError("rank and num_replicas must be given together")
     if rank is None or num_replicas is None:
-        known = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if known else (0, 1)
-    for name, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            words = (
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not initialized: every rank would "
+            )
+            raise RuntimeError(
+                f"{words}get the same batches; call init_process_group first, or give rank and num_replicas"
+            )
+        return 0, 1
+    rank, num_replicas = _int("rank", rank, 0), _int("num_replicas", num_replicas, 1)
     if rank >= num_replicas:
         raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
     return rank, num_replicas

@@ -47,6 +47,8 @@ _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 def matches(path: str) -> bool:
     """Returns whether there is an index of MDS shards in the folder; other programs have an ``index.json``, too."""
+    if not os.path.isfile(os.path.join(path, _LIST)):  # a pipe would be waited for
+        return False
     try:
         with open(os.path.join(path, _LIST), "rb") as file:
             found = json.load(file)

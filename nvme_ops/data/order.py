@@ -35,7 +35,7 @@ class Permutation:
         self._sorted: torch.Tensor | None = None
         if count <= _SMALL:
             keys = [_mixed(seed + number * _STEP) for number in range(count)]
-            self._sorted = torch.tensor(sorted(range(count), key=keys.__getitem__), dtype=torch.int64)
+            self._sorted = torch.tensor(sorted(range(count), key=keys.__getitem__), dtype=torch.int64, device="cpu")
 
     def __call__(self, places: torch.Tensor) -> torch.Tensor:
         """Returns what is at each of the places, int64."""
@@ -82,7 +82,7 @@ class Order:
         if shuffle is True:
             self._whole = Permutation(self.count, self._seed)
         elif shuffle == "shards":
-            files = torch.arange(len(self._counts))
+            files = torch.arange(len(self._counts), device="cpu")
             self._files = (Permutation(len(self._counts), self._seed)(files) if len(files) else files).tolist()
             self._starts = [0]  # of the files, among the positions
             for file in self._files:
@@ -93,7 +93,7 @@ class Order:
 
     def at(self, start: int, stop: int) -> torch.Tensor:
         """Returns the numbers of the samples at positions ``start`` to ``stop``, int64."""
-        places = torch.arange(start, stop)
+        places = torch.arange(start, stop, device="cpu")
         if self._shuffle is True:
             return self._whole(places) if len(places) else places
         if self._shuffle == "shards":
@@ -101,7 +101,7 @@ class Order:
         return places
 
     def _in_shards(self, places: torch.Tensor) -> torch.Tensor:
-        which = torch.searchsorted(torch.tensor(self._starts), places, right=True) - 1
+        which = torch.searchsorted(torch.tensor(self._starts, device="cpu"), places, right=True) - 1
         found = torch.empty_like(places)
         for number in which.unique().tolist():
             file, mine = self._files[number], which == number

@@ -7,14 +7,14 @@ import operator
 import os
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from nvme_ops.checksums import checksums_of
 from nvme_ops.data import formats
-from nvme_ops.data.columns import Columns, Sample
+from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.files import DataFiles, Opened
 from nvme_ops.data.index import Index, unsigned
 from nvme_ops.engine import Priority
@@ -29,6 +29,7 @@ from nvme_ops.text import size_words
 Allocate: TypeAlias = Callable[[int], torch.Tensor]
 
 _APART = 1 << 44  # bytes: no file is larger
+_LOOKED_UP = 4096  # samples whose sizes are looked up at once
 
 
 class SampleStore:
@@ -127,7 +128,7 @@ class SampleStore:
             raise TypeError("numbers of samples must be a sequence of integers")
         count = len(self)
         try:
-            found = torch.as_tensor(numbers)
+            found = cpu_tensor(numbers)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             if isinstance(numbers, Sequence) and all(isinstance(number, int) for number in numbers):
                 raise IndexError(f"{self.path}: there are no such samples: it has {count}") from error  # 2**63
@@ -150,6 +151,19 @@ class SampleStore:
         if self.index.stride is not None:
             return len(numbers) * self.index.stride
         return int(_rooms(self.index, _spans(self.index, self.index.locate(numbers)[2])).sum())
+
+    def ranges(self, nbytes: int) -> Iterator[range]:
+        """Yields ranges of all samples, in order, each of at most so many bytes or one sample. Raises FormatError."""
+        for start in range(0, len(self), _LOOKED_UP):
+            stop = min(len(self), start + _LOOKED_UP)
+            lengths = self.index.locate(torch.arange(start, stop, device="cpu"))[2].tolist()
+            first, together = start, 0
+            for number, length in enumerate(lengths, start):
+                if number > first and together + length > nbytes:
+                    yield range(first, number)
+                    first, together = number, 0
+                together += length
+            yield range(first, stop)
 
     def close(self) -> None:
         """Closes the files. Reads that were started end first. Further calls do nothing."""
@@ -251,7 +265,13 @@ class Read:
     def samples(self, which: slice = slice(None)) -> list[Sample]:
         """Waits for all, then returns the samples, or ``which`` of them. Raises as ``SampleStore.read`` does."""
         self.wait()
-        return [self._store._reader.sample(record) for record in self._split(self._lengths)[which]]
+        records, made = self._split(self._lengths), []
+        for place in range(len(self))[which]:
+            try:
+                made.append(self._store._reader.sample(records[place]))
+            except FormatError as error:
+                raise FormatError(f"{self._store.path}: sample {int(self._numbers[place])}: {error}") from error
+        return made
 
     def batch(self) -> Any:
         """Waits, then returns the samples by column: one tensor where their size is fixed, else a list of values.

@@ -25,7 +25,12 @@ _SUFFIX = ".tar"
 def _tars(path: str) -> list[str]:
     if os.path.isfile(path):
         return [os.path.basename(path)] if path.endswith(_SUFFIX) else []
-    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(_SUFFIX) and not entry.is_dir())
+    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(_SUFFIX) and _is_file(entry))
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Returns whether it is no folder, pipe or the like; a link to nothing is a file that is missing."""
+    return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
 
 
 def matches(path: str) -> bool:
@@ -62,12 +67,12 @@ def _places(path: str) -> foreign.Found:
                     keys.append(found[0])
                 tar.members = []  # type: ignore[attr-defined]  # which would grow
     except tarfile.TarError as error:
-        raise FormatError(f"{path}: no tar that can be read in place: {error}") from error
+        raise FormatError(f"{path}: not a tar that can be read in place: {error}") from error
     with open(path, "rb") as file:
         file.seek(end)
         if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
-    ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64)
+    ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
     return foreign.Found(starts[0] if starts else 0, ends)
 
 
@@ -75,7 +80,7 @@ class Tars:
     """Makes a dict of the files of a sample: their bytes, over the memory that was read, by extension; and the key."""
 
     def __init__(self, index: Index) -> None:
-        self._path = index.path
+        """Takes nothing of the index: a tar says all about itself."""
 
     def sample(self, record: torch.Tensor) -> Sample:
         """Returns the sample in the bytes of a record. Raises FormatError."""
@@ -84,10 +89,10 @@ class Tars:
             found = key_of(name)
             if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
                 if found[1] in sample:
-                    raise FormatError(f"{self._path}: sample {found[0]!r} has two files {found[1]!r}")
+                    raise FormatError(f"{found[0]!r} has two files {found[1]!r}")
                 sample[found[1]] = record[begin : begin + nbytes]
         if not sample:
-            raise FormatError(f"{self._path}: a record has no files: it was changed after its index was made")
+            raise FormatError("it has no files: the tar has changed since the store was opened")
         return sample
 
 
@@ -117,9 +122,12 @@ def _plain(head: bytes) -> tuple[str, int] | None:
         return None
     # The sum of the header, with spaces in place of the sum itself.
     given = head[148:156].strip(b"\0 ")
-    if not given.isdigit() or int(given, 8) != sum(head) - sum(head[148:156]) + 8 * 0x20:
+    try:
+        if int(given, 8) != sum(head) - sum(head[148:156]) + 8 * 0x20:
+            return None
+        return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)
+    except ValueError:  # no octal numbers
         return None
-    return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)
 
 
 def _by_tarfile(content: bytes) -> list[tuple[str, int, int]]:
@@ -127,4 +135,4 @@ def _by_tarfile(content: bytes) -> list[tuple[str, int, int]]:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
     except tarfile.TarError as error:
-        raise FormatError(f"a record is no part of a tar: {error}") from error
+        raise FormatError(f"it is not part of a tar: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 class SampleWriter:
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
+    Threads may share it; their samples are added in the order in which the calls come.
+
     There is no store until it is closed, or the one that was there before. An exception in the block removes the data
     files, and so does the next writer in the folder after a crash. Who has a store open that is replaced can still read
     it, from the files that it has open.
@@ -42,8 +45,8 @@ class SampleWriter:
             and a shape, whose first dimension may be -1. One of these alone for samples that are no dicts; ``bytes``
             when None.
         shard_bytes: of a data file, about.
-        alignment: bytes to whose multiples records begin. None: a page if the first record has 64 KiB, or the padding
-            costs less than a sixteenth; else 8. Never less than the bytes of an element.
+        alignment: bytes to whose multiples records begin. None: a page for records of fixed size that have 64 KiB, or
+            whose padding costs less than a sixteenth; else 8. Never less than the bytes of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace a store that is there.
 
@@ -80,7 +83,7 @@ class SampleWriter:
         self.path = os.path.join(self._folders[0], NAME)
         self._overwrite = overwrite
         self._require_right_to_replace()
-        self._alignment = alignment
+        self._alignment = max(alignment or _alignment_of(self.columns.record_bytes), self.columns.alignment)
         self._id = os.urandom(8).hex()
         self._ends = array("q")
         self._sums = array("I") if checksums else None
@@ -88,6 +91,7 @@ class SampleWriter:
         self._file: File | None = None
         self._end = self._first = self._records = 0
         self._process = os.getpid()
+        self._lock = threading.RLock()
         settle_abandoned(self.path)
         self._claim = Claim(self.path, self._id, self._folders)
         self._state = "open"
@@ -102,25 +106,29 @@ class SampleWriter:
         Raises TypeError, ValueError or KeyError, which name the column, and then has added nothing; OSError if it
         cannot be written, after which nothing more can be added.
         """
-        self._require_open()
+        self._require_ours()
         parts = self.columns.packed(sample)
+        checksum = 0 if self._sums is None else _checksum(parts)
+        with self._lock:
+            self._require_open()
+            self._state = "failed"  # until the whole record is in the file
+            self._append(parts)
+            self._ends.append(self._end)
+            if self._sums is not None:
+                self._sums.append(checksum)
+            self._records += 1
+            self._state = "open"
+            return self._records - 1
+
+    def _append(self, parts: Sequence[memoryview]) -> None:
         nbytes = sum(map(len, parts))
-        try:
-            if self._file is not None and self._end + nbytes > self._shard_bytes and self._records > self._first:
-                self._end_shard()
-            if self._file is None:
-                self._begin_shard(nbytes)
-            self._pad(self._alignment or 1)
-            for part in parts:
-                self._write(part)
-        except BaseException:
-            self._state = "failed"  # part of the record may be in the file
-            raise
-        self._ends.append(self._end)
-        if self._sums is not None:
-            self._sums.append(_checksum(parts))
-        self._records += 1
-        return self._records - 1
+        if self._file is not None and self._end + nbytes > self._shard_bytes and self._records > self._first:
+            self._end_shard()
+        if self._file is None:
+            self._begin_shard()
+        self._pad(self._alignment)
+        for part in parts:
+            self._write(part)
 
     def extend(self, samples: Iterable[Sample]) -> None:
         """Adds each of the samples."""
@@ -131,37 +139,43 @@ class SampleWriter:
         """Makes everything durable and the store visible. Further calls do nothing."""
         if self._state == "closed":
             return
-        self._require_open()
-        try:
-            self._end_shard()
-            lock = locks.Lock(self.path)
+        self._require_ours()
+        with self._lock:
+            self._require_open()
             try:
-                self._require_right_to_replace()
-                before = self._claim_what_is_replaced()
-                for folder in self._folders:
-                    sync_folder(folder)
-                write_index(self.path, self._index())
-                self._claim.settle()
-                if before is not None:
-                    before.settle()
-            finally:
-                lock.release()
-            self._state = "closed"
-        except BaseException:
-            self.abort()
-            raise
+                self._end_shard()
+                self._publish()
+                self._state = "closed"
+            except BaseException:
+                self.abort()
+                raise
+
+    def _publish(self) -> None:
+        lock = locks.Lock(self.path)
+        try:
+            self._require_right_to_replace()
+            before = self._claim_what_is_replaced()
+            for folder in self._folders:
+                sync_folder(folder)
+            write_index(self.path, self._index())
+            self._claim.settle()
+            if before is not None:
+                before.settle()
+        finally:
+            lock.release()
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
         if self._state == "closed" or self._process != os.getpid():
             self._state = "closed"
             return
-        self._state = "closed"
-        file, self._file = self._file, None
-        with contextlib.suppress(Exception):
-            if file is not None:
-                file.close()
-        self._claim.settle()
+        with self._lock:
+            self._state = "closed"
+            file, self._file = self._file, None
+            with contextlib.suppress(Exception):
+                if file is not None:
+                    file.close()
+            self._claim.settle()
 
     def _require_right_to_replace(self) -> None:
         if os.path.lexists(self.path) and not self._overwrite:
@@ -182,14 +196,13 @@ class SampleWriter:
             raise ValueError("writing failed before: the store is incomplete and will not be kept")
         if self._state == "closed":
             raise ValueError("the writer is closed")
+        self._require_ours()
+
+    def _require_ours(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
 
-    def _begin_shard(self, nbytes: int) -> None:
-        if self._alignment is None:
-            padding = -nbytes % PAGE
-            self._alignment = PAGE if nbytes >= LARGE or padding * 16 <= nbytes else _SMALL_ALIGNMENT
-        self._alignment = max(self._alignment, self.columns.alignment)
+    def _begin_shard(self) -> None:
         number = len(self._files)
         folder = self._folders[number % len(self._folders)]
         unlink.require_room(folder)
@@ -200,7 +213,7 @@ class SampleWriter:
         file = self._file
         if file is None:
             return
-        self._pad(self._alignment or 1)
+        self._pad(self._alignment)
         self._pad(PAGE)
         number = len(self._files)
         self._write(memoryview(trailer(self._id, number)))
@@ -225,14 +238,10 @@ class SampleWriter:
 
     def _index(self) -> Index:
         fixed = self.columns.record_bytes
-        ends = torch.frombuffer(self._ends, dtype=torch.int64) if self._records else torch.empty(0, dtype=torch.int64)
-        sums = None
-        if self._sums is not None:
-            sums = (
-                torch.frombuffer(self._sums, dtype=torch.int32) if self._records else torch.empty(0, dtype=torch.int32)
-            )
+        ends = _tensor(self._ends, torch.int64)
+        sums = None if self._sums is None else _tensor(self._sums, torch.int32)
         return Index(
-            self._id, "native", self._records, self._files, self._alignment or 1, fixed, self.columns.as_json(),
+            self._id, "native", self._records, self._files, self._alignment, fixed, self.columns.as_json(),
             {"path": self.path} if len(self._folders) > 1 else {}, ends if fixed is None else None, sums, self.path,
         )  # fmt: skip
 
@@ -255,6 +264,17 @@ class SampleWriter:
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
         return f"<SampleWriter {self.path!r}: {self._records} samples{', closed' * (self._state == 'closed')}>"
+
+
+def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def _alignment_of(nbytes: int | None) -> int:
+    """Returns the alignment for records of this size; None: their sizes vary."""
+    if not nbytes:
+        return _SMALL_ALIGNMENT
+    return PAGE if nbytes >= LARGE or -nbytes % PAGE * 16 <= nbytes else _SMALL_ALIGNMENT
 
 
 def _checksum(parts: Sequence[Any]) -> int:

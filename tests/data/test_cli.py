@@ -165,7 +165,7 @@ def test_wrong_words(words: list[str]) -> None:
 def test_what_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "file.txt").touch()
     (folder / "empty").mkdir()
-    for source, words in (("nothing", "No such file"), ("file.txt", "no .npy"), ("empty", "has no files")):
+    for source, words in (("nothing", "No such file"), ("file.txt", "not a .npy"), ("empty", "has no files")):
         assert run("convert", folder / source, folder / "store") == 2
         assert words in capsys.readouterr().err
     assert run("info", folder / "empty") == 2

@@ -175,3 +175,54 @@ def test_records_that_cannot_be() -> None:
         Columns(torch.int64).unpacked(torch.zeros(7, dtype=torch.uint8))
     with pytest.raises(FormatError):
         Columns(str).unpacked(torch.tensor([255], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("value", [-1, [1, -1], -(2**63), [-1, 2**63]])
+def test_negative_numbers_do_not_become_unsigned_ones(value: Any) -> None:
+    columns = Columns((torch.uint64, (-1,)) if isinstance(value, list) else torch.uint64)
+    with pytest.raises((TypeError, ValueError), match="a record"):
+        columns.packed(value)
+
+
+def test_large_unsigned_numbers_of_numpy_and_lists() -> None:
+    numpy = pytest.importorskip("numpy")
+    one, many = Columns(torch.uint64), Columns((torch.uint64, (-1,)))
+    assert one.unpacked(record_of(one, numpy.uint64(2**64 - 1))).tolist() == 2**64 - 1
+    assert many.unpacked(record_of(many, [2**63, 1])).tolist() == [2**63, 1]
+    assert many.unpacked(record_of(many, numpy.array([2**64 - 1, 0], numpy.uint64))).tolist() == [2**64 - 1, 0]
+
+
+def test_arrays_of_numpy_that_torch_cannot_share(recwarn: pytest.WarningsRecorder) -> None:
+    numpy = pytest.importorskip("numpy")
+    columns = Columns((torch.int32, (3,)))
+    locked = numpy.arange(3, dtype=numpy.int32)
+    locked.flags.writeable = False
+    for each in (locked, locked[::-1]):
+        assert columns.unpacked(record_of(columns, each)).tolist() == each.tolist()
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "words"),
+    [
+        ({"n": str}, {"n": "a\udc80"}, "column 'n' cannot hold"),
+        ((torch.float32, (2, 2)), torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        ((torch.float8_e4m3fn, (-1,)), [1.0, 1e9], "does not fit torch.float8_e4m3fn"),
+    ],
+)
+def test_what_a_column_cannot_hold_is_named(spec: Any, value: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        Columns(spec).packed(value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({0: torch.int64}, "the name of a column must be a str, not 0"),
+        ({"a": (torch.float32, 3)}, "column 'a': the shape must be a sequence of ints, not 3"),
+        (["a"], "a record must be bytes, str, a dtype"),
+    ],
+)
+def test_what_is_no_column_is_named(spec: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Columns(spec)

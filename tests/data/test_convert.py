@@ -59,11 +59,11 @@ def test_values_without_a_head(folder: Path, shape: tuple[int, ...]) -> None:
         (["--dtype", "int16", "--shape", "7"], "t.bin: 100 bytes are not samples of 14 bytes"),
         (["--dtype", "int16", "--shape", "0"], "has no bytes"),
         (["--dtype", "int16", "--shape", "-5", "-2"], "has no bytes"),
-        (["--dtype", "int17"], "'int17' is no dtype of NumPy"),
+        (["--dtype", "int17"], "'int17' is not a NumPy dtype"),
         (["--dtype", "O"], "t.bin: "),
         (["--dtype", ">i4"], "t.bin: "),
         (["--shape", "2"], "--shape is for --dtype"),
-        ([], "values without a head need a dtype"),
+        ([], "a file without a header needs a dtype"),
     ],
 )
 def test_values_without_a_head_that_cannot_be(
@@ -130,3 +130,20 @@ def test_a_null_in_a_list_is_named_with_its_sample(
     assert run("convert", source, folder / "store") == 2
     assert f"{source}: sample {number}: column 't' cannot hold list" in capsys.readouterr().err
     assert list((folder / "store").iterdir()) == []
+
+
+def test_two_columns_of_one_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    parquet.write_table(pyarrow.table([[1, 2], [3, 4]], names=["a", "a"]), folder / "two.parquet")
+    assert run("convert", folder / "two.parquet", folder / "store") == 2
+    assert "two columns have the same name" in capsys.readouterr().err
+
+
+def test_large_unsigned_numbers_of_parquet(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    numbers = pyarrow.array([[2**64 - 1, 1], [5]], pyarrow.list_(pyarrow.uint64()))
+    parquet_of(folder / "large.parquet", a=numbers)
+    assert run("convert", folder / "large.parquet", folder / "store") == 0
+    assert [each["a"].tolist() for each in SampleStore(folder / "store").read([0, 1])] == [[2**64 - 1, 1], [5]]

@@ -301,7 +301,7 @@ def test_what_else_is_in_a_tar(folder: Path) -> None:
 def test_tars_that_cannot_be_read_in_place(folder: Path) -> None:
     with tarfile.open(folder / "x.tar", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("a.txt"))
-    with pytest.raises(FormatError, match="no tar that can be read in place"):
+    with pytest.raises(FormatError, match="not a tar that can be read in place"):
         SampleStore(folder)
     (folder / "x.tar").write_bytes(pattern(5000).numpy().tobytes())
     with pytest.raises(FormatError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import tarfile
 from pathlib import Path
@@ -59,5 +60,30 @@ def test_two_files_of_one_extension_in_a_sample(folder: Path, names: tuple[str, 
             tar.addfile(member, io.BytesIO(name.encode()))
     store = SampleStore(folder)
     assert bytes(store[1]["jpg"].tolist()) == b"b.jpg"
-    with pytest.raises(FormatError, match="sample 'a' has two files 'jpg'"):
+    with pytest.raises(FormatError, match="sample 0: 'a' has two files 'jpg'"):
         store[0]
+
+
+def test_pipes_beside_tars_are_not_waited_for(folder: Path) -> None:
+    with tarfile.open(folder / "a.tar", "w") as made:
+        made.addfile(tarfile.TarInfo("0.bin"))
+    os.mkfifo(folder / "b.tar")
+    os.mkfifo(folder / "index.json")
+    assert len(SampleStore(folder)) == 1
+
+
+def test_a_header_of_a_tar_whose_checksum_is_no_number(folder: Path) -> None:
+    tar = folder / "a.tar"
+    with tarfile.open(tar, "w") as made:
+        member = tarfile.TarInfo("0.bin")
+        member.size = 3
+        made.addfile(member, io.BytesIO(b"abc"))
+    store = SampleStore(folder)
+    times = os.stat(tar)
+    with open(tar, "r+b") as file:
+        file.seek(148)
+        file.write(b"9")  # no octal digit; nothing else tells of the damage
+    os.utime(tar, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(FormatError, match="not part of a tar"):
+        SampleStore(folder)[0]
+    store.close()

@@ -271,3 +271,17 @@ def test_what_it_says_of_itself(folder: Path) -> None:
     assert repr(store) == f"<SampleStore {str(folder / 'store')!r}: 3 samples, native>"
     assert repr(store.columns) == "Columns(image: uint8 [-1], label: int64 [], name: str)"
     assert store.nbytes == sum(path.stat().st_size for path in data_files(folder / "store"))
+
+
+def test_ranges_of_bounded_bytes(folder: Path) -> None:
+    sizes = [100] * 5000 + [1 << 20] * 5 + [0, 3 << 20, 7]
+    with SampleWriter(folder) as writer:
+        writer.extend(bytes(size) for size in sizes)
+    store = SampleStore(folder)
+    found = list(store.ranges(2 << 20))
+    assert [number for each in found for number in each] == list(range(len(sizes)))
+    assert all(len(each) == 1 or sum(sizes[number] for number in each) <= 2 << 20 for each in found)
+    assert len(found) < 12
+    (folder / "empty").mkdir()
+    SampleWriter(folder / "empty").close()
+    assert list(SampleStore(folder / "empty").ranges(1)) == []
