@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,6 +27,7 @@ from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beside the budget: on their way there in forward, and back in backward
+_YOUNG = 2  # units that a thread has saved last and an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
 
 
@@ -62,6 +63,7 @@ class Activations:
         self._by_place: dict[Place, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
         self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
+        self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # of units to be forgotten; appended to by whatever frees the tickets
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
         self._saved = self._keys = self._largest = 0
@@ -95,7 +97,7 @@ class Activations:
                     ticket = known.ticket()
             ticket = ticket or self._add(tensor, place)
             unit = ticket.unit
-            if unit.memory is not None and unit.original:
+            if unit.memory is not None and unit.original and unit.place.part is None:
                 unit.seen.append((tensor.detach(), tensor._version))
         self._make_room(unit)
         return ticket
@@ -202,6 +204,7 @@ class Activations:
         self._units[unit.number] = unit
         self._by_place[place] = unit
         self._held.add(unit)
+        self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
         if not self._pooling:
             self._pooling = native().allocate_from_pool(True)
         if not self._this_pass:
@@ -214,7 +217,8 @@ class Activations:
     def _collect(self) -> None:
         """Takes note of units that are gone and of writes that have ended."""
         while self._gone:
-            self._forget(self._gone.popleft().unit)
+            self._forget(self._gone[0].unit)
+            self._gone.popleft()  # not before: Ctrl-C may come in between
         for unit in self._writing.units():
             if unit.writing is None or not unit.writing.done():
                 break
@@ -239,6 +243,7 @@ class Activations:
             budget=self._budget,
         )
         self._last_pass, self._this_pass = self._this_pass, 0
+        self._young.clear()
         self._end_pooling()
 
     def _end_pooling(self) -> None:
@@ -247,7 +252,7 @@ class Activations:
             self._pooling = False
 
     def _forget(self, unit: Unit) -> None:
-        if self._units.pop(unit.number, None) is None:
+        if unit.number not in self._units:
             return
         unit.memory = unit.arriving = unit.ticket = None  # and no cycle is left
         unit.seen.clear()
@@ -258,8 +263,10 @@ class Activations:
         for group in (self._held, self._restored):
             group.discard(unit)
         if unit.key is not None:
-            self._store.drop(unit.key)
+            if unit.key in self._store:
+                self._store.drop(unit.key)
             unit.key = None
+        del self._units[unit.number]  # last: until then this can be repeated
 
     def _cancel(self, unit: Unit) -> None:
         """Nothing more of it is written; it is held."""
@@ -322,32 +329,47 @@ class Activations:
         self._stats.seconds_waited += time.perf_counter() - begin
 
     def _write_some(self) -> None:
+        """Writes what the budget has no room for, and what it will have no room for in this pass."""
         for unit in self._restored.units():
             if self._in_memory <= self._budget:
                 break
             if unit.arriving is None or unit.arriving.done():
                 self._release(unit)
-        while self._held.nbytes + self._restored.nbytes > self._budget and (oldest := self._held.first()) is not None:
-            failure, oldest.trouble = oldest.trouble, None
-            if failure is None:
-                failure = self._failure_of_write(oldest)
-            if failure is None:
-                continue
-            if not isinstance(failure, OSError) or failure.errno not in NO_ROOM:
-                raise named(failure, oldest, "to be saved for the backward pass, could not be written")
-            if not self._leaving:
-                raise self._no_room(oldest, failure) from None
-            for write, _ in self._leaving:  # whose space is free once they have ended
-                write.exception()
-            self._collect()
+        while self._held.nbytes + self._restored.nbytes > self._budget:
+            oldest = next(self._writable(), None)
+            if oldest is None:
+                return
+            self._write_or_raise(oldest)
         written = self._this_pass - self._held.nbytes
         surplus = self._last_pass - self._budget - written
-        for unit in self._held.units() if surplus > 0 else []:
+        for unit in list(self._writable()) if surplus > 0 else []:
             if self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2) or surplus <= 0 or unit.trouble is not None:
                 break
             surplus -= unit.nbytes
             with contextlib.suppress(OSError):  # it is raised when its memory is needed
                 self._write(unit)
+
+    def _writable(self) -> Iterator[Unit]:
+        """Yields what may be written, the oldest first.
+
+        Autograd saves what an operation is called with before it runs, and ``rrelu`` fills one of these only then.
+        """
+        young = {number for numbers in self._young.values() for number in numbers}
+        return (unit for unit in self._held.units() if unit.number not in young)
+
+    def _write_or_raise(self, unit: Unit) -> None:
+        failure, unit.trouble = unit.trouble, None
+        if failure is None:
+            failure = self._failure_of_write(unit)
+        if failure is None:
+            return
+        if not isinstance(failure, OSError) or failure.errno not in NO_ROOM:
+            raise named(failure, unit, "to be saved for the backward pass, could not be written")
+        if not self._leaving:
+            raise self._no_room(unit, failure) from None
+        for write, _ in self._leaving:  # whose space is free once they have ended
+            write.exception()
+        self._collect()
 
     def _failure_of_write(self, unit: Unit) -> OSError | None:
         """Starts to write a unit, and returns what that failed with.

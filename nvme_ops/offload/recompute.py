@@ -20,7 +20,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nvme_ops.offload.saved_tensors import Kept, Layout, Place, Saved, Source, is_changed, place_of, whole_of
+from nvme_ops.offload.saved_tensors import (
+    Copied,
+    Kept,
+    Layout,
+    Place,
+    Saved,
+    Source,
+    is_changed,
+    kept,
+    place_of,
+    whole_of,
+)
 
 aten = torch.ops.aten
 
@@ -109,7 +120,7 @@ class Again:
 
     @torch.no_grad()
     def _compute(self) -> torch.Tensor:
-        leaves = [each.value() if isinstance(each, Kept | Saved) else each for each in self.leaves]
+        leaves = [each.value() if isinstance(each, Kept | Copied | Saved) else each for each in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.shape)
         device = next(each.device.type for each in leaves if isinstance(each, torch.Tensor))
         begin = time.perf_counter()
@@ -150,7 +161,10 @@ class Choice(TorchDispatchMode):
         """Times operations that can be repeated, and takes note of them."""
         kwargs = kwargs or {}
         if not is_repeatable(func):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if may_write(func):
+                self._forget_results_among(args, kwargs)
+            return made
         begin = time.perf_counter()
         made = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
@@ -167,6 +181,12 @@ class Choice(TorchDispatchMode):
                 self._note(Recipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
         return made
 
+    def _forget_results_among(self, args: Any, kwargs: Any) -> None:
+        """Looks at no version: collectives do not count theirs, nor is ``tensor.data`` counted with its tensor."""
+        for each in tree_flatten((args, kwargs))[0]:
+            if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested:
+                self._recipes.pop(each.untyped_storage()._cdata, None)
+
     def __exit__(self, *about: Any) -> None:
         """Forgets what may hold parameters of a model that is gone."""
         super().__exit__(*about)  # type: ignore[no-untyped-call]
@@ -181,7 +201,7 @@ class Choice(TorchDispatchMode):
 
     def _note(self, recipe: Recipe, seconds: float) -> None:
         if len(self._recipes) > 64:
-            self._recipes = {key: each for key, each in self._recipes.items() if not each.origin.expired()}
+            self._recipes = {key: each for key, each in self._recipes.copy().items() if not each.origin.expired()}
         self._recipes[recipe.origin.cdata] = recipe
         self._seconds[recipe.kind] = min(seconds, self._seconds.get(recipe.kind, seconds))
 
@@ -207,7 +227,7 @@ class Choice(TorchDispatchMode):
             elif isinstance(leaf, Given):
                 if leaf.tensor._version != leaf.version:
                     return None
-                leaf = Kept(leaf.tensor)
+                leaf = kept(leaf.tensor, self._least)
             leaves.append(leaf)
         self._possible[recipe.kind] = self._possible.get(recipe.kind, 0) + 1
         if recipe.kind not in self._again:
@@ -223,7 +243,7 @@ class Choice(TorchDispatchMode):
         if recipe is None or recipe.version != leaf.version:
             return None
         again = self._made.get(recipe.number)
-        return None if again is None else Saved(leaf.layout, 0, again.value)
+        return None if again is None else Saved(leaf.layout, again.value)
 
     def note_again(self, seconds: float, nbytes: int) -> None:
         """Counts what was computed again."""
@@ -259,6 +279,12 @@ def _results(made: Any) -> Iterator[tuple[int | None, Any]]:
         yield from enumerate(made)
     else:
         yield None, made
+
+
+def may_write(function: Any) -> bool:
+    """Whether an operation may write to what it is called with: its schema says so, or is not torch's own."""
+    schema = getattr(function, "_schema", None)
+    return schema is None or schema.is_mutable or function.namespace not in ("aten", "prims")
 
 
 _repeatable: dict[Any, bool] = {}

@@ -13,9 +13,9 @@ from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations import Activations
 from nvme_ops.offload.recompute import Away, Choice
-from nvme_ops.offload.saved_tensors import Kept, Layout, Saved, Source, place_of
+from nvme_ops.offload.saved_tensors import Layout, Saved, Source, kept, place_of
 from nvme_ops.offload.stream_weights import budget_of
-from nvme_ops.offload.units import ActivationStats
+from nvme_ops.offload.units import ActivationStats, Ticket
 
 Path = str | os.PathLike[str]
 
@@ -107,28 +107,35 @@ class _Packer:
     def __init__(self, activations: Activations, least: int, choice: Choice | None) -> None:
         self._activations, self._least, self._choice = activations, least, choice
 
+    @torch._disable_dynamo
     def pack(self, tensor: torch.Tensor) -> Source:
         place = place_of(tensor, self._least)
         if place is None:
-            return Kept(tensor)
+            return kept(tensor, self._least)
         layout = Layout.of(tensor)
         if self._choice is not None:
             if (last := self._activations.take_pass()) is not None:
                 self._choice.end_pass(last)
             again = self._choice.source_of(place, tensor._version, self._known)
             if again is not None:
-                return Saved(layout, 0, again.value, tensor)
+                return Saved(layout, again.value, tensor)
         ticket = self._activations.put(tensor, place)
-        fetch = partial(self._activations.get, ticket)
-        return Saved(layout, ticket.unit.place.begin, fetch, tensor, ticket.unit.is_shared)
+        return self._saved(layout, ticket, tensor)
 
     def _known(self, away: Away) -> Source | None:
         """What a tensor was saved as."""
         ticket = self._activations.find((away.place, away.whole), away.version)
-        if ticket is None:
-            return None
-        return Saved(away.layout, ticket.unit.place.begin, partial(self._activations.get, ticket))
+        return None if ticket is None else self._saved(away.layout, ticket)
+
+    def _saved(self, layout: Layout, ticket: Ticket, tensor: torch.Tensor | None = None) -> Saved:
+        fetch = partial(self._activations.get, ticket)
+        shared = None if tensor is None else ticket.unit.is_shared
+        part = ticket.unit.place.part
+        return (
+            Saved(layout, fetch, tensor, shared) if part is None else Saved(part.close(), fetch, tensor, shared, layout)
+        )
 
 
+@torch._disable_dynamo
 def _unpack(saved: Source) -> torch.Tensor:
     return saved.value()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +13,7 @@ import torch
 from torch.autograd import Variable
 
 _MOST = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
+_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 class Source(Protocol):
@@ -26,8 +27,8 @@ class Place(NamedTuple):
     """Bytes of a storage."""
 
     storage: int  #: what ``StorageWeakRef.cdata`` is
-    begin: int
     nbytes: int
+    part: Layout | None = None  #: None: all bytes of the storage. Else what is copied of it: its elements, closely
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Layout:
     def of(cls, tensor: torch.Tensor) -> Layout:
         """Returns that of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize)
+
+    def close(self) -> Layout:
+        """Returns that of a copy of its elements alone, with dimensions in the same order in memory."""
+        copied = _distinct(torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta"))
+        stride = torch.empty_like(copied).stride()
+        return Layout(self.dtype, self.shape, tuple(_where_moved(self.stride, stride)), 0)
 
 
 class Kept:
@@ -60,6 +67,30 @@ class Kept:
         return self._tensor
 
 
+class Copied:
+    """A small part of a large storage, which would otherwise be kept as a whole."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._layout, self._memory = Layout.of(tensor), _distinct(tensor.detach()).clone()
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+
+    def value(self) -> torch.Tensor:
+        """Returns a tensor like it. Raises RuntimeError if it was modified in place."""
+        tensor = self._tensor()
+        if tensor is not None and tensor._version != self._version:
+            raise modified(self._layout.dtype, self._layout.shape)
+        close = self._layout.close()
+        return _spread(self._memory.as_strided(close.shape, close.stride), self._layout).clone()
+
+
+def kept(tensor: torch.Tensor, least: int) -> Kept | Copied:
+    """Returns what keeps a tensor in memory, and not much beside it: less than ``least`` bytes."""
+    if _stays(tensor) or not tensor.numel():
+        return Kept(tensor)
+    whole = tensor.untyped_storage().nbytes()
+    return Copied(tensor) if whole >= least and whole > _MOST * _distinct(tensor).nbytes else Kept(tensor)
+
+
 class Saved:
     """A tensor made of bytes that are fetched.
 
@@ -68,21 +99,21 @@ class Saved:
 
     Args:
         layout: of the tensor.
-        begin: the byte of its storage with which what is fetched begins.
         fetch: returns a tensor over the bytes.
         tensor: itself; is looked at when it is asked for, for changes.
         shared: whether others have the bytes, too, who do not know of ``fetch``.
+        like: its layout, where ``layout`` is that of a copy of its elements.
     """
 
     def __init__(
         self,
         layout: Layout,
-        begin: int,
         fetch: Callable[[], torch.Tensor],
         tensor: torch.Tensor | None = None,
         shared: Callable[[], bool] | None = None,
+        like: Layout | None = None,
     ) -> None:
-        self._layout, self._begin, self._fetch, self._shared = layout, begin, fetch, shared
+        self._layout, self._fetch, self._shared, self._like = layout, fetch, shared, like
         self._tensor = None if tensor is None else weakref.ref(tensor)
         self._version = -1 if tensor is None else tensor._version
         self._may_be_gradient = tensor is not None and not tensor.requires_grad
@@ -93,17 +124,24 @@ class Saved:
         tensor = None if self._tensor is None else self._tensor()
         if tensor is not None and tensor._version != self._version:  # whether or not it was written before that
             raise modified(layout.dtype, layout.shape)
-        fetched = self._fetch()
-        place = int(fetched.storage_offset()) * fetched.itemsize + layout.offset - self._begin
+        value = self._made_of(self._fetch())
+        return value if self._like is None else _spread(value, self._like)
+
+    def _made_of(self, fetched: torch.Tensor) -> torch.Tensor:
+        layout = self._layout
+        place = int(fetched.storage_offset()) * fetched.itemsize + layout.offset
         if not self._may_be_gradient:
-            return _view_of(fetched, layout, place)
+            view = _view_of(fetched, layout, place)
+            # a function of the user's may return even this one as a gradient
+            by_user = isinstance(_node(), torch.autograd.function.BackwardCFunction)
+            return view.clone() if by_user and self._shared is not None and self._shared() else view
         made = made_of(fetched)
-        known = made.get((layout, self._begin))
+        known = made.get(layout)
         if known is not None:
             return known[0]
         value = torch.empty(0, dtype=layout.dtype, device=fetched.device)
         value.set_(fetched.untyped_storage(), place // value.itemsize, layout.shape, layout.stride)
-        made[layout, self._begin] = value, value._version
+        made[layout] = value, value._version
         if self._shared is not None and self._shared():
             with contextlib.suppress(RuntimeError):  # not in a backward pass
                 Variable._execution_engine.queue_callback(partial(_keep, value))
@@ -122,9 +160,9 @@ def _keep(_: torch.Tensor) -> None:
     """Is called at the end of the backward pass, to which it keeps a tensor."""
 
 
-def made_of(fetched: torch.Tensor) -> dict[tuple[Layout, int], tuple[torch.Tensor, int]]:
+def made_of(fetched: torch.Tensor) -> dict[Layout, tuple[torch.Tensor, int]]:
     """Returns tensors that were made over the memory of another one, and live as long as that does; each's version."""
-    found: dict[tuple[Layout, int], tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
+    found: dict[Layout, tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
     return found
 
 
@@ -140,18 +178,44 @@ def place_of(tensor: torch.Tensor, least: int) -> Place | None:
     """
     if _stays(tensor) or tensor.numel() == 0:
         return None
-    itemsize = tensor.itemsize
-    span = (1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))) * itemsize
-    storage = tensor.untyped_storage()
-    whole = storage.nbytes()
-    begin, nbytes = (0, whole) if whole <= _MOST * span else (int(tensor.storage_offset()) * itemsize, span)
-    return None if nbytes < least else Place(storage._cdata, begin, nbytes)
+    nbytes, whole = _distinct(tensor).nbytes, whole_of(tensor)
+    if whole.nbytes <= _MOST * nbytes:
+        return None if whole.nbytes < least else whole
+    layout = Layout.of(tensor)
+    return None if nbytes < least else Place(whole.storage, nbytes, layout)
 
 
 def whole_of(tensor: torch.Tensor) -> Place:
     """Returns all bytes of the storage of a tensor."""
     storage = tensor.untyped_storage()
-    return Place(storage._cdata, 0, storage.nbytes())
+    return Place(storage._cdata, storage.nbytes())
+
+
+def memory_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+    """Returns the bytes that are saved for a tensor: those of its storage, or of a copy of its elements."""
+    source = tensor if place.part is None else _distinct(tensor.detach()).clone()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(source.untyped_storage(), 0, (place.nbytes,), (1,))
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns it without the repetitions of expanded dimensions."""
+    shape = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor if shape == list(tensor.shape) else tensor.detach().as_strided(shape, tensor.stride())
+
+
+def _where_moved(stride: Sequence[int], moved: Sequence[int]) -> Iterator[int]:
+    """Yields strides of a copy; those of expanded dimensions stay 0."""
+    return (0 if step == 0 else other for step, other in zip(stride, moved, strict=True))
+
+
+def _spread(value: torch.Tensor, like: Layout) -> torch.Tensor:
+    """Returns a tensor with other strides: operations may sum in another order where they differ."""
+    if value.stride() == like.stride:
+        return value
+    made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
+    _distinct(made).copy_(_distinct(value))
+    return made
 
 
 def _stays(tensor: torch.Tensor) -> bool:

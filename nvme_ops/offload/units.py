@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.saved_tensors import Place, made_of
+from nvme_ops.offload.saved_tensors import Place, made_of, memory_of
 from nvme_ops.text import size_words
 
 
@@ -65,9 +65,8 @@ class Unit:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first one, for messages
         self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
         self.version = tensor._version
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        self.memory: torch.Tensor | None = whole.set_(storage, place.begin, (place.nbytes,), (1,))
-        self.original = True  #: the memory is that of the storage that was saved
+        self.memory: torch.Tensor | None = memory_of(tensor, place)
+        self.original = True  #: the memory is that of the storage that was saved, or the copy of a part
         self.handed_out = self.memory._version  #: that a backward, which is given the memory, has not changed
         self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
         self.modified = False  #: before it was written
@@ -87,7 +86,8 @@ class Unit:
         """
         if self.version != tensor._version or self.is_modified():
             return False
-        return (self.memory is not None and self.original) or self._owner() is _owner(tensor)
+        is_storage = self.memory is not None and self.original and self.place.part is None
+        return is_storage or self._owner() is _owner(tensor)
 
     def is_shared(self) -> bool:
         """Whether others have its memory, too."""

@@ -320,10 +320,30 @@ def test_a_read_that_fails_names_the_tensor(folder: Path) -> None:
         loss.backward()
 
 
+def test_a_compiled_step_with_its_backward(folder: Path) -> None:
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    net = perceptron()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with saving:
+            loss = net(x).sum()
+        loss.backward()
+        return loss
+
+    x = torch.randn(4, next(net.parameters()).shape[1])
+    step(x)
+    expected = [each.grad.clone() for each in net.parameters() if each.grad is not None]
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        net.zero_grad()
+        compiled(x)
+        assert same([each.grad for each in net.parameters() if each.grad is not None], expected)
+
+
 def test_a_flipped_bit_is_found(folder: Path) -> None:
     x = torch.randn(64, 128, requires_grad=True)
     with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksum=True) as saving:
-        z = x.exp().sin().sin()
+        z = x.exp().sin().sin().sin().sin()
     settled(saving)
     (session,) = folder.iterdir()
     for file in session.iterdir():
@@ -336,7 +356,7 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
 def test_a_file_that_is_cut_off(folder: Path) -> None:
     x = torch.randn(64, 128, requires_grad=True)
     with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
-        z = x.exp().sin().sin()
+        z = x.exp().sin().sin().sin().sin()
     settled(saving)
     (session,) = folder.iterdir()
     for file in session.iterdir():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import save_on_nvme
+from tests.offload.saving import settled
 
 
 class Fused(torch.autograd.Function):
@@ -74,20 +75,75 @@ class Greedy(torch.autograd.Function):
         return ctx.saved_tensors[0].cos_().mul_(gradients[0])
 
 
-@pytest.mark.parametrize("budget", ["64M", 0])
-def test_what_a_backward_has_changed_is_no_value_any_more(folder: Path, budget: Any) -> None:
+def test_what_a_backward_writes_to_in_memory_is_its_own(folder: Path) -> None:
     weight = torch.randn(1 << 16, requires_grad=True)
-    with save_on_nvme(folder, min_bytes=1, memory_budget=budget):
+    with save_on_nvme(folder, min_bytes=1, memory_budget="64M"):
         x = weight * 2
         loss = (x * x + Greedy.apply(x)).sum()
+    (expected,) = torch.autograd.grad(((weight * 2) ** 2 + (weight * 2).sin()).sum(), weight)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_a_backward_has_changed_is_no_value_any_more(folder: Path) -> None:
+    weight = torch.randn(1 << 16, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
         alone = Greedy.apply(weight * 3).sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        others = weight.exp().sin().sin()
+    settled(saving)
     (expected,) = torch.autograd.grad((weight * 3).sin().sum(), weight)
     (found,) = torch.autograd.grad(alone, weight, retain_graph=True)
     assert torch.equal(found, expected)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(alone, weight)
+    del others
+
+
+class Returning(torch.autograd.Function):
+    """Its gradient is a tensor that was saved and needs a gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("budget", ["64M", 0])
+def test_what_is_returned_as_a_gradient_stays_the_users(folder: Path, budget: Any) -> None:
+    weight, base = torch.zeros(1 << 18, requires_grad=True), torch.full((1 << 18,), 3.0, requires_grad=True)
+    given = base * 1
+    with save_on_nvme(folder, min_bytes=1, memory_budget=budget):
+        losses = [Returning.apply(weight, given) for _ in range(2)]
+    for each in losses:
+        each.backward(inputs=[weight])
+    assert weight.grad is not None
+    assert bool((weight.grad == 6).all())
+    assert bool((given == 3).all())
+
+
+def test_what_an_operation_fills_after_it_was_saved_is_not_written_before(folder: Path) -> None:
+    """``rrelu`` saves its noise before it draws it, and counts no version."""
+    x = torch.randn(1 << 17, requires_grad=True)
+
+    def gradient() -> torch.Tensor:
+        torch.manual_seed(1)
+        h = x
+        for _ in range(12):
+            h = torch.nn.functional.rrelu(h, training=True) * 1.01
+        return h.sum()
+
+    (expected,) = torch.autograd.grad(gradient(), x)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    for _ in range(3):
+        with saving:
+            loss = gradient()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert saving.stats().bytes_written > 0
 
 
 def test_small_tensors_that_are_computed_from_may_have_changed_before_but_not_after(folder: Path) -> None:
@@ -244,3 +300,25 @@ def test_arguments_that_cannot_be(folder: Path) -> None:
         save_on_nvme(folder, min_bytes=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="handle must be an aio_handle"):
         save_on_nvme(folder, handle=3)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_before_a_unit_is_forgotten_does_not_lose_it(folder: Path) -> None:
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget="1M")
+    inside: Any = saving._activations
+    x = torch.randn(1 << 14, requires_grad=True)
+    with saving:
+        loss = x.sin().exp().sum()
+    del loss
+    forget = inside._forget
+
+    def interrupted(_: Any) -> None:
+        inside._forget = forget
+        raise KeyboardInterrupt
+
+    inside._forget = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        saving.stats()
+    saving.stats()
+    assert not inside._units
+    assert inside._held.nbytes == 0
+    assert not inside._pooling
