@@ -10,11 +10,14 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
 
 
-def parse_size(text: str) -> int:
-    """Parses a size in bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024. Raises ValueError."""
+def parse_size(text: str, *, zero: bool = False) -> int:
+    """Parses a size in bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024.
+
+    ``zero``: a size of 0 is one too. Raises ValueError for what is no size.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
-    if not 1 <= size < math.inf:
+    size = float(found[1]) * _UNITS[found[2].upper()] if found else -1
+    if not (1 <= size < math.inf or (zero and size == 0)):
         raise ValueError(f"{text!r} is not a size; examples: 512M, 1G, 1.5G")
     return int(size)
 

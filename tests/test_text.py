@@ -25,6 +25,13 @@ def test_other_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
+def test_zero_is_a_size_where_it_may_be() -> None:
+    assert [parse_size(text, zero=True) for text in ("0", "0M", "1")] == [0, 0, 1]
+    for text in ("", "0.5", "-1"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_size(text, zero=True)
+
+
 def test_sizes_read_well() -> None:
     assert [size_words(size) for size in (0, 512, 3 * MIB // 2, 64 * GIB)] == ["0 B", "512 B", "1.5 MiB", "64 GiB"]
 

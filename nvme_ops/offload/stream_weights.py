@@ -32,7 +32,7 @@ Path = str | os.PathLike[str]
 
 def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budget") -> int:
     """Return bytes. Raises ValueError for what is no size, or less than ``least``; ``name`` is of the argument."""
-    budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    budget = parse_size(memory_budget, zero=True) if isinstance(memory_budget, str) else memory_budget
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(budget).__name__}")
     if budget < least:

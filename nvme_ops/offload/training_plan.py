@@ -6,6 +6,7 @@ takes the longer of the two.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,22 +73,28 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
         length: tokens of each.
     """
     computing = model.seconds * batch * length
-    of_sequence, at_work = model.activations * length, _AT_WORK * model.of_layer * length
+    of_sequence, at_work = max(1, model.activations * length), _AT_WORK * model.of_layer * length
     share = max(1, memory // _BUDGET_SHARE)
     budget = max(2 * model.largest, share)
 
     def way(name: str, fixed: int, read: int, written: int, activations: bool = False) -> TrainingWay:
-        each = min(at_work, of_sequence) if activations else of_sequence
-        most = max(0, (memory - fixed - activations * share) // max(1, each))
-        if activations:
-            most = min(most, (max(0, free - written) + share) // max(1, of_sequence))
-            moved = max(0, of_sequence * batch - share)
-            kept = min(share + each * batch, of_sequence * batch)
-        else:
-            moved, kept = 0, each * batch
+        def needed(batch: int) -> tuple[int, int]:
+            """Returns bytes of memory and of storage."""
+            saved = of_sequence * batch
+            if not activations:
+                return fixed + saved, written
+            return fixed + min(saved, share + min(at_work, of_sequence) * batch), written + max(0, saved - share)
+
+        def fits(batch: int) -> bool:
+            needs = needed(batch)
+            return needs[0] <= memory and needs[1] <= free
+
+        taken, stored = needed(batch)
+        moved = stored - written
         seconds = max(computing, (read + written + 2 * moved) / rate)
-        fits = fixed + kept <= memory and moved + written * activations <= free
-        return TrainingWay(name, fixed + kept, read + moved, written + moved, seconds, fits, most)
+        # a sequence takes at least a byte of either, so that no larger batch fits
+        largest = bisect.bisect_left(range(1, memory + free + 2), True, key=lambda count: not fits(count))
+        return TrainingWay(name, taken, read + moved, stored, seconds, fits(batch), largest)
 
     whole = model.nbytes + model.nbytes + model.states
     on_storage = min(budget, model.states)

@@ -21,7 +21,6 @@ from nvme_ops.offload import cli, from_pretrained, page
 from nvme_ops.offload.generation import Reached
 from nvme_ops.offload.plan import step_bytes
 from nvme_ops.offload.probe import Layers, rates, sizes_of
-from nvme_ops.offload.training_plan import TrainedModel, ways
 from nvme_ops.text import MIB
 from tests.conftest import REPOSITORY, refusal, run_python
 from tests.offload.llama import saved_llama, saved_tokenizer
@@ -178,19 +177,6 @@ def test_a_plan_of_training_as_a_document(llama: Path, capsys: pytest.CaptureFix
     assert both["written"] == found["states"] + 4 * found["parameters"]
     assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
     assert both["largest_batch"] >= memory["largest_batch"]
-
-
-def test_activations_on_storage_make_room_for_larger_batches() -> None:
-    """A hundred layers, of whose activations only those of the one at work need memory, and the disk has room."""
-    model = TrainedModel(1000, 4, 1000, activations=100_000, of_layer=1000, seconds=1e-6)
-    for free, largest in ((10**9, 10**9 + 10**6), (10**12, 500 * 10**6)):
-        found = {each.name: each for each in ways(model, 8 * 10**6, 1e9, free, 1000, 1)}
-        memory, activations = found["in memory"], found["activations"]
-        assert memory.largest_batch == (8 * 10**6 - 16_000) // 100_000
-        assert not memory.fits
-        assert activations.fits
-        assert activations.largest_batch == pytest.approx(min(largest / 100_000, 7 * 10**6 / 2000), rel=0.01)
-        assert activations.seconds == pytest.approx(2 * (10**8 - 10**6) / 1e9)
 
 
 def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:

@@ -386,6 +386,12 @@ def flip(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
+@pytest.mark.parametrize("nothing", [0, "0", "0M"])
+def test_a_budget_of_nothing_is_a_size(folder: Path, nothing: int | str) -> None:
+    with save_on_nvme(folder, memory_budget=nothing, min_bytes=nothing) as saving:
+        assert saving.stats().bytes_saved == 0
+
+
 def test_wrong_arguments(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         save_on_nvme(folder / "missing")
