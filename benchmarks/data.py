@@ -61,11 +61,8 @@ def reader_row(name: str, data: DataSet) -> Row:
 
 
 def _check(reader: Reader) -> None:
-    try:
-        for _ in checked(reader):
-            pass
-    except ValueError as error:
-        raise WrongData(str(error)) from None
+    for _ in checked(reader):
+        pass
 
 
 def _empty(name: str, words: str) -> Row:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.bench.workload import cli, saving
-from nvme_ops.bench.workload.feed import Fed, feed, search
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked
+from nvme_ops.bench.measure import Unavailable, WrongData
+from nvme_ops.bench.workload import cli, readers, saving
+from nvme_ops.bench.workload.feed import Fed, cool, feed, search
+from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.bench.workload.table import JOBS, LAYER, MODEL, WRITING
 from tests.conftest import REPOSITORY, refusal
 
@@ -50,6 +51,8 @@ def test_a_slow_reader_does_not(tmp_path: Path) -> None:
     found = feed(scripted(data_set(tmp_path, [100]), 0.005), 4, 0.005, 0.3)
     assert found.utilization < 0.4
     assert found.wait(0.5) > 0.005
+    assert found.latency(0.5) > found.wait(0.5)
+    assert len(found.latencies) == len(found.waits)
 
 
 def test_reading_is_hidden_behind_computing(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_each_reader_reads_what_it_wrote(name: str, sizes: list[int], folder: Pa
 
 
 def test_a_reader_that_reads_something_else_is_found(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="other bytes than were written"):
+    with pytest.raises(WrongData, match="other bytes than were written"):
         list(checked(scripted(data_set(tmp_path, [100] * 10), 0.0)))
 
 
@@ -276,3 +279,30 @@ def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, grou
 def test_a_folder_without_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bert", "--folder", str(folder), "--checkpoint", "1000T"]) == 2
     assert "nvme-bench: " in capsys.readouterr().err
+
+
+def test_batches_without_room_in_shared_memory_are_refused(folder: Path) -> None:
+    """They would be waited for without end: torch only prints that it cannot send them."""
+    data = data_set(folder, [1 << 50] * 10)
+    for name in sorted(READERS.keys() - {OURS}):
+        with pytest.raises(
+            Unavailable, match=r"need 3.072e\+04 TiB in /dev/shm and .* free: docker run --shm-size=\d+m, or"
+        ):
+            made(name, data)
+    assert list(folder.iterdir()) == [], "before the data set is written"
+    readers._require_shared_memory(DataSet(folder, data.sizes, 10, workers=0))
+
+
+def test_samples_in_files_are_enough_for_several_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_MOST_FILES", 16)
+    assert len(made("plain", data_set(folder, [100] * 100, 5)).data.sizes) == 40
+    monkeypatch.setattr(readers, "_MOST_FILES", 64)
+    assert len(made("safetensors", data_set(folder, [100] * 100, 5)).data.sizes) == 60
+
+
+def test_many_files_that_are_dropped_from_the_page_cache_are_counted(folder: Path) -> None:
+    said: list[str] = []
+    files = [folder / "file"] * 2001
+    files[0].touch()
+    cool(Reader("files", data_set(folder, []), files, list), said.append)
+    assert said == [f"{count},000 of 2,001 files dropped from the page cache" for count in (1, 2)]

@@ -17,6 +17,9 @@ from nvme_ops.measuring.files import make_cold
 FED = 0.9  # utilization from which an accelerator counts as fed
 _FIRST_BATCHES = 4  # of each accelerator, at least
 _MOST = 1 << 14  # accelerators
+_MANY = 1000  # files between words about progress
+
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Fed:
     nbytes: int
     seconds: float  #: from the first batch on, until the last one was computed on
     waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, but its first one
+    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch until it came
 
     @property
     def rate(self) -> float:
@@ -39,21 +43,26 @@ class Fed:
         """Returns a percentile of the waits."""
         return percentile(self.waits, share) if self.waits else 0.0
 
+    def latency(self, share: float) -> float:
+        """Returns a percentile of the latencies."""
+        return percentile(self.latencies, share) if self.latencies else 0.0
 
-def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> Fed:
+
+def feed(reader: Reader, accelerators: int, compute: float, seconds: float, say: Say = lambda _: None) -> Fed:
     """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
 
     An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
     come when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch on,
-    for ``seconds`` and until each has had four batches.
+    for ``seconds`` and until each has had four batches. ``say`` is called with words about what takes time.
     """
     clock = _Clock()
-    batches = iter(_epochs(reader, clock))
+    batches = iter(_epochs(reader, clock, say))
     wants = [(0.0, number) for number in range(accelerators)]
     free = [0.0] * accelerators
     first: dict[int, float] = {}
     busy = [0] * accelerators
     waits: list[float] = []
+    latencies: list[float] = []
     samples = nbytes = 0
     next(batches)  # starts workers, and fills their queues
     begin = clock.now()
@@ -65,6 +74,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         start = max(arrived, free[number])
         if number in first:
             waits.append(start - free[number])
+            latencies.append(arrived - wanted)
         else:
             first[number] = start
         free[number] = start + compute
@@ -76,7 +86,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         heapq.heappush(wants, (start, number))
     worked = sum(compute * count for count in busy)
     total = sum(free[number] - start for number, start in first.items())
-    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits)
+    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits, latencies)
 
 
 class _Clock:
@@ -99,15 +109,17 @@ class _Clock:
         self._stopped += time.perf_counter() - begin
 
 
-def _epochs(reader: Reader, clock: _Clock) -> Iterator[Sequence[Any]]:
+def _epochs(reader: Reader, clock: _Clock, say: Say) -> Iterator[Sequence[Any]]:
     while True:
-        clock.leave_out(lambda: cool(reader))
+        clock.leave_out(lambda: cool(reader, say))
         yield from reader.batches()
 
 
-def cool(reader: Reader) -> None:
-    """Drops the reader's files from the page cache."""
-    for path in reader.files:
+def cool(reader: Reader, say: Say = lambda _: None) -> None:
+    """Drops the reader's files from the page cache; says how many from time to time, as it takes seconds for many."""
+    for number, path in enumerate(reader.files):
+        if number % _MANY == 0 < number:
+            say(f"{number:,} of {len(reader.files):,} files dropped from the page cache")
         make_cold(str(path))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import shutil
+import signal
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,15 +15,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nvme_ops.bench.measure import Unavailable
+from nvme_ops.bench.measure import Unavailable, WrongData
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
 from nvme_ops.handle import aio_handle
+from nvme_ops.text import MIB, size_words
 
 OURS = "nvme_ops"
 _CONTENT = 16 << 20  # bytes of noise that samples are cut from
 _NUMBER = 8  # bytes at the beginning of a sample that are its number
 _SHARDS = 8
 _FILES, _MOST_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
+LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
+_SHARED_MEMORY = "/dev/shm"  # torch's workers put their batches there
+_PREFETCHED = 2  # batches of each of torch's workers, by default
 
 Batches = Iterable[Sequence[Any]]
 
@@ -71,6 +77,11 @@ class DataSet:
         )
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(self.sizes)
+
+    @property
     def fixed(self) -> bool:
         """Whether all samples have the same size."""
         return len(set(self.sizes)) <= 1
@@ -116,8 +127,31 @@ def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
 
 def _torch_loader(data: DataSet, samples: Any, **more: Any) -> Callable[[], Batches]:
     given: dict[str, Any] = {"batch_size": data.batch, "shuffle": data.shuffled, "collate_fn": _collated, **more}
-    loader = DataLoader(samples, num_workers=data.workers, persistent_workers=True, **given)
+    loader = DataLoader(
+        samples, num_workers=data.workers, persistent_workers=True, worker_init_fn=_without_ctrl_c, **given
+    )
     return lambda: loader
+
+
+def _without_ctrl_c(_: int) -> None:
+    """Leaves Ctrl-C to the parent, which ends its workers: else they would seem to have failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _require_shared_memory(data: DataSet) -> None:
+    """Raises Unavailable if the batches of torch's workers have no room: torch waits for such a batch for ever."""
+    if not data.workers:
+        return
+    needed = (_PREFETCHED * data.workers + 1) * data.batch * max(data.sizes)
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        free = 0
+    if free < needed:
+        raise Unavailable(
+            f"batches of {data.workers} workers need {size_words(needed)} in {_SHARED_MEMORY} and {size_words(free)} "
+            f"are free: docker run --shm-size={-(-needed // MIB)}m, or fewer --workers"
+        )
 
 
 def _collated(samples: list[Any]) -> Any:
@@ -215,7 +249,9 @@ def webdataset(data: DataSet) -> Reader:
         pipeline = pipeline.shuffle(256)
     pipeline = pipeline.to_tuple("bin").map(_first).batched(data.batch, collation_fn=_collated)
     workers = min(data.workers, len(files))
-    loader = DataLoader(pipeline, batch_size=None, num_workers=workers, persistent_workers=True)
+    loader = DataLoader(
+        pipeline, batch_size=None, num_workers=workers, persistent_workers=True, worker_init_fn=_without_ctrl_c
+    )
     return Reader("webdataset", data, files, lambda: loader)
 
 
@@ -254,17 +290,22 @@ READERS: dict[str, Callable[[DataSet], Reader]] = {
 
 
 def made(name: str, data: DataSet) -> Reader:
-    """Returns a reader of the data set; those with a file for each sample have the first 8,192. Raises Unavailable."""
-    return READERS[name](data.part(_MOST_FILES) if name in _FILES else data)
+    """Returns a reader of the data set. Raises Unavailable.
+
+    Those with a file for each sample have the first 8,192 samples, or 8 batches if that is more.
+    """
+    if name != OURS:
+        _require_shared_memory(data)
+    return READERS[name](data.part(max(_MOST_FILES, LEAST_BATCHES * data.batch)) if name in _FILES else data)
 
 
 def checked(reader: Reader) -> Iterator[Sequence[Any]]:
-    """Yields the batches of an epoch, and raises ValueError if one of them has other bytes than were written."""
+    """Yields the batches of an epoch, and raises WrongData if one of them has other bytes than were written."""
     seen = 0
     for batch in reader.batches():
         if not reader.data.is_sample(batch[0]) or not reader.data.is_sample(batch[len(batch) - 1]):
-            raise ValueError(f"{reader.name}: a sample has other bytes than were written")
+            raise WrongData(f"{reader.name}: a sample has other bytes than were written")
         seen += len(batch)
         yield batch
     if seen != len(reader.data.sizes):
-        raise ValueError(f"{reader.name}: {seen} samples instead of {len(reader.data.sizes)}")
+        raise WrongData(f"{reader.name}: {seen} samples instead of {len(reader.data.sizes)}")
