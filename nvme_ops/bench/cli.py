@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nvme_ops.bench import explain, options, plot, report
 from nvme_ops.bench.run import run
@@ -16,25 +17,24 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
     words = sys.argv[1:] if words is None else words
     stop.leave_on_signals()
-    if words and words[0] == "explain":
-        return _explain(words[1:])
-    if words and words[0] == "workload":
-        from nvme_ops.bench.workload import cli as workload
-
-        return workload.main(words[1:])
-    given = options.parse(words)
+    command = {"explain": _explain, "workload": _workload}.get(words[0] if words else "")
     try:
-        result = run(given, show_progress)
-    except files.NotUsable as reason:
+        return command(words[1:]) if command else _bench(words)
+    except (files.NotUsable, OSError) as reason:
         print(f"nvme-bench: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nnvme-bench: interrupted before anything was measured; the files are removed", file=sys.stderr)
+        print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
         return 130
-    document = json.dumps(report.as_document(result), indent=2) + "\n" if given.json else ""
-    print(document if given.json == "-" else report.text(result) + "\n", end="")
-    if given.json and given.json != "-":
-        Path(given.json).write_text(document, encoding="utf-8")
+
+
+def _bench(words: Sequence[str]) -> int:
+    given = options.parse(words)
+    result = run(given, show_progress)
+    if given.json != "-":
+        print(report.text(result))
+    if given.json:
+        write_json(given.json, report.as_document(result))
     if given.csv:
         Path(given.csv).write_text(report.as_csv(result), encoding="utf-8")
     if given.plot and not plot.plot(result, given.plot):
@@ -45,13 +45,24 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _explain(words: Sequence[str]) -> int:
-    try:
-        status, text = explain.main(words)
-    except KeyboardInterrupt:
-        print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
-        return 130
+    status, text = explain.main(words)
     print(text, file=sys.stderr if status else sys.stdout)
     return status
+
+
+def _workload(words: Sequence[str]) -> int:
+    from nvme_ops.bench.workload import cli as workload
+
+    return workload.main(words)
+
+
+def write_json(file: str, document: dict[str, Any]) -> None:
+    """Writes a document to a file; ``-`` is standard output."""
+    text = json.dumps(document, indent=2) + "\n"
+    if file == "-":
+        print(text, end="")
+    else:
+        Path(file).write_text(text, encoding="utf-8")
 
 
 def show_progress(words: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from nvme_ops.measuring.energy import Meter, used
 from nvme_ops.measuring.page_cache import cached_share
@@ -143,7 +144,7 @@ def interleave(
     try:
         for row in rows:
             progress(f"first pass: {row.name}")
-            with _kept_as_note(row):
+            with kept_as_note(row):
                 for _ in range(warmups):
                     row.before()
                     row.run()
@@ -155,7 +156,7 @@ def interleave(
             for row in (able[place] for place in _order(len(able), number)):
                 progress(f"round {number + 1} of {rounds}: {row.name}")
                 row.samples.append(None)
-                with _kept_as_note(row):
+                with kept_as_note(row):
                     row.prepare()
                     row.samples[-1] = row.measure()
     finally:
@@ -174,16 +175,34 @@ def _order(count: int, number: int) -> list[int]:
     return order[::-1] if count % 2 and number // count % 2 else order
 
 
+class Noted(Protocol):
+    """What can fail and say so."""
+
+    note: str
+    wrong: bool
+
+
 @contextmanager
-def _kept_as_note(row: Row) -> Iterator[None]:
+def kept_as_note(row: Noted) -> Iterator[None]:
+    """Keeps the reason as the note of ``row`` if the block fails."""
     try:
         yield
     except WrongData as error:
         row.wrong, row.note = True, f"WRONG DATA: {error}"
     except Unavailable as reason:
         row.note = str(reason)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, MemoryError) as error:
+        if (end := _end_behind(error)) is not None:
+            raise end from None
         row.note = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _end_behind(error: BaseException) -> BaseException | None:
+    """Returns the end of the program that was under way; torch raises when a signal has ended its workers as well."""
+    before = error.__context__
+    while before is not None and not isinstance(before, KeyboardInterrupt | SystemExit):
+        before = before.__context__
+    return before
 
 
 def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | None]) -> list[float]:

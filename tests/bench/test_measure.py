@@ -197,6 +197,22 @@ def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:
     assert [len(row.samples) for row in rows] == [0, 0, 0, 2]
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
+def test_a_failure_while_the_program_ends_does_not_keep_it_going(end: type[BaseException]) -> None:
+    """As torch's for each worker that the same signal has ended."""
+
+    def run() -> Sample:
+        try:
+            raise end
+        finally:
+            raise RuntimeError("a worker is gone")
+
+    row = Row("row", run)
+    with pytest.raises(end):
+        interleave([row], 1)
+    assert row.note == ""
+
+
 def test_a_round_that_fails_later_keeps_its_place() -> None:
     calls = itertools.count()
 

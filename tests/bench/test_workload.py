@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,24 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.bench import cli as bench
 from nvme_ops.bench.measure import Unavailable, WrongData
 from nvme_ops.bench.workload import cli, readers, saving
 from nvme_ops.bench.workload.feed import Fed, cool, feed, search
 from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.bench.workload.table import JOBS, LAYER, MODEL, WRITING
-from tests.conftest import REPOSITORY, refusal
+from nvme_ops.measuring import stop
+from nvme_ops.measuring.page_cache import cached_share
+from tests.conftest import REPOSITORY, refusal, run_python
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
+
+
+def main(words: list[str]) -> int:
+    return bench.main(["workload", *words])
 
 
 def data_set(folder: Path, sizes: list[int], batch: int = 10, **more: Any) -> DataSet:
@@ -117,11 +130,16 @@ def test_the_jobs() -> None:
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
     file = folder / "found.json"
-    given = [*words, "--folder", str(folder), "--size", "2M", "--seconds", "0.1", "--json", str(file)]
-    assert cli.main(given) == 0
+    given = ["--folder", str(folder), "--size", "2M", "--seconds", "0.1", "--json", str(file), *words]
+    assert main(given) == 0
     found: dict[str, Any] = json.loads(file.read_text())
+    assert found["command"] == ["nvme-bench", "workload", *given]
+    assert found["machine"]["kernel"] == os.uname().release
+    assert set(found["folders"]) == {str(folder)}
+    assert found["interrupted"] is False
     file.unlink()
-    return found
+    jobs: dict[str, Any] = found["jobs"]
+    return jobs
 
 
 def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,12 +154,13 @@ def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_beside_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_BESIDE_SECONDS", 0.5)
     words = ("cosmoflow", "--with", "llm-checkpoint", "--checkpoint", "4M", "--accelerators", "1", "--slower", "5")
     found = run(folder, *words)
     assert set(found["cosmoflow"]["curves"]) == {OURS, "alone", "beside checkpoints", "the same, without priorities"}
     told = capsys.readouterr().out
-    assert "points less; checkpoints at" in told
+    assert re.search(r" % -> .* % busy; checkpoints at ", told)
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -155,20 +174,20 @@ def test_jobs_that_write(folder: Path, name: str) -> None:
 
 def test_the_last_checkpoint_is_waited_for(folder: Path) -> None:
     way = saving.ways(WRITING["llm-checkpoint"], folder, 64 << 20)["nvme_ops.save_async"]
-    with way() as write:
-        write()
+    with way() as made:
+        made.write()
     assert sum(each.numel() for each in torch.load(folder / "checkpoint.pt").values()) == 16 << 20
 
 
 def test_accelerators_that_are_not_fed_do_not_count(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(folder, "cosmoflow", "--accelerators", "4096", "--slower", "0.01")
+    found = run(folder, "cosmoflow", "--accelerators", "64", "--slower", "0.01")
     assert found["cosmoflow"]["fed"] == {OURS: 0}
-    assert f"{OURS}  fewer" in " ".join(capsys.readouterr().out.split()).replace(f"{OURS} fewer", f"{OURS}  fewer")
+    assert re.search(rf"^{OURS} +\S+ \w+ +fewer ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_file_system_that_is_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["retinanet", "--folder", str(folder), "--size", "8M", "--seconds", "0.2", "--accelerators", "1"]
-    assert cli.main([*words, "--slower", "0.1", "--json", "/dev/full"]) == 2
+    assert main([*words, "--slower", "0.1", "--json", "/dev/full"]) == 2
     assert "nvme-bench: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
@@ -199,10 +218,12 @@ def test_a_plot(folder: Path) -> None:
         (["bert", "--folder", ".", "--reader", "memmap", "--with", "llm-checkpoint"], "is for --reader nvme_ops"),
         (["bert", "--folder", ".", "--json", "nothing/x"], "its folder does not exist"),
         (["bert", "--folder", ".", "--with", "dlrm"], "--with"),
+        (["inference-log", "--folder", ".", "--reader", OURS], "--reader is for jobs that read"),
+        (["inference-log", "--folder", ".", "--accelerators", "2"], "--accelerators is for jobs that read"),
     ],
 )
 def test_wrong_words(words: list[str], told: str) -> None:
-    status, said = refusal(cli.main, words)
+    status, said = refusal(main, words)
     assert status == 2
     assert told in said
 
@@ -222,7 +243,7 @@ def test_it_refuses_before_anything_is_written(
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "scratch_folder", lambda *_: pytest.fail("was about to write"))
-    status, said = refusal(cli.main, [*words, "--folder", str(folder)])
+    status, said = refusal(main, [*words, "--folder", str(folder)])
     assert status == 2
     assert told in said
     assert list(folder.iterdir()) == []
@@ -230,9 +251,9 @@ def test_it_refuses_before_anything_is_written(
 
 def test_json_to_stdout_is_one_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["retinanet", "inference-log", "--folder", str(folder), "--size", "2M", "--seconds", "0.1"]
-    assert cli.main([*words, "--slower", "0.2", "--accelerators", "1", "--json", "-"]) == 0
+    assert main([*words, "--slower", "0.2", "--accelerators", "1", "--json", "-"]) == 0
     told = capsys.readouterr()
-    assert set(json.loads(told.out)) == {"retinanet", "inference-log"}
+    assert set(json.loads(told.out)["jobs"]) == {"retinanet", "inference-log"}
     assert "retinanet: object detection" in told.err
 
 
@@ -277,8 +298,16 @@ def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, grou
 
 
 def test_a_folder_without_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bert", "--folder", str(folder), "--checkpoint", "1000T"]) == 2
-    assert "nvme-bench: " in capsys.readouterr().err
+    words = ["bert", "--folder", str(folder), "--checkpoint", "1000T"]
+    assert main([*words, "--with", "llm-checkpoint", "--json", str(folder / "x.json")]) == 2
+    told = capsys.readouterr()
+    assert "nvme-bench: " in told.err
+    assert "choose another --size, --checkpoint or --folder" in told.err
+    assert list(folder.iterdir()) == [], "nothing was measured"
+
+
+def test_room_for_checkpoints_is_needed_for_checkpoints_only(folder: Path) -> None:
+    assert run(folder, "bert", "--accelerators", "1", "--slower", "0.001", "--checkpoint", "1000T")
 
 
 def test_batches_without_room_in_shared_memory_are_refused(folder: Path) -> None:
@@ -300,9 +329,95 @@ def test_samples_in_files_are_enough_for_several_batches(folder: Path, monkeypat
     assert len(made("safetensors", data_set(folder, [100] * 100, 5)).data.sizes) == 60
 
 
+def test_the_size_of_each_data_set_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_MOST_FILES", 100)
+    found = run(folder, "bert", "--reader", OURS, "plain", "--accelerators", "1", "--slower", "0.001")
+    told = capsys.readouterr().out
+    assert "samples/s for an accelerator; a data set of 1.945 MiB\n" in told
+    assert found["bert"]["nbytes"] == found["bert"]["data_sets"][OURS] == 816 * 2500
+    assert found["bert"]["data_sets"]["plain"] == 8 * 48 * 2500
+    assert re.search(rf"^{OURS} +1.945 MiB ", told, re.MULTILINE)
+    assert re.search(r"^plain +937.5 KiB ", told, re.MULTILINE)
+
+
 def test_many_files_that_are_dropped_from_the_page_cache_are_counted(folder: Path) -> None:
     said: list[str] = []
     files = [folder / "file"] * 2001
     files[0].touch()
     cool(Reader("files", data_set(folder, []), files, list), said.append)
     assert said == [f"{count},000 of 2,001 files dropped from the page cache" for count in (1, 2)]
+
+
+def test_a_layer_is_read_from_the_device(folder: Path) -> None:
+    """As by a TensorStore: torch.save has left it in the page cache."""
+    way = saving.ways(WRITING["zero-infinity"], folder, 8 << 20)["torch.save and torch.load, cold files"]
+    with way() as made:
+        for turn in range(4):
+            made.before()
+            assert cached_share(str(folder / str((turn + 1) % 3))) == 0
+            made.write()
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
+def test_what_was_measured_until_it_is_interrupted_is_kept(
+    folder: Path, failure: type[BaseException], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    def measure(reader: Reader, count: int, *_: object) -> Fed:
+        counts.append(count)
+        if len(counts) == 5:
+            raise failure(143)
+        return Fed(count, 1.0 if len(counts) < 4 else 0.5, 1, 1, 1.0, [0.001])
+
+    monkeypatch.setattr(cli, "feed", measure)
+    file = folder / "found.json"
+    words = ["bert", "--reader", OURS, "plain", "--folder", str(folder), "--size", "1M", "--json", str(file)]
+    if failure is KeyboardInterrupt:
+        assert main(words) == 130
+    else:
+        with pytest.raises(SystemExit):
+            main(words)
+    told = capsys.readouterr()
+    assert counts == [1, 2, 4, 8, 6]
+    assert re.search(rf"^{OURS} +\S+ \w+ +4 +100 % of 4 ", told.out, re.MULTILINE)
+    assert ("interrupted; the files are removed" in told.err) == (failure is KeyboardInterrupt)
+    found = json.loads(file.read_text())
+    assert found["interrupted"] is True
+    assert [each["accelerators"] for each in found["jobs"]["bert"]["curves"][OURS]] == [1, 2, 4, 8]
+    assert found["jobs"]["bert"]["fed"] == {OURS: 4}
+    assert list(folder.iterdir()) == [file]
+
+
+def test_wrong_bytes_are_told_and_the_others_are_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = readers._content
+    monkeypatch.setattr(readers, "_content", lambda path: read(path)[:-1] + b"?")
+    file = folder / "found.json"
+    words = ["bert", "--reader", "plain", OURS, "--folder", str(folder), "--size", "1M", "--json", str(file)]
+    assert main([*words, "--accelerators", "1", "--slower", "0.001", "--seconds", "0.1"]) == 1
+    told = capsys.readouterr()
+    assert "WRONG DATA: plain: a sample has other bytes than were written" in told.out
+    assert "nvme-bench: wrong data: plain" in told.err
+    found = json.loads(file.read_text())["jobs"]["bert"]
+    assert found["wrong"] == ["plain"]
+    assert set(found["curves"]) == {OURS}
+
+
+def test_memory_that_is_not_there_is_a_line(folder: Path) -> None:
+    code = """
+        import resource, sys
+        from pathlib import Path
+        from nvme_ops.bench import cli
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20), resource.RLIM_INFINITY))
+        words = ["workload", "llm-checkpoint", "inference-log", "--seconds", "0.1", "--size", "1G", "--folder"]
+        sys.exit(cli.main([*words, sys.argv[1]]))
+    """
+    done = run_python(code, folder)
+    assert done.stderr == ""
+    assert re.search(r"^nvme_ops.save +- +failed: RuntimeError: .*can't allocate memory", done.stdout, re.MULTILINE)
+    assert re.search(r"^nvme_ops.data.AsyncLog +[\d.]+ %", done.stdout, re.MULTILINE)

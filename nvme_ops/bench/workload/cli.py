@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import command_line, positive, size
-from nvme_ops.bench.cli import show_progress
-from nvme_ops.bench.measure import Unavailable
+from nvme_ops.bench.cli import show_progress, write_json
+from nvme_ops.bench.machine import machine, place
+from nvme_ops.bench.measure import kept_as_note
 from nvme_ops.bench.options import check_outputs
 from nvme_ops.bench.workload import saving
 from nvme_ops.bench.workload.beside import Unordered, checkpoints
 from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made, ours
+from nvme_ops.bench.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, Reader, checked, made, ours
 from nvme_ops.bench.workload.table import JOBS, WRITING, Job, Writing
-from nvme_ops.measuring.files import NotUsable
 from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
 
@@ -37,11 +36,12 @@ examples:
   nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all  who feeds how many
   nvme-bench workload resnet50 --folder /mnt/nvme --accelerators 8 --with llm-checkpoint
                                                                         8 of them, while checkpoints are saved
-exit status: 0; 2 for wrong arguments and folders that cannot be used; 130 after Ctrl-C
+exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and folders that cannot be used; 130 after
+Ctrl-C, which prints and writes what was measured until then
 """
 _MOST_SAMPLES = 1 << 18
-_LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
 _BESIDE = "llm-checkpoint"
+_BESIDE_SECONDS = 4.0  # of a measurement beside checkpoints, at least: several of them are to be saved meanwhile
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,8 +54,9 @@ def parser() -> argparse.ArgumentParser:
     add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
-    add("--reader", nargs="+", choices=[*READERS, "all"], default=[OURS], metavar="NAME", help=words)
-    add("--size", type=size, default="2G", metavar="SIZE", help="of a data set, about; at least 8 batches (default 2G)")
+    add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
+    words = f"of a data set, about; at least {LEAST_BATCHES} batches, at most {_MOST_SAMPLES:,} samples (default 2G)"
+    add("--size", type=size, default="2G", metavar="SIZE", help=words)
     add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
     add("--seconds", type=float, default=2.0, metavar="S", help="of one measurement, at least (default 2)")
     add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
@@ -74,14 +75,53 @@ def _words(make: Callable[..., Any]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the command; returns 0, or 1 if a reader returned wrong bytes.
+
+    Raises NotUsable or OSError if a folder or an output cannot be used; then, and after Ctrl-C, what was measured until
+    then has been printed and written.
+    """
+    given = _parse(words)
+    jobs: dict[str, Any] = {}
+    found = {
+        "command": ["nvme-bench", "workload", *words],
+        "machine": machine(),
+        "folders": {given.folder: place(given.folder)},
+        "jobs": jobs,
+        "interrupted": True,  # until all of it is measured
+    }
+    try:
+        with contextlib.redirect_stdout(sys.stderr if given.json == "-" else sys.stdout):
+            for name in dict.fromkeys(given.jobs):
+                jobs[name] = {"wrong": [], "notes": {}}
+                if name in JOBS:
+                    _read(JOBS[name], given, jobs[name])
+                else:
+                    _write(WRITING[name], given, jobs[name])
+        found["interrupted"] = False
+    finally:
+        if not found["interrupted"] or any(job.get("curves") or job.get("ways") for job in jobs.values()):
+            _write_outputs(given, found)
+    wrong = [name for job in jobs.values() for name in job["wrong"]]
+    if wrong:
+        print(f"nvme-bench: wrong data: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser()
     given = flags.parse_args(words)
     try:
         check_outputs(given, "json", "plot")
-        for flag, wanted in ((f"--with {_BESIDE}", given.beside), ("--plot", given.plot)):
+        of_readers = {
+            f"--with {_BESIDE}": given.beside,
+            "--plot": given.plot,
+            "--reader": given.reader,
+            "--accelerators": given.accelerators,
+        }
+        for flag, wanted in of_readers.items():
             if wanted and not JOBS.keys() & set(given.jobs):
                 raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
+        given.reader = given.reader or [OURS]
         if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
             raise ValueError("--seconds and --slower must be numbers greater than 0")
         if given.beside and not {OURS, "all"} & set(given.reader):
@@ -90,151 +130,179 @@ def main(words: Sequence[str]) -> int:
             raise ValueError(f"--folder {given.folder}: no such folder")
     except ValueError as error:
         flags.error(str(error))
-    found: dict[str, Any] = {}
-    document = sys.stdout
-    try:
-        with contextlib.redirect_stdout(sys.stderr if given.json == "-" else document):
-            for name in dict.fromkeys(given.jobs):
-                found[name] = _read(JOBS[name], given) if name in JOBS else _write(name, given)
-        if given.json:
-            text = json.dumps(found, indent=2, allow_nan=False) + "\n"
-            document.write(text) if given.json == "-" else Path(given.json).write_text(text, encoding="utf-8")
-    except (NotUsable, OSError) as reason:
-        print(f"nvme-bench: {reason}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
-        return 130
-    if given.plot:
+    return given
+
+
+def _write_outputs(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    if given.json:
+        write_json(given.json, found)
+    curves = {name: job["curves"] for name, job in found["jobs"].items() if job.get("curves")}
+    if given.plot and curves:
         from nvme_ops.bench.workload.plot import plot
 
-        plot({name: each["curves"] for name, each in found.items() if "curves" in each}, given.plot)
-    return 0
+        plot(curves, given.plot)
+
+
+@dataclass
+class _Outcome:
+    note: str = ""
+    wrong: bool = False
+
+
+class _Lines:
+    """The lines of a job's table."""
+
+    def __init__(self, found: dict[str, Any], *head: str) -> None:
+        self._found, self.lines = found, [[*head, ""]]
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Adds a line with the reason if the block fails; the other lines are measured all the same."""
+        outcome = _Outcome()
+        with kept_as_note(outcome):
+            yield
+        if outcome.note:
+            self.lines.append([name, "-", *[""] * (len(self.lines[0]) - 3), outcome.note])
+            self._found["notes"][name] = outcome.note
+        if outcome.wrong:
+            self._found["wrong"].append(name)
+
+
+@contextlib.contextmanager
+def _printed(found: dict[str, Any], *head: str) -> Iterator[_Lines]:
+    """Prints the lines that the block adds, also when it is interrupted."""
+    table = _Lines(found, *head)
+    try:
+        yield table
+    finally:
+        show_progress("")
+        if len(table.lines) > 1:
+            print(columns_text(table.lines), flush=True)
 
 
 def _sizes(job: Job, total: int) -> list[int]:
-    count = min(_MOST_SAMPLES, max(_LEAST_BATCHES * job.batch, int(total / job.record)))
+    count = min(_MOST_SAMPLES, max(LEAST_BATCHES * job.batch, int(total / job.record)))
     count -= count % job.batch  # a smaller batch would take as long to compute on
     chance = random.Random(0)
     least, most = job.record / 8, 2 * job.record
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
 
 
-def _read(job: Job, given: argparse.Namespace) -> dict[str, Any]:
+def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
     sizes = _sizes(job, given.size)
-    compute = job.compute * given.slower
+    compute, nbytes = job.compute * given.slower, sum(sizes)
     print(
         f"\n{job.name}: {job.words}; batches of {job.batch} x {size_words(int(job.record))}, {compute:.4g} s each: "
-        f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator"
+        f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
+        f"a data set of {size_words(nbytes)}"
     )
-    lines = [["reader", "fed", "utilization", "samples/s", "GB/s", "wait p50", "p99", ""]]
-    curves: dict[str, list[dict[str, Any]]] = {}
-    fed: dict[str, int] = {}
-    names = list(READERS) if "all" in given.reader else list(dict.fromkeys(given.reader))
-    for name in names:
-        with scratch_folder(
-            given.folder, sum(sizes) + sum(sizes) // 8 + 2 * given.checkpoint, "--size or --folder"
-        ) as folder:
-            data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
-            try:
-                lines += _of_reader(name, data, job, compute, given, curves)
-                fed[name] = max(
-                    (each["accelerators"] for each in curves[name] if each["utilization"] >= FED), default=0
-                )
-            except Unavailable as reason:
-                lines.append([name, "-", "", "", "", "", "", str(reason)])
-    show_progress("")
-    print(columns_text(lines), flush=True)
-    return {"source": job.source, "compute": compute, "fed": fed, "curves": curves}
+    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
+    needed, smaller = nbytes + nbytes // 8, "--size or --folder"
+    if given.beside:
+        needed, smaller = needed + 2 * given.checkpoint, "--size, --checkpoint or --folder"
+    head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
+    with _printed(found, *head) as table:
+        for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
+            with table.of(name), scratch_folder(given.folder, needed, smaller) as folder:
+                data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
+                _of_reader(name, data, job, given, found, table.lines)
 
 
 def _of_reader(
-    name: str, data: DataSet, job: Job, compute: float, given: argparse.Namespace, curves: dict[str, Any]
-) -> list[list[str]]:
-    show_progress(f"{job.name}: writing {size_words(sum(data.sizes))} for {name}")
+    name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], lines: list[list[str]]
+) -> None:
+    show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
     reader = made(name, data)
+    found["data_sets"][name] = reader.data.nbytes
     for _ in checked(reader):
         pass
+    results: list[Fed] = []
 
-    def show(fed: Fed) -> None:
-        show_progress(f"{job.name}, {name}: {fed.accelerators} accelerators, {share_words(fed.utilization)} busy")
+    def say(words: str) -> None:
+        show_progress(f"{job.name}, {name}: {words}")
 
     def at(count: int) -> Fed:
-        return feed(reader, count, compute, given.seconds)
+        fed = feed(reader, count, found["compute"], given.seconds, say)
+        say(f"{count} accelerators, {share_words(fed.utilization)} busy")
+        results.append(fed)
+        return fed
 
-    fed, results = (given.accelerators, [at(given.accelerators)]) if given.accelerators else search(at, show)
-    curves[name] = [_as_json(each) for each in results]
-    shown = next((each for each in results if each.accelerators == max(1, fed)), results[0])
-    lines = [_line(name, shown, "")]
+    try:
+        if given.accelerators:
+            at(given.accelerators)
+        else:
+            search(at)
+    finally:
+        if results:
+            results.sort(key=lambda each: each.accelerators)
+            most = max((each.accelerators for each in results if each.utilization >= FED), default=0)
+            found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
+            shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
+            lines.append(_line(name, reader, shown))
     if given.beside and name == OURS:
-        count = given.accelerators or max(1, fed // 2)
-        lines += _beside(reader, count, compute, given, curves)
-    return lines
+        _beside(reader, given.accelerators or max(1, most // 2), given, found, lines)
 
 
 def _beside(
-    reader: Reader, count: int, compute: float, given: argparse.Namespace, curves: dict[str, Any]
-) -> list[list[str]]:
-    lines = []
-    folder = reader.data.folder
-    alone = feed(reader, count, compute, given.seconds)
-    lines.append(_line(f"{OURS}, alone", alone, ""))
-    curves["alone"] = [_as_json(alone)]
+    reader: Reader, count: int, given: argparse.Namespace, found: dict[str, Any], lines: list[list[str]]
+) -> None:
+    compute, seconds = found["compute"], max(given.seconds, _BESIDE_SECONDS)
+    name = f"{OURS}, alone"
+    show_progress(name)
+    alone = feed(reader, count, compute, seconds)
+    lines.append(_line(name, reader, alone))
+    found["curves"]["alone"] = [_as_json(alone)]
     for words, handle in (("beside checkpoints", None), ("the same, without priorities", Unordered())):
         show_progress(words)
         reading = reader if handle is None else ours(reader.data, handle)
         cool(reading)
-        with checkpoints(folder, given.checkpoint, handle) as saved:
-            fed = feed(reading, count, compute, max(given.seconds, 4.0))
-        points = 100 * (alone.utilization - fed.utilization)
-        note = f"{points:+.1f} points less; checkpoints at {rate_words(saved.rate)}".replace("+", "")
-        lines.append(_line(words, fed, note))
-        curves[words] = [_as_json(fed)]
-    return lines
+        with checkpoints(reader.data.folder, given.checkpoint, handle) as saved:
+            fed = feed(reading, count, compute, seconds)
+        change = f"{share_words(alone.utilization)} -> {share_words(fed.utilization)}"
+        lines.append(_line(words, reader, fed, f"{change} busy; checkpoints at {rate_words(saved.rate)}"))
+        found["curves"][words] = [_as_json(fed)]
 
 
-def _line(name: str, shown: Fed, note: str) -> list[str]:
+def _line(name: str, reader: Reader, shown: Fed, note: str = "") -> list[str]:
     fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
     return [
-        name, fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
+        name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
         f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
-        f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms", note,
+        f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms",
+        f"{1e3 * shown.latency(0.99):.2f} ms", note,
     ]  # fmt: skip
 
 
 def _as_json(fed: Fed) -> dict[str, Any]:
-    kept = {name: value for name, value in asdict(fed).items() if name != "waits"}
-    return {**kept, "fed_from": FED, "wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
+    kept = {name: value for name, value in asdict(fed).items() if name not in ("waits", "latencies")}
+    waits = {"wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
+    return {**kept, "fed_from": FED, **waits, "latency_p50": fed.latency(0.5), "latency_p99": fed.latency(0.99)}
 
 
-def _write(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    job = WRITING[name]
+def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> None:
     nbytes = min(job.nbytes, given.size) if job.records == 1 else job.nbytes
     compute = job.compute * given.slower * nbytes / job.nbytes
     print(
         f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
         + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
     )
-    lines, found = [["", "utilization", "GB/s", "wait p50", "p99"]], []
-    with scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder:
-        for words, way in saving.ways(job, Path(folder), nbytes).items():
+    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
+    with (
+        _printed(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
+        scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder,
+    ):
+        for words, make in saving.ways(job, Path(folder), nbytes).items():
             show_progress(f"{job.name}: {words}")
-            with way() as write:
-                kept = saving.keep(write, nbytes, compute, given.seconds)
-            lines.append(
-                [
-                    words,
-                    f"{100 * kept.utilization:.1f} %",
-                    f"{kept.rate / 1e9:.3g}",
-                    f"{1e3 * kept.wait(0.5):.3g} ms",
-                    f"{1e3 * kept.wait(0.99):.3g} ms",
-                ]
-            )
-            found.append({"name": words, **_as_json(kept)})
-    show_progress("")
-    print(columns_text(lines), flush=True)
-    return {"source": job.source, "compute": compute, "ways": found}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+            with table.of(words):
+                kept = saving.measured(make, nbytes, compute, given.seconds)
+                found["ways"].append({"name": words, **_as_json(kept)})
+                table.lines.append(
+                    [
+                        words,
+                        f"{100 * kept.utilization:.1f} %",
+                        f"{kept.rate / 1e9:.3g}",
+                        f"{1e3 * kept.wait(0.5):.3g} ms",
+                        f"{1e3 * kept.wait(0.99):.3g} ms",
+                        "",
+                    ]
+                )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,16 +15,25 @@ import nvme_ops
 from nvme_ops.bench.workload.feed import Fed
 from nvme_ops.bench.workload.table import Writing
 from nvme_ops.data import AsyncLog
+from nvme_ops.measuring.files import make_cold
 from nvme_ops.storage import Session, TensorStore
 
 Write = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Way:
+    """What writes once, and what is done before each time; not timed."""
+
+    write: Write
+    before: Write = lambda: None
+
+
 @contextmanager
-def _checkpoint(folder: Path, nbytes: int, save: Callable[[dict[str, torch.Tensor], Path], object]) -> Iterator[Write]:
+def _checkpoint(folder: Path, nbytes: int, save: Callable[[dict[str, torch.Tensor], Path], object]) -> Iterator[Way]:
     each = nbytes // 16 // 4
     model = {f"layer.{number}": torch.full((each,), float(number)) for number in range(16)}
-    yield lambda: save(model, folder / "checkpoint.pt")
+    yield Way(lambda: save(model, folder / "checkpoint.pt"))
 
 
 def _by_torch(model: dict[str, torch.Tensor], path: Path) -> None:
@@ -50,24 +59,24 @@ class _InTheBackground:
 
 
 @contextmanager
-def _checkpoint_in_the_background(folder: Path, nbytes: int) -> Iterator[Write]:
+def _checkpoint_in_the_background(folder: Path, nbytes: int) -> Iterator[Way]:
     save = _InTheBackground()
-    with _checkpoint(folder, nbytes, save) as write:
+    with _checkpoint(folder, nbytes, save) as way:
         try:
-            yield write
+            yield way
         finally:
             save.finish()
 
 
 @contextmanager
-def _log(folder: Path, job: Writing) -> Iterator[Write]:
+def _log(folder: Path, job: Writing) -> Iterator[Way]:
     record = bytes(job.nbytes // job.records)
     with AsyncLog(folder / "log") as log:
-        yield lambda: [log.append(record) for _ in range(job.records)]
+        yield Way(lambda: [log.append(record) for _ in range(job.records)])
 
 
 @contextmanager
-def _log_file(folder: Path, job: Writing) -> Iterator[Write]:
+def _log_file(folder: Path, job: Writing) -> Iterator[Way]:
     record = bytes(job.nbytes // job.records)
     with (folder / "file").open("ab") as file:
 
@@ -77,11 +86,11 @@ def _log_file(folder: Path, job: Writing) -> Iterator[Write]:
             file.flush()
             os.fdatasync(file.fileno())
 
-        yield write
+        yield Way(write)
 
 
 @contextmanager
-def _swapped(folder: Path, nbytes: int) -> Iterator[Write]:
+def _swapped(folder: Path, nbytes: int) -> Iterator[Way]:
     """The next layer is read, and the last one written, while one is computed on."""
     layers = _layers(nbytes)
     with Session(folder, name="layers") as session, TensorStore(session) as store:
@@ -96,23 +105,28 @@ def _swapped(folder: Path, nbytes: int) -> Iterator[Write]:
             current = (current + 1) % len(layers)
             ahead = store.get(str((current + 1) % len(layers)))
 
-        yield swap
+        yield Way(swap)
         ahead.result()
 
 
 @contextmanager
-def _swapped_by_torch(folder: Path, nbytes: int) -> Iterator[Write]:
+def _swapped_by_torch(folder: Path, nbytes: int) -> Iterator[Way]:
     layers = _layers(nbytes)
     for number, layer in enumerate(layers):
         _by_torch({"layer": layer}, folder / str(number))
-    turns = itertools.cycle(range(len(layers)))
+    current = 0
+
+    def following() -> Path:
+        return folder / str((current + 1) % len(layers))
 
     def swap() -> None:
-        current = next(turns)
+        nonlocal current
         _by_torch({"layer": layers[current]}, folder / str(current))
-        torch.load(folder / str((current + 1) % len(layers)))
+        torch.load(following())
+        current = (current + 1) % len(layers)
 
-    yield swap
+    # torch.save leaves the file in the page cache; a TensorStore reads from the device
+    yield Way(swap, lambda: make_cold(str(following())))
 
 
 def _layers(nbytes: int) -> list[torch.Tensor]:
@@ -120,8 +134,8 @@ def _layers(nbytes: int) -> list[torch.Tensor]:
     return [torch.full((max(1, nbytes // 8),), float(number)) for number in range(3)]
 
 
-def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], AbstractContextManager[Write]]]:
-    """Returns context managers of what writes once, by name."""
+def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], AbstractContextManager[Way]]]:
+    """Returns context managers of the ways to write, by name."""
     if job.name == "inference-log":
         return {
             "nvme_ops.data.AsyncLog": lambda: _log(folder, job),
@@ -130,7 +144,7 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
     if job.name == "zero-infinity":
         return {
             "nvme_ops.storage.TensorStore": lambda: _swapped(folder, nbytes),
-            "torch.save and torch.load": lambda: _swapped_by_torch(folder, nbytes),
+            "torch.save and torch.load, cold files": lambda: _swapped_by_torch(folder, nbytes),
         }
     return {
         "nvme_ops.save_async": lambda: _checkpoint_in_the_background(folder, nbytes),
@@ -139,15 +153,21 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
     }
 
 
-def keep(write: Write, nbytes: int, compute: float, seconds: float) -> Fed:
+def measured(make: Callable[[], AbstractContextManager[Way]], nbytes: int, compute: float, seconds: float) -> Fed:
+    """Makes the way, and keeps no memory of it for the next one."""
+    with make() as way:
+        return keep(way, nbytes, compute, seconds)
+
+
+def keep(way: Way, nbytes: int, compute: float, seconds: float) -> Fed:
     """Computes and writes by turns, at least four times and for ``seconds``."""
     waits: list[float] = []
-    write()  # the first one pays for files and memory
-    begin = time.perf_counter()
-    while len(waits) < 4 or time.perf_counter() - begin < seconds:
+    way.write()  # the first one pays for files and memory
+    while len(waits) < 4 or len(waits) * compute + sum(waits) < seconds:
+        way.before()
         time.sleep(compute)
         called = time.perf_counter()
-        write()
+        way.write()
         waits.append(time.perf_counter() - called)
     total = len(waits) * compute + sum(waits)
-    return Fed(1, len(waits) * compute / total, len(waits), nbytes * len(waits), total, waits)
+    return Fed(1, len(waits) * compute / total, len(waits), nbytes * len(waits), total, waits, waits)

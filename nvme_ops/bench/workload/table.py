@@ -28,7 +28,6 @@ class Job:
         compute: seconds for a batch.
         source: of these figures.
         shuffled: read at random; else in order.
-        target: utilization that MLPerf Storage asks for; informative.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Job:
     source: str
     spread: float = 0.0
     shuffled: bool = True
-    target: float = 0.9
 
 
 #: Jobs that read.
@@ -48,10 +46,10 @@ JOBS = {
     for job in (
         Job("unet3d", "3D segmentation", 146_600_628, 7, 0.323, _MLPERF + "unet3d_h100.yaml", 68_341_808),
         Job("resnet50", "image classification", 114_660.07, 400, 0.224, _MLPERF + "resnet50_h100.yaml"),
-        Job("cosmoflow", "cosmology, 3D", 2_828_486, 1, 0.0035, _MLPERF + "cosmoflow_h100.yaml", 71_311, target=0.7),
-        Job("retinanet", "object detection", 322_957, 24, 0.04755, _MLPERF + "retinanet_b200.yaml", target=0.85),
+        Job("cosmoflow", "cosmology, 3D", 2_828_486, 1, 0.0035, _MLPERF + "cosmoflow_h100.yaml", 71_311),
+        Job("retinanet", "object detection", 322_957, 24, 0.04755, _MLPERF + "retinanet_b200.yaml"),
         Job("bert", "language model, pretraining", 2_500, 48, 0.968, _DLIO + "bert_v100.yaml"),
-        Job("dlrm", "recommendation", 512, 8192, 0.005, _MLPERF + "dlrm_h100.yaml", target=0.7),
+        Job("dlrm", "recommendation", 512, 8192, 0.005, _MLPERF + "dlrm_h100.yaml"),
         Job(
             "zero-inference", "layers of Llama 3 8B streamed for a prefill of 64 x 1024 tokens", 2 * LAYER, 1,
             2 * LAYER * _PROMPTS / _H100, "dimensions: " + _MLPERF + "llama3_8b.yaml; 2 FLOP a parameter and token at "
