@@ -21,12 +21,14 @@ from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
-from nvme_ops.settings import LARGE, PAGE
+from nvme_ops.settings import PAGE
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import sync_folder
 from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
+_LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
+_LEAST = 64  # bytes that a record counts for there
 
 
 class SampleWriter:
@@ -45,8 +47,8 @@ class SampleWriter:
             and a shape, whose first dimension may be -1. One of these alone for samples that are no dicts; ``bytes``
             when None.
         shard_bytes: of a data file, about.
-        alignment: bytes to whose multiples records begin. None: a page for records of fixed size that have 64 KiB, or
-            whose padding costs less than a sixteenth; else 8. Never less than the bytes of an element.
+        alignment: bytes to whose multiples records begin. None: a page if that costs less than a sixteenth of the first
+            MiB of records; else 8. Never less than the bytes of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace a store that is there.
 
@@ -83,13 +85,15 @@ class SampleWriter:
         self.path = os.path.join(self._folders[0], NAME)
         self._overwrite = overwrite
         self._require_right_to_replace()
-        self._alignment = max(alignment or _alignment_of(self.columns.record_bytes), self.columns.alignment)
+        self._alignment = alignment and max(alignment, self.columns.alignment)
+        self._first_records: list[list[memoryview]] = []  # which are written once they have decided the alignment
+        self._looked_at = 0  # bytes of those
         self._id = os.urandom(8).hex()
         self._ends = array("q")
         self._sums = array("I") if checksums else None
         self._files: list[DataFile] = []
         self._file: File | None = None
-        self._end = self._first = self._records = 0
+        self._end = self._first = 0
         self._process = os.getpid()
         self._lock = threading.RLock()
         settle_abandoned(self.path)
@@ -98,7 +102,7 @@ class SampleWriter:
 
     def __len__(self) -> int:
         """Samples added so far."""
-        return self._records
+        return len(self._ends) + len(self._first_records)
 
     def add(self, sample: Sample) -> int:
         """Adds a sample at the end; returns its number.
@@ -112,23 +116,41 @@ class SampleWriter:
         with self._lock:
             self._require_open()
             self._state = "failed"  # until the whole record is in the file
-            self._append(parts)
-            self._ends.append(self._end)
             if self._sums is not None:
                 self._sums.append(checksum)
-            self._records += 1
+            if self._alignment is None:
+                self._look_at(parts)
+            else:
+                self._append(parts, self._alignment)
             self._state = "open"
-            return self._records - 1
+            return len(self) - 1
 
-    def _append(self, parts: Sequence[memoryview]) -> None:
+    def _look_at(self, parts: Sequence[memoryview]) -> None:
+        self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its own
+        self._looked_at += max(_LEAST, sum(map(len, parts)))
+        if self._looked_at >= min(_LOOKED_AT, self._shard_bytes) or self.columns.record_bytes is not None:
+            self._settle_alignment()
+
+    def _settle_alignment(self) -> int:
+        """Returns the alignment. Writes the records that have decided it, if that was still to be done."""
+        if self._alignment is None:
+            alignment = _alignment_of([sum(map(len, parts)) for parts in self._first_records])
+            self._alignment = max(alignment, self.columns.alignment)
+            records, self._first_records = self._first_records, []
+            for parts in records:
+                self._append(parts, self._alignment)
+        return self._alignment
+
+    def _append(self, parts: Sequence[memoryview], alignment: int) -> None:
         nbytes = sum(map(len, parts))
-        if self._file is not None and self._end + nbytes > self._shard_bytes and self._records > self._first:
-            self._end_shard()
+        if self._file is not None and self._end + nbytes > self._shard_bytes and len(self._ends) > self._first:
+            self._end_shard(alignment)
         if self._file is None:
             self._begin_shard()
-        self._pad(self._alignment)
+        self._pad(alignment)
         for part in parts:
             self._write(part)
+        self._ends.append(self._end)
 
     def extend(self, samples: Iterable[Sample]) -> None:
         """Adds each of the samples."""
@@ -143,7 +165,7 @@ class SampleWriter:
         with self._lock:
             self._require_open()
             try:
-                self._end_shard()
+                self._end_shard(self._settle_alignment())
                 self._publish()
                 self._state = "closed"
             except BaseException:
@@ -207,13 +229,13 @@ class SampleWriter:
         folder = self._folders[number % len(self._folders)]
         unlink.require_room(folder)
         self._file = open_file(os.path.join(folder, data_file(self._id, number)), "x")
-        self._end, self._first = 0, self._records
+        self._end, self._first = 0, len(self._ends)
 
-    def _end_shard(self) -> None:
+    def _end_shard(self, alignment: int) -> None:
         file = self._file
         if file is None:
             return
-        self._pad(self._alignment)
+        self._pad(alignment)
         self._pad(PAGE)
         number = len(self._files)
         self._write(memoryview(trailer(self._id, number)))
@@ -241,7 +263,7 @@ class SampleWriter:
         ends = _tensor(self._ends, torch.int64)
         sums = None if self._sums is None else _tensor(self._sums, torch.int32)
         return Index(
-            self._id, "native", self._records, self._files, self._alignment, fixed, self.columns.as_json(),
+            self._id, "native", len(self._ends), self._files, self._settle_alignment(), fixed, self.columns.as_json(),
             {"path": self.path} if len(self._folders) > 1 else {}, ends if fixed is None else None, sums, self.path,
         )  # fmt: skip
 
@@ -263,18 +285,17 @@ class SampleWriter:
 
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
-        return f"<SampleWriter {self.path!r}: {self._records} samples{', closed' * (self._state == 'closed')}>"
+        return f"<SampleWriter {self.path!r}: {len(self)} samples{', closed' * (self._state == 'closed')}>"
 
 
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def _alignment_of(nbytes: int | None) -> int:
-    """Returns the alignment for records of this size; None: their sizes vary."""
-    if not nbytes:
-        return _SMALL_ALIGNMENT
-    return PAGE if nbytes >= LARGE or -nbytes % PAGE * 16 <= nbytes else _SMALL_ALIGNMENT
+def _alignment_of(sizes: Sequence[int]) -> int:
+    """Returns the alignment for records of sizes like these: from page to page they are read without a copy."""
+    padding, together = sum(-nbytes % PAGE for nbytes in sizes), sum(sizes)
+    return PAGE if together and padding * 16 <= together else _SMALL_ALIGNMENT
 
 
 def _checksum(parts: Sequence[Any]) -> int:

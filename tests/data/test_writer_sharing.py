@@ -54,3 +54,27 @@ def test_records_of_fixed_size_begin_on_pages_where_that_costs_little(
     with SampleWriter(folder, (torch.uint8, (length,))) as writer:
         writer.add(bytes(length))
     assert SampleStore(folder).index.alignment == alignment
+
+
+def test_large_records_of_varying_size_begin_on_pages(folder: Path) -> None:
+    sizes = [100_000 + 1000 * (number % 50) for number in range(40)]
+    with SampleWriter(folder) as writer:
+        for number, size in enumerate(sizes):
+            buffer = bytearray([number]) * size
+            assert writer.add(buffer) == number
+            assert len(writer) == number + 1
+            buffer[:] = bytes(size)  # what was added is not changed any more
+    store = SampleStore(folder, verify=True)
+    assert store.index.alignment == 4096
+    for number, sample in enumerate(store.read(range(40))):
+        assert sample.numel() == sizes[number]
+        assert bool((sample == number).all())
+
+
+def test_a_store_of_few_or_no_records(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    SampleWriter(folder / "empty").close()
+    assert len(SampleStore(folder / "empty")) == 0
+    with SampleWriter(folder) as writer:
+        writer.extend([b"", b"", b"abc"])
+    assert [bytes(each.tolist()) for each in SampleStore(folder, verify=True).read(range(3))] == [b"", b"", b"abc"]
