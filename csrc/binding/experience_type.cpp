@@ -172,12 +172,21 @@ double EnergyMeter::between(const std::vector<std::uint64_t>& start, const std::
   return static_cast<double>(sum) / 1e6;
 }
 
+Sample::Flight::Flight(std::shared_ptr<Learner> learner, std::uint64_t bytes)
+    : learner_(std::move(learner)), bytes_(bytes) {
+  learner_->in_flight += bytes_;
+}
+
+void Sample::Flight::end() noexcept {
+  if (!ended_.exchange(true) && learner_->generation == generation_) learner_->in_flight -= bytes_;
+}
+
 Sample::Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, std::size_t count, bool waited,
                bool measured)
-    : measured_(measured), generation_(fork_generation()) {
+    : measured_(measured) {
   for (std::size_t i = 0; i < count; ++i) bytes_ += memories[i].bytes;
-  if (learner->generation != generation_) {  // what is in flight is the parent's
-    learner->generation = generation_;
+  if (learner->generation != fork_generation()) {  // what is in flight is the parent's
+    learner->generation = fork_generation();
     learner->in_flight = 0;
     learner->experience.forget();
   }
@@ -189,7 +198,7 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, 
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
   choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency});
   learner_ = std::move(learner);
-  learner_->in_flight += bytes_;
+  flight_ = std::make_shared<Flight>(learner_, bytes_);
   if (!learner_->meter.empty() && bytes_ >= kMetered) meter_start_ = learner_->meter.read();
   start_ = Clock::now();
 }
@@ -202,9 +211,10 @@ Sample& Sample::operator=(Sample&& other) noexcept {
   if (this == &other) return *this;
   drop();
   learner_ = std::exchange(other.learner_, nullptr);
+  flight_ = std::move(other.flight_);
   choice_ = other.choice_;
   bytes_ = other.bytes_, ahead_ = other.ahead_, measured_ = other.measured_;
-  generation_ = other.generation_, start_ = other.start_;
+  start_ = other.start_;
   meter_start_ = std::move(other.meter_start_), meter_end_ = std::move(other.meter_end_);
   return *this;
 }
@@ -213,10 +223,12 @@ void Sample::drop() noexcept {
   if (learner_) end(false, start_, 0);
 }
 
-void Sample::meter(Outcome& outcome) {
-  if (meter_start_.empty()) return;
-  meter_end_ = std::make_shared<Reading>();
-  outcome.then([learner = learner_, end = meter_end_] {
+void Sample::follow(Outcome& outcome) {
+  if (!learner_) return;
+  if (!meter_start_.empty()) meter_end_ = std::make_shared<Reading>();
+  outcome.then([learner = learner_, flight = flight_, end = meter_end_] {
+    flight->end();
+    if (!end) return;
     try {
       end->values = learner->meter.read();
     } catch (const std::exception&) {  // no memory: it is not known
@@ -233,7 +245,7 @@ void Sample::end(const Outcome& outcome, std::uint64_t cached) {
 void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
   const std::shared_ptr<Learner> learner = std::exchange(learner_, nullptr);
   if (!learner) return;
-  if (learner->generation == generation_) learner->in_flight -= bytes_;
+  std::exchange(flight_, nullptr)->end();
   // As long as the bytes ahead of it and its own took together: so many bytes a second the device moved meanwhile.
   double cost = std::chrono::duration<double>(when - start_).count();
   if (!meter_start_.empty()) {

@@ -1,5 +1,6 @@
 // The type `Experience`, by which the handles of one device learn together, and what they measure: a Sample for each
-// transfer. Everything here is used only while holding the GIL, so a forked child finds it consistent.
+// transfer. Used only while holding the GIL, so a forked child finds it consistent; but for what other threads must do
+// when a transfer ends, which takes no lock.
 #pragma once
 
 #include <Python.h>
@@ -42,7 +43,7 @@ struct Learner {
 
   Experience experience;
   const EnergyMeter meter;
-  std::uint64_t in_flight = 0;  // bytes
+  std::atomic<std::uint64_t> in_flight{0};  // bytes
   unsigned long generation = fork_generation();
 };
 
@@ -62,13 +63,26 @@ public:
   explicit operator bool() const { return learner_ != nullptr; }
   const Tool& tool() const { return choice_.tool; }
 
-  // Reads the meter, if there is one, when `outcome` arrives.
-  void meter(Outcome& outcome);
+  // When `outcome` arrives, it is no longer in flight for any handle, and the meter is read, if there is one.
+  void follow(Outcome& outcome);
   // Ends it; a failed one only stops counting as in flight.
   void end(const Outcome& outcome, std::uint64_t cached);
   void end(bool succeeded, Clock::time_point when, std::uint64_t cached);
 
 private:
+  // Counts as in flight until it ends, which is noticed first either by the thread that waits or by the one that moves.
+  class Flight {
+  public:
+    Flight(std::shared_ptr<Learner> learner, std::uint64_t bytes);
+    ~Flight() { end(); }
+    void end() noexcept;
+
+  private:
+    const std::shared_ptr<Learner> learner_;
+    const std::uint64_t bytes_;
+    const unsigned long generation_ = fork_generation();
+    std::atomic<bool> ended_{false};
+  };
   struct Reading {
     std::atomic<bool> done{false};
     std::vector<std::uint64_t> values;
@@ -77,10 +91,10 @@ private:
   void drop() noexcept;
 
   std::shared_ptr<Learner> learner_;
+  std::shared_ptr<Flight> flight_;
   Experience::Choice choice_{};
   std::uint64_t bytes_ = 0, ahead_ = 0;  // its own; of others, in flight when it began
   bool measured_ = false;
-  unsigned long generation_ = 0;
   Clock::time_point start_;
   std::vector<std::uint64_t> meter_start_;
   std::shared_ptr<Reading> meter_end_;

@@ -64,7 +64,7 @@ Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> movin
       memories(std::move(lent)),
       sample(std::move(measured)),
       generation(fork_generation()) {
-  sample.meter(*outcome);
+  sample.follow(*outcome);
 }
 
 void Operation::end() {

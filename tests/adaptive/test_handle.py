@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,16 @@ def test_handles_of_a_device_learn_together(folder: Path) -> None:
     write(one, folder, 3)
     write(other, folder, 4)
     assert only(one).transfers == only(other).transfers == 7
+
+
+def test_what_has_ended_is_in_flight_for_no_handle(folder: Path) -> None:
+    one, other, ended = adaptive_handle(folder), adaptive_handle(folder), threading.Event()
+    future = one.submit_pwrite(pattern(8 * MIB), folder / "large", 0)  # whose result nobody asks for yet
+    future.add_done_callback(lambda _: ended.set())
+    assert ended.wait(60)
+    write(other, folder, 1)
+    assert only(other, most_bytes=4 * MIB).concurrency == "waited"
+    assert future.result() == 8 * MIB
 
 
 # What is kept
