@@ -61,10 +61,10 @@ public:
   const char* backend() { return running().engine->backend(); }
 
   // What an engine that learns chooses for a transfer, and measures; empty for others.
-  Sample sample(Op op, const Memory* memories, std::size_t count, bool waited, bool measured) {
+  Sample sample(Op op, Priority priority, const Memory* memories, std::size_t count, bool waited, bool measured) {
     if (learner_ || !waited) sweep();
     if (!learner_) return {};
-    return Sample(learner_, op, memories, count, waited, measured);
+    return Sample(learner_, op, priority, memories, count, waited, measured);
   }
   Tool tool(const Sample& sample) const {
     if (sample) return sample.tool();

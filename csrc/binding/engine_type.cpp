@@ -38,20 +38,23 @@ Cache cache_named(const std::string& name) {
 }
 
 struct SingleCall {
-  int write, validate, all_lanes = 0, priority = 0;
+  int write, validate, all_lanes = 0;
+  Priority priority;
   PyObject *memory, *file, *offset, *pending = Py_None;
 
   explicit SingleCall(PyObject* arguments) {
-    if (!PyArg_ParseTuple(arguments, "pOOOp|piO", &write, &memory, &file, &offset, &validate, &all_lanes, &priority,
+    int urgency = 0;
+    if (!PyArg_ParseTuple(arguments, "pOOOp|piO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency,
                           &pending)) {
       throw PythonError();
     }
+    priority = priority_of(urgency);
   }
   Op op() const { return write ? Op::Write : Op::Read; }
 
   // Those that others may delay, or that are read again, do not say what their tool is worth.
   Sample sample(BoundEngine& engine, const Memory& lent, bool waited) const {
-    return engine.sample(op(), &lent, 1, waited, validate == 0 && priority < static_cast<int>(Priority::Background));
+    return engine.sample(op(), priority, &lent, 1, waited, validate == 0 && priority != Priority::Background);
   }
   Transfer transfer(const Tool& tool, const Memory& lent) const {
     return build_transfer({op(), priority, tool, validate != 0}, lent, file, offset);
@@ -98,14 +101,15 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    int write, priority = 0;
+    int write, urgency = 0;
     PyObject *objects, *files, *offsets;
-    if (!PyArg_ParseTuple(arguments, "pOOO|i", &write, &objects, &files, &offsets, &priority)) throw PythonError();
+    if (!PyArg_ParseTuple(arguments, "pOOO|i", &write, &objects, &files, &offsets, &urgency)) throw PythonError();
+    const Priority priority = priority_of(urgency);
     const Op op = write ? Op::Write : Op::Read;
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
     BoundEngine& engine = engine_of(self);
     Sample sample =
-        engine.sample(op, memories.data(), memories.size(), false, priority < static_cast<int>(Priority::Background));
+        engine.sample(op, priority, memories.data(), memories.size(), false, priority != Priority::Background);
     Transfer transfer = build_transfer({op, priority, engine.tool(sample), false}, memories, files, offsets);
     return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), Py_None);
   });

@@ -172,33 +172,35 @@ double EnergyMeter::between(const std::vector<std::uint64_t>& start, const std::
   return static_cast<double>(sum) / 1e6;
 }
 
-Sample::Flight::Flight(std::shared_ptr<Learner> learner, std::uint64_t bytes)
-    : learner_(std::move(learner)), bytes_(bytes) {
-  learner_->in_flight += bytes_;
+Sample::Flight::Flight(std::shared_ptr<Learner> learner, Priority priority, std::uint64_t bytes)
+    : learner_(std::move(learner)), priority_(priority), bytes_(bytes) {
+  learner_->in_flight.begin(priority_, bytes_);
 }
 
 void Sample::Flight::end() noexcept {
-  if (!ended_.exchange(true) && learner_->generation == generation_) learner_->in_flight -= bytes_;
+  if (!ended_.exchange(true) && learner_->generation == generation_) {
+    learner_->in_flight.end(priority_, bytes_);
+  }
 }
 
-Sample::Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, std::size_t count, bool waited,
-               bool measured)
+Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const Memory* memories, std::size_t count,
+               bool waited, bool measured)
     : measured_(measured) {
   for (std::size_t i = 0; i < count; ++i) bytes_ += memories[i].bytes;
   if (learner->generation != fork_generation()) {  // what is in flight is the parent's
     learner->generation = fork_generation();
-    learner->in_flight = 0;
+    learner->in_flight.forget();
     learner->experience.forget();
   }
-  ahead_ = learner->in_flight;
-  const Concurrency concurrency = ahead_ > 0 || count > 1 ? Concurrency::Crowd
-                                  : waited                ? Concurrency::Waited
-                                                          : Concurrency::Alone;
+  beside_ = learner->in_flight.beside(priority, bytes_);
+  const Concurrency concurrency = learner->in_flight.any() || count > 1 ? Concurrency::Crowd
+                                  : waited                              ? Concurrency::Waited
+                                                                        : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes_ / count : 0;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
   choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency});
   learner_ = std::move(learner);
-  flight_ = std::make_shared<Flight>(learner_, bytes_);
+  flight_ = std::make_shared<Flight>(learner_, priority, bytes_);
   if (!learner_->meter.empty() && bytes_ >= kMetered) meter_start_ = learner_->meter.read();
   start_ = Clock::now();
 }
@@ -213,7 +215,7 @@ Sample& Sample::operator=(Sample&& other) noexcept {
   learner_ = std::exchange(other.learner_, nullptr);
   flight_ = std::move(other.flight_);
   choice_ = other.choice_;
-  bytes_ = other.bytes_, ahead_ = other.ahead_, measured_ = other.measured_;
+  bytes_ = other.bytes_, beside_ = other.beside_, measured_ = other.measured_;
   start_ = other.start_;
   meter_start_ = std::move(other.meter_start_), meter_end_ = std::move(other.meter_end_);
   return *this;
@@ -246,14 +248,14 @@ void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
   const std::shared_ptr<Learner> learner = std::exchange(learner_, nullptr);
   if (!learner) return;
   std::exchange(flight_, nullptr)->end();
-  // As long as the bytes ahead of it and its own took together: so many bytes a second the device moved meanwhile.
+  // As long as its own bytes and those beside them took together: so many bytes a second the device moved meanwhile.
   double cost = std::chrono::duration<double>(when - start_).count();
   if (!meter_start_.empty()) {
     const bool read = !meter_end_ || meter_end_->done.load(std::memory_order_acquire);
     cost = read ? learner->meter.between(meter_start_, meter_end_ ? meter_end_->values : learner->meter.read()) : 0;
   }
   if (!succeeded || !measured_ || bytes_ == 0) return learner->experience.lose(choice_);
-  learner->experience.note(choice_, bytes_ + ahead_, cached > bytes_ / 2, cost);
+  learner->experience.note(choice_, bytes_ + beside_, cached > bytes_ / 2, cost);
 }
 
 std::shared_ptr<Learner> learner_of(PyObject* object) {

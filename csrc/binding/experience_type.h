@@ -16,6 +16,7 @@
 #include "base/fork.h"
 #include "binding/memory.h"
 #include "engine/experience.h"
+#include "engine/in_flight.h"
 #include "engine/outcome.h"
 
 namespace nvme_ops {
@@ -43,7 +44,7 @@ struct Learner {
 
   Experience experience;
   const EnergyMeter meter;
-  std::atomic<std::uint64_t> in_flight{0};  // bytes
+  InFlight in_flight;
   unsigned long generation = fork_generation();
 };
 
@@ -54,8 +55,8 @@ public:
 
   Sample() = default;  // of an engine that does not learn
   // `waited`: by the caller's thread. `measured`: whether its duration says what its tool is worth.
-  Sample(std::shared_ptr<Learner> learner, Op op, const Memory* memories, std::size_t count, bool waited,
-         bool measured);
+  Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const Memory* memories, std::size_t count,
+         bool waited, bool measured);
   Sample(Sample&& other) noexcept;
   Sample& operator=(Sample&& other) noexcept;
   ~Sample() { drop(); }
@@ -73,12 +74,13 @@ private:
   // Counts as in flight until it ends, which is noticed first either by the thread that waits or by the one that moves.
   class Flight {
   public:
-    Flight(std::shared_ptr<Learner> learner, std::uint64_t bytes);
+    Flight(std::shared_ptr<Learner> learner, Priority priority, std::uint64_t bytes);
     ~Flight() { end(); }
     void end() noexcept;
 
   private:
     const std::shared_ptr<Learner> learner_;
+    const Priority priority_;
     const std::uint64_t bytes_;
     const unsigned long generation_ = fork_generation();
     std::atomic<bool> ended_{false};
@@ -93,7 +95,7 @@ private:
   std::shared_ptr<Learner> learner_;
   std::shared_ptr<Flight> flight_;
   Experience::Choice choice_{};
-  std::uint64_t bytes_ = 0, ahead_ = 0;  // its own; of others, in flight when it began
+  std::uint64_t bytes_ = 0, beside_ = 0;  // its own; of others, that move meanwhile
   bool measured_ = false;
   Clock::time_point start_;
   std::vector<std::uint64_t> meter_start_;

@@ -14,14 +14,6 @@
 namespace nvme_ops {
 namespace {
 
-Priority priority_of(int number) {
-  if (number < 0 || number >= static_cast<int>(kPriorities)) {
-    raise(bad_argument("priority must lie between 0 and " + std::to_string(kPriorities - 1) + ", not " +
-                       std::to_string(number)));
-  }
-  return static_cast<Priority>(number);
-}
-
 std::uint64_t offset_of(PyObject* object) {
   if (object == Py_None) return 0;
   const Ref index = checked(PyNumber_Index(object));
@@ -39,7 +31,7 @@ std::uint64_t offset_of(PyObject* object) {
 class TransferBuilder {
 public:
   TransferBuilder(const TransferKind& kind, bool whole)
-      : transfer_{kind.op, nullptr, {}, kind.validate, priority_of(kind.priority)}, tool_(kind.tool), whole_(whole) {}
+      : transfer_{kind.op, nullptr, {}, kind.validate, kind.priority}, tool_(kind.tool), whole_(whole) {}
 
   void add(const Memory& memory, const std::shared_ptr<SharedFile>& file, std::uint64_t offset) {
     check_range(offset, memory.bytes);
@@ -153,6 +145,14 @@ private:
 };
 
 }  // namespace
+
+Priority priority_of(int number) {
+  if (number < 0 || number >= static_cast<int>(kPriorities)) {
+    raise(bad_argument("priority must lie between 0 and " + std::to_string(kPriorities - 1) + ", not " +
+                       std::to_string(number)));
+  }
+  return static_cast<Priority>(number);
+}
 
 Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject* file, PyObject* offset) {
   // Without an offset the tensor is the whole file, which then ends with it. An open file is never cut.

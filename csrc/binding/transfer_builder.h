@@ -13,10 +13,13 @@ namespace nvme_ops {
 
 struct TransferKind {
   Op op;
-  int priority;  // as Python gives it
+  Priority priority;
   Tool tool;
   bool validate;
 };
+
+// Returns the priority of a number that Python gave. Throws IoError.
+Priority priority_of(int number);
 
 // One memory and one file. Without an offset (None) a write makes the file end with it. Throw PythonError and IoError.
 Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject* file, PyObject* offset);

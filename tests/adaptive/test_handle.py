@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import pickle
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,24 @@ def test_what_has_ended_is_in_flight_for_no_handle(folder: Path) -> None:
     write(other, folder, 1)
     assert only(other, most_bytes=4 * MIB).concurrency == "waited"
     assert future.result() == 8 * MIB
+
+
+@pytest.mark.parametrize("priority", [Priority.BACKGROUND, Priority.WRITEBACK, Priority.DEMAND])
+def test_what_it_overtakes_or_takes_turns_with_is_not_credited_to_a_transfer(folder: Path, priority: Priority) -> None:
+    handle, large = adaptive_handle(folder), nvme_ops.empty(256 * MIB, dtype=torch.uint8)
+    small = nvme_ops.empty(MIB, dtype=torch.uint8)
+    handle.sync_pwrite(small, folder / "small", 0)
+    seconds = math.inf
+    for _ in range(3):
+        future = handle.submit_pwrite(large, folder / "large", 0, priority=priority)
+        for _ in range(12):
+            start = time.monotonic()
+            handle.sync_pread(small, folder / "small")
+            seconds = min(seconds, time.monotonic() - start)
+        assert future.result() == 256 * MIB
+    crowds = [one for one in handle.learned() if (one.op, one.concurrency) == ("read", "crowd")]
+    costs = [tried.cost for one in crowds for tried in one.tools if tried.cost is not None]
+    assert min(costs, default=math.inf) > 0.2 * seconds / MIB  # its own bytes, and as many of the other
 
 
 # What is kept

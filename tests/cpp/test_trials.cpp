@@ -1,9 +1,10 @@
-// Trials and Experience: which tool is used next, and which one in the end.
+// Trials, Experience and InFlight: which tool is used next, and which one in the end.
 #include <algorithm>
 #include <vector>
 
 #include "check.h"
 #include "engine/experience.h"
+#include "engine/in_flight.h"
 #include "engine/trials.h"
 #include "support.h"
 
@@ -254,4 +255,28 @@ TEST(what_was_found_for_other_tools_is_left_aside) {
   tools[0].block_size *= 2;
   experience.restore(reads(64 << 20), tools, 0, costs, 1);
   CHECK(experience.entries().empty(), "none of these can be used");
+}
+
+TEST(lower_priorities_are_not_counted_beside_a_transfer) {
+  InFlight in_flight;
+  CHECK(!in_flight.any(), "nothing yet");
+  in_flight.begin(Priority::Background, 1 << 20);
+  in_flight.begin(Priority::Writeback, 1 << 20);
+  CHECK(in_flight.any(), "they make a crowd");
+  CHECK_EQUAL(in_flight.beside(Priority::Demand, 1 << 20), 0U);
+  CHECK_EQUAL(in_flight.beside(Priority::Writeback, 1 << 20), 1U << 20);
+  in_flight.begin(Priority::Demand, 1 << 20);
+  CHECK_EQUAL(in_flight.beside(Priority::Writeback, 1 << 20), 2U << 20);
+}
+
+TEST(a_large_transfer_counts_as_much_as_the_small_one_that_takes_turns_with_it) {
+  InFlight in_flight;
+  in_flight.begin(Priority::Demand, 512 << 20);
+  for (int i = 0; i < 3; ++i) in_flight.begin(Priority::Demand, 4096);
+  CHECK_EQUAL(in_flight.beside(Priority::Demand, 1 << 20), (1U << 20) + 3 * 4096);
+  in_flight.end(Priority::Demand, 512 << 20);
+  for (int i = 0; i < 2; ++i) in_flight.end(Priority::Demand, 4096);
+  CHECK_EQUAL(in_flight.beside(Priority::Demand, 1 << 20), 4096U);
+  in_flight.forget();
+  CHECK(!in_flight.any(), "that was another process");
 }
