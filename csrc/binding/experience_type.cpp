@@ -198,7 +198,7 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
                                                                         : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes_ / count : 0;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
-  choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency});
+  choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured_);
   learner_ = std::move(learner);
   flight_ = std::make_shared<Flight>(learner_, priority, bytes_);
   if (!learner_->meter.empty() && bytes_ >= kMetered) meter_start_ = learner_->meter.read();

@@ -67,7 +67,7 @@ Experience::Entry& Experience::entry_of(const TransferClass& kind) {
   return entries_.emplace(kind, Entry{std::move(tools), Trials(count, turn_of(kind), rounds_of(kind))}).first->second;
 }
 
-Experience::Choice Experience::choose(TransferClass kind) {
+Experience::Choice Experience::choose(TransferClass kind, bool measured) {
   kind.cached = false;
   const auto seen = cached_.find(kind);
   kind.cached = seen != cached_.end() && seen->second;
@@ -77,7 +77,7 @@ Experience::Choice Experience::choose(TransferClass kind) {
   }
   Entry& entry = entry_of(kind);
   ++entry.transfers;
-  const Trials::Ticket ticket = entry.trials.choose();
+  const Trials::Ticket ticket = measured ? entry.trials.choose() : Trials::Ticket{entry.trials.chosen(), 0};
   return {kind, entry.tools[ticket.tool], ticket};
 }
 
@@ -86,7 +86,7 @@ void Experience::note(const Choice& choice, std::uint64_t bytes, bool cached, do
     TransferClass without = choice.kind;
     without.cached = false;
     cached_[without] = cached;
-    if (cached != choice.kind.cached) return lose(choice);
+    if (cached != choice.kind.cached) cost = 0;  // it says nothing of this class
   }
   if (!frozen_) entry_of(choice.kind).trials.note(choice.ticket, bytes, cost);
 }

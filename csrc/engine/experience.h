@@ -68,7 +68,8 @@ public:
   bool frozen() const { return frozen_; }
 
   // Returns what to use for a transfer; of `kind`, `cached` is ignored. Every choice is given back by note() or lose().
-  Choice choose(TransferClass kind);
+  // One that will not be `measured` uses what is known, and takes no other tool's turn.
+  Choice choose(TransferClass kind, bool measured = true);
   // What so many bytes cost, in seconds or joules; `cached`: the page cache had most of them.
   void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);
   void lose(const Choice& choice);

@@ -13,6 +13,7 @@ constexpr unsigned kUsualUses = 16;   // uses that make the usual cost
 // How many times the best cost a tool may have to be in the next round. A first turn of one use may also have paid for
 // threads and memory.
 constexpr double kStay = 1.2, kStayAfterOneUse = 2.0;
+constexpr std::size_t kRepeats = 2;      // for each tool, of an exploration: then it ends, whatever was measured
 constexpr unsigned kUsesOfABadTurn = 2;  // after which a turn ends early, if they cost more than kStayAfterOneUse
 
 double cost_of(const Trials::Tried& tried) {
@@ -30,6 +31,8 @@ void Trials::explore() {
   ++exploration_;
   round_ = 0;
   begun_ = outstanding_ = 0;
+  again_.clear();
+  repeats_ = kRepeats * tried_.size();
   order_.clear();
   for (std::size_t tool = 0; tool < tried_.size(); ++tool) {
     order_.push_back(tool);
@@ -40,11 +43,20 @@ void Trials::explore() {
 Trials::Ticket Trials::choose() {
   if (std::exchange(first_, false)) return {0, 0};
   if (exploring_) end_bad_turn();
-  if (exploring_ && begun_ == order_.size() * turn_ && outstanding_ == 0) end_round();
-  if (!exploring_) return {chosen_, 0};
-  if (begun_ == order_.size() * turn_) return {chosen_, 0};  // the last ones of the round have not ended yet
+  if (exploring_ && all_begun() && outstanding_ == 0) end_round();
+  if (!exploring_ || all_begun()) return {chosen_, 0};  // the last ones of the round may not have ended yet
   ++outstanding_;
-  return {order_[begun_++ / turn_], exploration_};
+  if (begun_ < order_.size() * turn_) return {order_[begun_++ / turn_], exploration_};
+  const std::size_t tool = again_.back();
+  again_.pop_back();
+  --repeats_;
+  return {tool, exploration_};
+}
+
+bool Trials::all_begun() {
+  if (begun_ < order_.size() * turn_) return false;
+  while (!again_.empty() && (repeats_ == 0 || tried_[again_.back()].bytes > 0)) again_.pop_back();
+  return again_.empty();
 }
 
 void Trials::end_bad_turn() {
@@ -66,8 +78,13 @@ void Trials::lose(const Ticket& ticket) {
   if (ticket.exploration == exploration_ && outstanding_ > 0) --outstanding_;
 }
 
+void Trials::repeat(const Ticket& ticket) {
+  lose(ticket);
+  if (ticket.exploration == exploration_) again_.push_back(ticket.tool);
+}
+
 void Trials::note(const Ticket& ticket, std::uint64_t bytes, double cost) {
-  if (bytes == 0 || !(cost > 0)) return lose(ticket);
+  if (bytes == 0 || !(cost > 0)) return repeat(ticket);
   if (ticket.exploration == 0) {
     if (!exploring_ && ticket.tool == chosen_) watch(cost / static_cast<double>(bytes));
     return;
@@ -85,15 +102,20 @@ void Trials::end_round() {
     Tried& tried = tried_[number];
     if (tried.bytes > 0) tried.cost = std::min(cost_of(tried), turn_cost(number));
   }
+  // A tool that could not be measured stays: nothing is known against it.
+  const auto known = [](double cost) { return cost < kUnknown; };
   // Where costs differ much from use to use, one of the tools is the lucky one: it must be so in each round.
   const double first = order_.front() == 0 && !starting ? turn_cost(0) : kUnknown;
-  const auto worse = [&](std::size_t tool) { return tool != 0 && first < kUnknown && turn_cost(tool) >= first; };
+  const auto worse = [&](std::size_t tool) { return tool != 0 && known(turn_cost(tool)) && turn_cost(tool) >= first; };
   order_.erase(std::remove_if(order_.begin(), order_.end(), worse), order_.end());
   double best = kUnknown;
   for (const std::size_t number : order_) best = std::min(best, cost_of(tried_[number]));
   const double most = best * (starting ? kStayAfterOneUse : kStay);
   // The first one, which all others must beat, has a second turn in any case.
-  const auto drops = [&](std::size_t tool) { return cost_of(tried_[tool]) > most && (tool != 0 || round_ > 0); };
+  const auto drops = [&](std::size_t tool) {
+    const double cost = cost_of(tried_[tool]);
+    return known(cost) && cost > most && (tool != 0 || round_ > 0);
+  };
   order_.erase(std::remove_if(order_.begin(), order_.end(), drops), order_.end());
   for (Tried& tried : tried_) {
     tried.bytes = 0;

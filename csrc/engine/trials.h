@@ -30,10 +30,11 @@ public:
   // The first tool is the one to prefer without experience. A turn is so many uses in a row.
   Trials(std::size_t tools, unsigned turn, unsigned rounds);
 
-  // Returns the tool to use now. Every ticket is given back by note() or lose(), unless forget() was called.
+  // Returns the tool to use now. Every ticket is given back by note(), repeat() or lose(), unless forget() was called.
   Ticket choose();
   void note(const Ticket& ticket, std::uint64_t bytes, double cost);
-  void lose(const Ticket& ticket);  // its use failed, or says nothing
+  void repeat(const Ticket& ticket);  // its use says nothing: its tool has another one, if it has no cost, a few times
+  void lose(const Ticket& ticket);    // its use failed, which may be the tool's fault: it has no other one
   void forget() { outstanding_ = 0; }
 
   bool exploring() const { return exploring_; }
@@ -50,6 +51,7 @@ private:
   void end_round();
   void settle();
   void watch(double cost);
+  bool all_begun();                          // also what is repeated
   double turn_cost(std::size_t tool) const;  // of a byte, in the present turn; infinite before its first use
 
   const unsigned turn_, rounds_;
@@ -61,8 +63,10 @@ private:
   // Of the present exploration
   std::vector<std::size_t> order_;  // tools of the present round, in their order
   unsigned round_ = 0;
-  std::uint64_t begun_ = 0;        // uses in the present round
-  std::uint64_t outstanding_ = 0;  // tickets of it that were not given back
+  std::uint64_t begun_ = 0;         // uses in the present round
+  std::uint64_t outstanding_ = 0;   // tickets of it that were not given back
+  std::vector<std::size_t> again_;  // tools of uses that say nothing, repeated when all others of the round have begun
+  std::size_t repeats_ = 0;         // that are left
   // Of the tool in use
   std::uint64_t uses_ = 0;
   unsigned patience_ = kDriftUses;

@@ -143,6 +143,20 @@ def test_validation_is_not_measured(folder: Path) -> None:
     assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
 
 
+@pytest.mark.parametrize("between", ["validating", "background"])
+def test_what_is_not_measured_takes_no_turn_of_a_tool(folder: Path, between: str) -> None:
+    handle, data = adaptive_handle(folder), nvme_ops.empty(2 * MIB, dtype=torch.uint8)
+    for _ in range(MANY):
+        if between == "validating":
+            assert handle.write(data, folder / "file", True) == 0
+            assert handle.write(data, folder / "file") == 0
+        else:
+            handle.submit_pwrite(data, folder / "file", priority=Priority.BACKGROUND).result()
+            handle.submit_pwrite(data, folder / "file").result()
+    assert not only(handle).exploring
+    assert all(tried.cost is not None for tried in only(handle).tools)
+
+
 def test_a_file_object_is_adaptive_too(folder: Path) -> None:
     data = pattern(4 * MIB)
     path = store(folder / "file", data)

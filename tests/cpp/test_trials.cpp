@@ -138,6 +138,63 @@ TEST(nothing_that_can_be_measured_leaves_the_first_tool) {
   CHECK_EQUAL(trials.chosen(), 0U);
 }
 
+TEST(a_tool_whose_use_failed_or_says_nothing_is_not_dropped) {
+  for (const bool failed : {true, false}) {
+    Trials trials(3, 1, 3);
+    use(trials, {1, 1, 0.5}, 3);
+    const Trials::Ticket ticket = trials.choose();
+    CHECK_EQUAL(ticket.tool, 2U);
+    failed ? trials.lose(ticket) : trials.repeat(ticket);
+    use(trials, {1, 1, 0.5}, 10);
+    CHECK_EQUAL(trials.chosen(), 2U);
+  }
+}
+
+TEST(a_use_that_says_nothing_is_repeated_when_the_others_of_its_round_have_begun) {
+  Trials trials(3, 1, 3);
+  use(trials, {1, 1, 1}, 1);
+  trials.repeat(trials.choose());
+  CHECK(use(trials, {1, 1, 1}, 3) == (std::vector<std::size_t>{1, 2, 0}), "the first one again, after the others");
+  Trials often(3, 4, 2);
+  use(often, {1, 1, 1}, 2);
+  often.repeat(often.choose());
+  CHECK(use(often, {1, 1, 1}, 11) == (std::vector<std::size_t>{0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 0}),
+        "its turn has a cost");
+}
+
+TEST(a_better_tool_is_found_though_half_of_all_uses_say_nothing) {
+  Random random(3);
+  for (const unsigned turn : {1U, 4U}) {
+    int right = 0;
+    for (int round = 0; round < 200; ++round) {
+      Trials trials(5, turn, turn > 1 ? 2 : 3);
+      const std::vector<double> costs{1, 1.1, 0.5, 1.2, 1.3};
+      for (int i = 0; i < 80; ++i) {
+        const Trials::Ticket ticket = trials.choose();
+        support::between(random, 0, 1) == 0 ? trials.repeat(ticket) : trials.note(ticket, 1, costs[ticket.tool]);
+      }
+      right += trials.chosen() == 2;
+    }
+    CHECK(right > 190, "nearly always");
+  }
+}
+
+TEST(an_exploration_ends_even_if_nothing_can_be_measured) {
+  for (const bool fail : {true, false}) {
+    for (const unsigned turn : {1U, 4U}) {
+      Trials trials(7, turn, turn > 1 ? 2 : 3);
+      const unsigned most = 1 + 7 * turn * (turn > 1 ? 2 : 3) + 2 * 7;
+      for (unsigned i = 0; i < most; ++i) {
+        const Trials::Ticket ticket = trials.choose();
+        fail ? trials.lose(ticket) : trials.repeat(ticket);
+      }
+      CHECK_EQUAL(trials.choose().exploration, 0U);
+      CHECK(!trials.exploring(), "for good");
+      CHECK_EQUAL(trials.chosen(), 0U);
+    }
+  }
+}
+
 TEST(a_cost_that_changes_starts_an_exploration) {
   Trials trials(2, 1, 3);
   use(trials, {1, 2}, 100);
@@ -231,6 +288,22 @@ TEST(what_the_page_cache_has_is_a_class_of_its_own) {
   experience.note(hot, 100, false, 1);
   CHECK(!experience.choose(kind).kind.cached, "as the one before");
   CHECK_EQUAL(experience.entries().size(), 2U);
+}
+
+TEST(a_transfer_that_is_not_measured_takes_no_turn) {
+  Experience experience(bounds(), false);
+  const auto kind = reads(64 << 20);
+  for (int i = 0; i < 100; ++i) {
+    const auto choice = experience.choose(kind, false);
+    CHECK_EQUAL(choice.ticket.exploration, 0U);
+    experience.lose(choice);
+    const auto measured = experience.choose(kind);
+    experience.note(measured, 100, false, measured.tool.block_size < handle_settings().block_size ? 1 : 2);
+  }
+  const auto& trials = experience.entries().at(kind).trials;
+  CHECK(!trials.exploring(), "the others have explored");
+  for (const Trials::Tried& tried : trials.tried()) CHECK(tried.cost > 0, "each tool");
+  CHECK(experience.choose(kind, false).tool.block_size < handle_settings().block_size, "what is known is used");
 }
 
 TEST(frozen_it_learns_nothing) {
