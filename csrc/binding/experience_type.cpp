@@ -8,8 +8,10 @@
 namespace nvme_ops {
 namespace {
 
-constexpr std::uint64_t kMetered = 16 << 20;  // bytes from which on a counter, which advances every millisecond, tells
-constexpr std::uintptr_t kAligned = 512;      // of memory, for direct I/O
+// Bytes from which on a counter, which advances every millisecond, tells. Less than that is not measured where joules
+// count: seconds do not compare with them.
+constexpr std::uint64_t kMetered = 16 << 20;
+constexpr std::uintptr_t kAligned = 512;  // of memory, for direct I/O
 
 PyTypeObject* experience_class = nullptr;
 
@@ -197,11 +199,12 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
                                   : waited                              ? Concurrency::Waited
                                                                         : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes_ / count : 0;
+  if (bytes_ == 0 || (!learner->meter.empty() && bytes_ < kMetered)) measured_ = false;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
   choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured_);
   learner_ = std::move(learner);
   flight_ = std::make_shared<Flight>(learner_, priority, bytes_);
-  if (!learner_->meter.empty() && bytes_ >= kMetered) meter_start_ = learner_->meter.read();
+  if (!learner_->meter.empty() && measured_) meter_start_ = learner_->meter.read();
   start_ = Clock::now();
 }
 
@@ -254,7 +257,7 @@ void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
     const bool read = !meter_end_ || meter_end_->done.load(std::memory_order_acquire);
     cost = read ? learner->meter.between(meter_start_, meter_end_ ? meter_end_->values : learner->meter.read()) : 0;
   }
-  if (!succeeded || !measured_ || bytes_ == 0) return learner->experience.lose(choice_);
+  if (!succeeded || !measured_) return learner->experience.lose(choice_);
   learner->experience.note(choice_, bytes_ + beside_, cached > bytes_ / 2, cost);
 }
 

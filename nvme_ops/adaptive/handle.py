@@ -47,7 +47,7 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
     Args:
         path: a file or folder, which need not exist yet.
         objective: ``"time"``, or ``"energy"``: joules of the whole machine for each byte, where RAPL can be read. It
-            applies from 16 MiB on, as the counters are too coarse for less.
+            applies from 16 MiB on, as the counters are too coarse for less: that uses the handle's settings.
         gds: whether to let cuFile move accelerator tensors. None: if the gds op is built and works here.
         overrides: arguments of ``aio_handle``, which are never changed.
 

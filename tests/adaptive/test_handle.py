@@ -460,6 +460,23 @@ def test_energy_can_be_the_objective(folder: Path, tmp_path: Path, monkeypatch: 
     handle.close()
 
 
+def test_what_is_too_small_for_the_counter_teaches_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its seconds either, which would stand beside the joules of others of its class."""
+    file = made_up_rapl(tmp_path / "sys")
+    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
+    handle, data = adaptive_handle(folder, objective="energy"), nvme_ops.empty(16 * MIB, dtype=torch.uint8)
+    for number in range(MANY):
+        handle.submit_pwrite(data[: 12 * MIB], folder / "file", 0).result()
+        file.write_text(f"{1000000 * number}\n")
+    assert all(tried.cost is None for tried in only(handle).tools)
+    for _ in range(MANY):
+        handle.submit_pwrite(data, folder / "file", 0).result()
+    assert only(handle).transfers == 2 * MANY
+    assert all(tried.cost is None for tried in only(handle).tools)  # no joule was counted meanwhile
+
+
 def test_joules_are_told() -> None:
     tried = dictionary.Tried(MIB, 128, 1, False, False, "auto", 3e-9)
     learned = Learned("read", None, "pinned", True, "alone", (tried, tried), 1, False, 1, 7, True)
