@@ -56,21 +56,21 @@ Ref list_of(const Values& values, Convert&& convert) {
 PyObject* entries(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     const Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
-    return list_of(learner.experience.entries(),
-                   [](const auto& item) {
-                     const auto& [kind, entry] = item;
-                     const Trials& trials = entry.trials;
-                     const auto [op, size, place, cached, concurrency] = kind.fields();
-                     Ref tools = list_of(entry.tools, from_tool);
-                     Ref costs = list_of(trials.tried(), [](const Trials::Tried& one) {
-                       return checked(PyFloat_FromDouble(one.cost));
-                     });
-                     return checked(Py_BuildValue(
-                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), costs.release(),
-                         static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
-                         static_cast<unsigned long long>(trials.explorations()),
-                         static_cast<unsigned long long>(entry.transfers)));
-                   })
+    return list_of(
+               learner.experience.entries(),
+               [](const auto& item) {
+                 const auto& [kind, entry] = item;
+                 const Trials& trials = entry.trials;
+                 const auto [op, size, place, cached, concurrency] = kind.fields();
+                 Ref tools = list_of(entry.tools, from_tool);
+                 Ref costs = list_of(trials.tried(),
+                                     [](const Trials::Tried& one) { return checked(PyFloat_FromDouble(one.cost)); });
+                 return checked(Py_BuildValue("((IIIII)NNndOKK)", op, size, place, cached, concurrency, tools.release(),
+                                              costs.release(), static_cast<Py_ssize_t>(trials.chosen()), trials.usual(),
+                                              trials.exploring() ? Py_True : Py_False,
+                                              static_cast<unsigned long long>(trials.explorations()),
+                                              static_cast<unsigned long long>(entry.transfers)));
+               })
         .release();
   });
 }
@@ -80,9 +80,10 @@ PyObject* restore(PyObject* self, PyObject* arguments) {
     unsigned op, size, place, cached, concurrency;
     PyObject *tools, *costs;
     Py_ssize_t chosen;
+    double usual;
     unsigned long long transfers;
-    if (!PyArg_ParseTuple(arguments, "(IIIII)OOnK", &op, &size, &place, &cached, &concurrency, &tools, &costs, &chosen,
-                          &transfers)) {
+    if (!PyArg_ParseTuple(arguments, "(IIIII)OOndK", &op, &size, &place, &cached, &concurrency, &tools, &costs, &chosen,
+                          &usual, &transfers)) {
       throw PythonError();
     }
     const TransferClass kind{static_cast<Op>(op != 0), static_cast<std::uint8_t>(size), static_cast<Place>(place),
@@ -99,7 +100,7 @@ PyObject* restore(PyObject* self, PyObject* arguments) {
       if (PyErr_Occurred()) throw PythonError();
     }
     Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
-    learner.experience.restore(kind, found, static_cast<std::size_t>(chosen), values, transfers);
+    learner.experience.restore(kind, found, static_cast<std::size_t>(chosen), values, usual, transfers);
     Py_RETURN_NONE;
   });
 }
@@ -139,9 +140,10 @@ void experience_deallocate(PyObject* self) {
 
 PyMethodDef experience_methods[] = {
     {"entries", entries, METH_NOARGS,
-     "entries() -> list. Of each class: its fields, tools, what they cost, the one chosen, and how often it came."},
+     "entries() -> list. Of each class: its fields, tools, what they cost, the one chosen, its usual cost, and how "
+     "often it came."},
     {"restore", restore, METH_VARARGS,
-     "restore(fields, tools, costs, chosen, transfers). Adds a class that entries() told of before."},
+     "restore(fields, tools, costs, chosen, usual, transfers). Adds a class that entries() told of before."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot experience_slots[] = {

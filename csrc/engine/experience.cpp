@@ -100,11 +100,11 @@ void Experience::forget() {
 }
 
 void Experience::restore(const TransferClass& kind, const std::vector<Tool>& tools, std::size_t chosen,
-                         const std::vector<double>& costs, std::uint64_t transfers) {
+                         const std::vector<double>& costs, double usual, std::uint64_t transfers) {
   if (entries_.count(kind) != 0 || tools != tools_for(kind, bounds_)) return;
   if (chosen >= tools.size() || costs.size() != tools.size()) return;
   Entry& entry = entry_of(kind);
-  entry.trials.restore(chosen, costs);
+  entry.trials.restore(chosen, costs, usual);
   entry.transfers = transfers;
 }
 

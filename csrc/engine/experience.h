@@ -79,7 +79,7 @@ public:
   const std::map<TransferClass, Entry>& entries() const { return entries_; }
   // Adds what was learned before, unless the class is known or would not have these tools here.
   void restore(const TransferClass& kind, const std::vector<Tool>& tools, std::size_t chosen,
-               const std::vector<double>& costs, std::uint64_t transfers);
+               const std::vector<double>& costs, double usual, std::uint64_t transfers);
 
 private:
   Entry& entry_of(const TransferClass& kind);

@@ -149,7 +149,7 @@ void Trials::watch(double cost) {
   explore();
 }
 
-void Trials::restore(std::size_t chosen, const std::vector<double>& costs) {
+void Trials::restore(std::size_t chosen, const std::vector<double>& costs, double usual) {
   first_ = false;
   order_.clear();
   for (std::size_t tool = 0; tool < tried_.size(); ++tool) {
@@ -158,7 +158,7 @@ void Trials::restore(std::size_t chosen, const std::vector<double>& costs) {
   }
   settle();
   chosen_ = chosen;
-  usual_ = tried_[chosen].cost;  // what has changed since is noticed
+  usual_ = usual;  // what has changed since is noticed
 }
 
 }  // namespace nvme_ops

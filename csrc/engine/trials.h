@@ -42,8 +42,11 @@ public:
   std::uint64_t explorations() const { return exploration_; }
   const std::vector<Tried>& tried() const { return tried_; }
 
-  // Goes on from what was found before: the costs of the tools and the one chosen, which must be one of them.
-  void restore(std::size_t chosen, const std::vector<double>& costs);
+  // Returns what a byte usually costs with the chosen tool: not its best turn. 0 if too few uses have said.
+  double usual() const { return usual_; }
+
+  // Goes on from what was found before: the costs of the tools, the one chosen, which must be one of them, and usual().
+  void restore(std::size_t chosen, const std::vector<double>& costs, double usual);
 
 private:
   void explore();

@@ -87,7 +87,7 @@ class Dictionary:
         self._identity, self._energy = identity, energy
         self._first, self._lanes, self._fixed, self._frozen = arguments
         self._experiences: dict[str, Any] = {}  # by the native module that moves the bytes
-        self._saved = 0
+        self._saved: list[Any] = []
         self._why_not_kept = ""
 
     def of(self, module: Any, cufile: bool) -> Any:
@@ -100,7 +100,7 @@ class Dictionary:
                 if (entry["op"], entry["energy"]) == (name, self._energy):
                     _restore(made, entry)
             self._experiences.setdefault(name, made)  # another thread's may be there by now
-            self._saved = self._explored()
+            self._saved = self._findings()
         return self._experiences[name]
 
     def learned(self) -> list[Learned]:
@@ -108,7 +108,7 @@ class Dictionary:
         return [self._learned(entry) for made in self._experiences.values() for entry in made.entries()]
 
     def _learned(self, entry: tuple[Any, ...]) -> Learned:
-        (op, size, place, cached, concurrency), tools, costs, chosen, exploring, explorations, transfers = entry
+        (op, size, place, cached, concurrency), tools, costs, chosen, _, exploring, explorations, transfers = entry
         return Learned(
             op="write" if op else "read",
             most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
@@ -137,10 +137,10 @@ class Dictionary:
                 _saving.release()
 
     def _save(self) -> None:
-        explored = self._explored()
-        if self._frozen or explored == self._saved:
+        findings = self._findings()
+        if self._frozen or findings == self._saved:
             return
-        self._saved = explored
+        self._saved = findings
         entries = [entry for name, made in self._experiences.items() for entry in self._settled(name, made)]
         try:
             with store.locked(self._identity, SECTION):
@@ -169,16 +169,21 @@ class Dictionary:
                 "tools": tools,
                 "costs": costs,
                 "chosen": chosen,
+                "usual": usual,
                 "transfers": transfers,
             }
-            for fields, tools, costs, chosen, exploring, _, transfers in made.entries()
+            for fields, tools, costs, chosen, usual, exploring, _, transfers in made.entries()
             if not exploring and len(tools) > 1
         ]
 
-    def _explored(self) -> int:
-        """Counts the explorations that have ended."""
-        entries = [entry for made in self._experiences.values() for entry in made.entries()]
-        return sum(entry[5] - bool(entry[4]) for entry in entries if len(entry[1]) > 1)
+    def _findings(self) -> list[Any]:
+        """Returns of each class how many explorations have ended, and whether its usual cost is known since."""
+        return [
+            (fields, explorations - exploring, usual > 0)
+            for made in self._experiences.values()
+            for fields, tools, _, _, usual, exploring, explorations, _ in made.entries()
+            if len(tools) > 1 and explorations > exploring
+        ]
 
 
 def _tried(tool: Tool, cost: float) -> Tried:
@@ -227,7 +232,7 @@ def _check(document: Mapping[str, Any]) -> None:
     for entry in document["classes"]:
         if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
             raise ValueError(f"its op {entry['op']}")
-        numbers = [*entry["class"], *entry["costs"], entry["chosen"], entry["transfers"]]
+        numbers = [*entry["class"], *entry["costs"], _usual(entry), entry["chosen"], entry["transfers"]]
         fields = zip(entry["class"], (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY)), strict=True)
         if not all(value >= 0 for value in numbers) or not all(value < most for value, most in fields):
             raise ValueError(f"its class {entry['class']}")
@@ -244,7 +249,13 @@ def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _restore(made: Any, entry: Mapping[str, Any]) -> None:
     with contextlib.suppress(TypeError, ValueError, OverflowError):  # numbers that no version wrote
-        made.restore(tuple(entry["class"]), entry["tools"], entry["costs"], entry["chosen"], entry["transfers"])
+        found = entry["costs"], entry["chosen"], _usual(entry), entry["transfers"]
+        made.restore(tuple(entry["class"]), entry["tools"], *found)
+
+
+def _usual(entry: Mapping[str, Any]) -> Any:
+    """Returns what the chosen tool usually costs; 0, by which it is learned anew: nothing says so."""
+    return entry.get("usual", 0)
 
 
 def _counters() -> list[tuple[str, int]]:

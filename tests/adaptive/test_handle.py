@@ -276,6 +276,21 @@ def test_what_is_learned_is_kept_for_the_next_program(folder: Path, monkeypatch:
     assert not only(again).exploring
 
 
+def test_the_usual_cost_is_kept_too(folder: Path, cache: Path) -> None:
+    """It is known some uses after the class has settled, and kept by then."""
+    for times in (17, 20):  # settled; with a usual cost, and before a changed one counts
+        with adaptive_handle(folder) as handle:
+            write(handle, folder, times)
+    (path,) = cache.glob("*.json")
+    document = json.loads(path.read_text())
+    (entry,) = document["classes"]
+    assert 0 < entry["usual"] < 100 * max(entry["costs"])
+    del entry["usual"]  # as an earlier version wrote it
+    path.write_text(json.dumps(document))
+    dictionary.forget()
+    assert only(adaptive_handle(folder)).transfers == entry["transfers"]
+
+
 def test_a_handle_that_is_dropped_keeps_it_too(folder: Path, cache: Path) -> None:
     handle = adaptive_handle(folder)
     write(handle, folder)

@@ -227,14 +227,26 @@ TEST(it_looks_again_in_any_case_and_loses_little_by_it) {
 
 TEST(what_was_found_before_is_used_at_once) {
   Trials trials(3, 1, 3);
-  trials.restore(2, {1, 0, 0.5});
+  trials.restore(2, {1, 0, 0.5}, 0.5);
   CHECK(use(trials, {1, 1, 0.5}, 10) == std::vector<std::size_t>(10, 2), "always this one");
   use(trials, {1, 1, 5}, 100);
   CHECK_EQUAL(trials.chosen(), 0U);
   Trials slower(2, 1, 3);
-  slower.restore(1, {1, 0.5});
+  slower.restore(1, {1, 0.5}, 0.5);
   use(slower, {1, 2}, 60);  // what has changed between two programs
   CHECK_EQUAL(slower.chosen(), 0U);
+}
+
+TEST(what_was_found_before_is_kept_though_its_best_turn_was_a_lucky_one) {
+  for (const double usual : {1.0, 0.0}) {
+    Trials trials(2, 1, 3);
+    trials.restore(1, {0.9, 0.5}, usual);
+    use(trials, {1.1, 1}, 500);
+    CHECK_EQUAL(trials.explorations(), 1U);
+    CHECK_EQUAL(trials.usual(), 1.0);
+    use(trials, {1.1, 2}, 60);
+    CHECK_EQUAL(trials.chosen(), 0U);  // a change is noticed
+  }
 }
 
 TEST(sizes_are_powers_of_four) {
@@ -315,7 +327,7 @@ TEST(frozen_it_learns_nothing) {
   }
   CHECK(experience.entries().empty(), "and nothing is learned");
   const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
-  experience.restore(reads(64 << 20), tools, 1, std::vector<double>(tools.size(), 1), 7);
+  experience.restore(reads(64 << 20), tools, 1, std::vector<double>(tools.size(), 1), 1, 7);
   CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
 }
 
@@ -323,10 +335,10 @@ TEST(what_was_found_for_other_tools_is_left_aside) {
   Experience experience(bounds(), false);
   std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
   std::vector<double> costs(tools.size(), 1);
-  experience.restore(reads(64 << 20), tools, tools.size(), costs, 1);
-  experience.restore(reads(64 << 20), tools, 0, {1}, 1);
+  experience.restore(reads(64 << 20), tools, tools.size(), costs, 1, 1);
+  experience.restore(reads(64 << 20), tools, 0, {1}, 1, 1);
   tools[0].block_size *= 2;
-  experience.restore(reads(64 << 20), tools, 0, costs, 1);
+  experience.restore(reads(64 << 20), tools, 0, costs, 1, 1);
   CHECK(experience.entries().empty(), "none of these can be used");
 }
 
