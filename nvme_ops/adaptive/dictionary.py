@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nvme_ops import at_exit
 from nvme_ops.storage.identity import Identity
 from nvme_ops.text import rate_words, size_words
 from nvme_ops.tune import store
@@ -208,6 +209,13 @@ def forget() -> None:
     """Makes the handles to come begin anew, but for what is kept; those that are made keep what they know."""
     _dictionaries.clear()
 
+
+def _save_all() -> None:
+    for known in list(_dictionaries.values()):
+        known.save()
+
+
+at_exit.call(_save_all)
 
 _to_be_saved: deque[Dictionary] = deque()
 _saving = threading.Lock()

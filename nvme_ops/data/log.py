@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import json
@@ -12,9 +11,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from multiprocessing import util
 from typing import Literal
 
+from nvme_ops import at_exit
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, segments
 from nvme_ops.storage import locks
 from nvme_ops.text import parse_size, size_words
@@ -89,7 +88,6 @@ class AsyncLog:
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
         _open.add(self)
-        _close_at_exit()
 
     def append(self, record: bytes | bytearray | memoryview | str | Mapping[str, object]) -> bool:
         """Adds a record: bytes, text (UTF-8), or a dict (JSON). Returns whether it was taken.
@@ -339,16 +337,5 @@ def _forget_all() -> None:
         log._forget()
 
 
-_closing = 0  # the process that closes its logs when it ends
-
-
-def _close_at_exit() -> None:
-    """For a process of multiprocessing, too, which ends without atexit's functions."""
-    global _closing
-    if _closing != os.getpid():
-        _closing = os.getpid()
-        util.Finalize(None, _close_all, exitpriority=0)
-
-
-atexit.register(_close_all)
+at_exit.call(_close_all)
 os.register_at_fork(after_in_child=_forget_all)
