@@ -125,7 +125,7 @@ class Dictionary:
         )
 
     def save(self) -> None:
-        """Keeps what has settled since the last time; what others kept of other classes stays. Never raises.
+        """Keeps what was found since the last time; what others kept of other classes stays. Never raises.
 
         While the process saves, in another thread or because a handle is freed just then, that goes on with this one.
         """
@@ -142,11 +142,11 @@ class Dictionary:
         if self._frozen or findings == self._saved:
             return
         self._saved = findings
-        entries = [entry for name, made in self._experiences.items() for entry in self._settled(name, made)]
+        settled, again = self._entries(exploring=False), self._entries(exploring=True)
         try:
             with store.locked(self._identity, SECTION):
-                known = {_key(entry): entry for entry in _stored(self._identity)}
-                known.update({_key(entry): entry for entry in entries})
+                stored = {_key(entry): entry for entry in _stored(self._identity)}
+                known = {**again, **stored, **settled}
                 store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
         except (OSError, RuntimeError) as error:  # the program can do without
             self._why_not_kept = str(error)
@@ -161,21 +161,24 @@ class Dictionary:
             return f"not kept for the next program: {error}"
         return f"frozen: as kept in {path}" if self._frozen else f"kept in {path}: remove it to begin anew"
 
-    def _settled(self, name: str, made: Any) -> list[dict[str, Any]]:
-        return [
+    def _entries(self, exploring: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
+        """Returns what has settled; or what had, and is tried again: which tool is used is known, the costs are not."""
+        entries = [
             {
                 "op": name,
                 "energy": self._energy,
                 "class": fields,
                 "tools": tools,
-                "costs": costs,
+                "costs": [0] * len(costs) if exploring else costs,
                 "chosen": chosen,
                 "usual": usual,
                 "transfers": transfers,
             }
-            for fields, tools, costs, chosen, usual, exploring, _, transfers in made.entries()
-            if not exploring and len(tools) > 1
+            for name, made in self._experiences.items()
+            for fields, tools, costs, chosen, usual, now, explorations, transfers in made.entries()
+            if now == exploring and explorations > now and len(tools) > 1
         ]
+        return {_key(entry): entry for entry in entries}
 
     def _findings(self) -> list[Any]:
         """Returns of each class how many explorations have ended, and whether its usual cost is known since."""

@@ -334,6 +334,31 @@ def test_nothing_is_kept_before_something_is_learned(folder: Path, cache: Path) 
     assert not cache.exists()
 
 
+def test_what_is_tried_again_when_the_program_ends_stays_known(folder: Path, cache: Path) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+        while not only(handle).exploring:
+            write(handle, folder, 1)
+        chosen = only(handle).chosen
+    assert only(handle).explorations > 1
+    dictionary.forget()
+    known = only(adaptive_handle(folder))
+    assert (known.chosen, known.exploring) == (chosen, False)
+    assert all(tried.cost is None for tried in known.tools)
+
+
+def test_of_what_is_tried_again_the_costs_that_are_kept_stay(folder: Path, cache: Path) -> None:
+    with adaptive_handle(folder) as handle:
+        write(handle, folder)
+        known = only(handle)
+    with adaptive_handle(folder) as handle:
+        while only(handle).explorations == known.explorations:
+            write(handle, folder, 1)
+        write(handle, folder, 1, size=8 * MIB)  # of which nothing is kept
+    dictionary.forget()
+    assert [tried.cost for tried in only(adaptive_handle(folder)).tools] == [tried.cost for tried in known.tools]
+
+
 def test_what_others_have_learned_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (2 * MIB, 8 * MIB):
         dictionary.forget()
