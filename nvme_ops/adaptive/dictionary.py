@@ -141,15 +141,18 @@ class Dictionary:
         findings = self._findings()
         if self._frozen or findings == self._saved:
             return
-        self._saved = findings
         settled, again = self._entries(exploring=False), self._entries(exploring=True)
         try:
             with store.locked(self._identity, SECTION):
-                stored = {_key(entry): entry for entry in _stored(self._identity)}
+                stored: dict[tuple[Any, ...], dict[str, Any]] = {}
+                with contextlib.suppress(RuntimeWarning):  # an error to this program: a damaged file, which is replaced
+                    stored = {_key(entry): entry for entry in _stored(self._identity)}
                 known = {**again, **stored, **settled}
                 store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
         except (OSError, RuntimeError) as error:  # the program can do without
             self._why_not_kept = str(error)
+        else:
+            self._saved, self._why_not_kept = findings, ""
 
     def words(self) -> str:
         """Says where it is kept."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,33 @@ def test_without_a_home_folder_it_says_so(folder: Path) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=REPOSITORY
     )
     assert "not kept for the next program: HOME='relative'" in done.stdout, done.stderr
+
+
+def test_what_could_not_be_saved_is_saved_later(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    with adaptive_handle(folder) as handle:
+        for _ in range(30):
+            handle.sync_pwrite(torch.zeros(2 * MIB, dtype=torch.uint8), folder / "used", 0)
+    assert "not kept for the next program: " in handle.explain()
+    (tmp_path / "cache").unlink()
+    handle.close()
+    assert "kept in " in handle.explain()
+    dictionary.forget()
+    assert adaptive_handle(folder).learned()
+
+
+def test_a_damaged_file_is_replaced_by_a_program_to_which_warnings_are_errors(folder: Path) -> None:
+    with adaptive_handle(folder) as handle:
+        for _ in range(30):
+            handle.sync_pwrite(torch.zeros(2 * MIB, dtype=torch.uint8), folder / "used", 0)
+        path = kept.path_of(handle._identity, dictionary.SECTION)
+        path.parent.mkdir(parents=True)
+        path.write_text("{")
+        path.chmod(0o600)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            handle.close()
+    assert json.loads(path.read_text())["classes"]
 
 
 def test_a_handle_that_is_freed_while_another_is_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
