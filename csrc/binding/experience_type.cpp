@@ -197,9 +197,9 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
     learner->experience.forget();
   }
   beside_ = learner->in_flight.beside(priority, bytes_);
-  const Concurrency concurrency = learner->in_flight.any() || count > 1 ? Concurrency::Crowd
-                                  : waited                              ? Concurrency::Waited
-                                                                        : Concurrency::Alone;
+  // Frozen, the same calls take the same way, whether or not those before have ended.
+  const bool crowd = count > 1 || (!learner->experience.frozen() && learner->in_flight.any());
+  const Concurrency concurrency = crowd ? Concurrency::Crowd : waited ? Concurrency::Waited : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes_ / count : 0;
   if (bytes_ == 0 || (!learner->meter.empty() && bytes_ < kMetered)) measured_ = false;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;

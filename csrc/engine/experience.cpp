@@ -67,14 +67,22 @@ Experience::Entry& Experience::entry_of(const TransferClass& kind) {
   return entries_.emplace(kind, Entry{std::move(tools), Trials(count, turn_of(kind), rounds_of(kind))}).first->second;
 }
 
+// What the page cache has is not learned either: of both classes the one with more transfers says what to use.
+Experience::Choice Experience::known(TransferClass kind) const {
+  const Entry* best = nullptr;
+  for (const bool cached : {false, true}) {
+    kind.cached = cached;
+    const auto found = entries_.find(kind);
+    if (found != entries_.end() && (!best || found->second.transfers > best->transfers)) best = &found->second;
+  }
+  return {kind, best ? best->tools[best->trials.chosen()] : bounds_.first, {}};
+}
+
 Experience::Choice Experience::choose(TransferClass kind, bool measured) {
   kind.cached = false;
+  if (frozen_) return known(kind);
   const auto seen = cached_.find(kind);
   kind.cached = seen != cached_.end() && seen->second;
-  if (frozen_) {
-    const auto known = entries_.find(kind);
-    return {kind, known == entries_.end() ? bounds_.first : known->second.tools[known->second.trials.chosen()], {}};
-  }
   Entry& entry = entry_of(kind);
   ++entry.transfers;
   const Trials::Ticket ticket = measured ? entry.trials.choose() : Trials::Ticket{entry.trials.chosen(), 0};
@@ -82,13 +90,14 @@ Experience::Choice Experience::choose(TransferClass kind, bool measured) {
 }
 
 void Experience::note(const Choice& choice, std::uint64_t bytes, bool cached, double cost) {
+  if (frozen_) return;
   if (choice.kind.op == Op::Read && choice.tool.cache == Cache::Auto && choice.kind.place != Place::Device) {
     TransferClass without = choice.kind;
     without.cached = false;
     cached_[without] = cached;
     if (cached != choice.kind.cached) cost = 0;  // it says nothing of this class
   }
-  if (!frozen_) entry_of(choice.kind).trials.note(choice.ticket, bytes, cost);
+  entry_of(choice.kind).trials.note(choice.ticket, bytes, cost);
 }
 
 void Experience::lose(const Choice& choice) {

@@ -68,7 +68,8 @@ public:
   bool frozen() const { return frozen_; }
 
   // Returns what to use for a transfer; of `kind`, `cached` is ignored. Every choice is given back by note() or lose().
-  // One that will not be `measured` uses what is known, and takes no other tool's turn.
+  // One that will not be `measured` uses what is known, and takes no other tool's turn. Frozen, the choice depends on
+  // the class alone, not on the transfers before.
   Choice choose(TransferClass kind, bool measured = true);
   // What so many bytes cost, in seconds or joules; `cached`: the page cache had most of them.
   void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);
@@ -83,6 +84,7 @@ public:
 
 private:
   Entry& entry_of(const TransferClass& kind);
+  Choice known(TransferClass kind) const;
 
   const Bounds bounds_;
   const bool frozen_;

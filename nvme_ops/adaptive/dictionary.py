@@ -162,7 +162,9 @@ class Dictionary:
             path = store.path_of(self._identity, SECTION)
         except RuntimeError as error:  # no home folder
             return f"not kept for the next program: {error}"
-        return f"frozen: as kept in {path}" if self._frozen else f"kept in {path}: remove it to begin anew"
+        if not self._frozen:
+            return f"kept in {path}: remove it to begin anew"
+        return f"frozen: as kept in {path}" if path.exists() else f"frozen: nothing is kept for this device in {path}"
 
     def _entries(self, exploring: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Returns what has settled; or what had, and is tried again: which tool is used is known, the costs are not."""

@@ -40,7 +40,7 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
     use the same device learn together.
 
     The environment variable ``NVME_OPS_ADAPTIVE``, read when a handle is made, limits it: ``frozen`` uses what is
-    known and learns nothing, so that the same transfers always take the same way; ``off`` makes it a ``tuned_handle``.
+    known and learns nothing, so that the same calls always take the same way; ``off`` makes it a ``tuned_handle``.
 
     ``path`` only identifies the device: the handle reads and writes any file.
 

@@ -447,6 +447,35 @@ def test_frozen_it_uses_what_is_known_and_learns_nothing(
     assert path.read_bytes() == before
 
 
+def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = nvme_ops.empty(2 * MIB, dtype=torch.uint8)
+    with adaptive_handle(folder) as handle:
+        while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
+            for future in [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(8)]:
+                future.result()
+    (path,) = cache.glob("*.json")
+    document = json.loads(path.read_text())
+    for entry in document["classes"]:
+        entry["chosen"] = 1  # a block size that the handle's settings have not
+    path.write_text(json.dumps(document))
+    dictionary.forget()
+    monkeypatch.setenv(module.MODE, "frozen")
+    frozen, other, large = adaptive_handle(folder), adaptive_handle(folder), pattern(64 * MIB)
+    requests = set()
+    for busy in (False, True):
+        beside = [other.submit_pwrite(large, folder / "large", 0)] if busy else []
+        before = frozen.statistics().requests
+        frozen.submit_pwrite(data, folder / "file", 0).result()
+        requests.add(frozen.statistics().requests - before)
+        assert [future.result() for future in beside] == [64 * MIB] * busy
+    assert len(requests) == 1
+
+
+def test_frozen_it_says_if_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(module.MODE, "frozen")
+    assert "frozen: nothing is kept for this device in " in adaptive_handle(folder).explain()
+
+
 def test_off_it_is_a_tuned_handle(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.MODE, "off")
     with adaptive_handle(folder) as handle:

@@ -331,6 +331,23 @@ TEST(frozen_it_learns_nothing) {
   CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
 }
 
+TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
+  for (const bool cached_more : {false, true}) {
+    Experience experience(bounds(), true);
+    TransferClass kind = reads(64 << 20);
+    const std::vector<Tool> cold = tools_for(kind, bounds());
+    experience.restore(kind, cold, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
+    kind.cached = true;
+    const std::vector<Tool> hot = tools_for(kind, bounds());
+    experience.restore(kind, hot, 2, std::vector<double>(hot.size(), 1), 1, 8);
+    for (const bool cached : {true, false, true}) {
+      const auto choice = experience.choose(kind);
+      CHECK(choice.tool == (cached_more ? hot[2] : cold[1]), "that of most transfers");
+      experience.note(choice, 100, cached, 1);
+    }
+  }
+}
+
 TEST(what_was_found_for_other_tools_is_left_aside) {
   Experience experience(bounds(), false);
   std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
