@@ -22,6 +22,7 @@ _CACHES = ("auto", "direct", "buffered")
 _SMALLEST = 4096  # bytes: the first class; each further one is four times as large
 _CLASSES = 10
 _MOST_KEPT = 1000  # classes in a file
+_PLAUSIBLE = 1e-15, 1e6  # seconds or joules of a byte; 0: not known
 
 #: Block size, queue depth, lanes, in place, bounce, cache: as the native module has it.
 Tool = tuple[int, int, int, bool, bool, int]
@@ -248,10 +249,13 @@ def _check(document: Mapping[str, Any]) -> None:
     for entry in document["classes"]:
         if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
             raise ValueError(f"its op {entry['op']}")
-        numbers = [*entry["class"], *entry["costs"], _usual(entry), entry["chosen"], entry["transfers"]]
+        numbers = [*entry["class"], entry["chosen"], entry["transfers"]]
+        costs = [*entry["costs"], _usual(entry)]
         fields = zip(entry["class"], (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY)), strict=True)
         if not all(value >= 0 for value in numbers) or not all(value < most for value, most in fields):
             raise ValueError(f"its class {entry['class']}")
+        if not all(cost == 0 or _PLAUSIBLE[0] <= cost <= _PLAUSIBLE[1] for cost in costs):
+            raise ValueError(f"its costs {costs}")
         if not len(entry["tools"]) == len(entry["costs"]) > entry["chosen"]:
             raise ValueError(f"its class {entry['class']} has {len(entry['tools'])} tools")
         if any(len(tool) != 6 or not all(value >= 0 for value in tool) for tool in entry["tools"]):

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import threading
 import time
 import warnings
@@ -377,6 +378,9 @@ def test_what_others_have_learned_stays(folder: Path, monkeypatch: pytest.Monkey
         lambda text: text.replace('"format": 1', '"format": 99'),
         lambda text: text.replace('"chosen": ', '"chosen": 1000'),
         lambda text: text.replace('"costs": [', '"costs": [-1, '),
+        lambda text: re.sub('"costs": .*?]', f'"costs": {[1e-320] * 4}', text, flags=re.DOTALL),
+        lambda text: re.sub('"costs": .*?]', '"costs": [Infinity, 0, 0, 0]', text, flags=re.DOTALL),
+        lambda text: re.sub('"usual": .*', '"usual": NaN,', text),
         lambda text: text.replace('"classes": [', '"classes": [7, '),
         lambda text: text.replace('"async_io"', "[]"),
         lambda text: text.replace('"class": [\n        1', '"class": [\n        9'),
