@@ -21,18 +21,9 @@ import torch
 import nvme_ops
 from nvme_ops import adaptive_handle
 from nvme_ops.adaptive import dictionary
-from nvme_ops.op_builder.cache import default_root
 from nvme_ops.tune import store as kept
+from tests.adaptive.conftest import OPS
 from tests.conftest import MIB, REPOSITORY, forked, give_up_root, in_child, open_to_all, round_trip
-
-OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    dictionary.forget()
 
 
 def check(handle: adaptive_handle, folder: Path) -> None:

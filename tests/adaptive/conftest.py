@@ -1,0 +1,40 @@
+"""What the tests of ``adaptive_handle`` share: nothing is known at first; transfers, and what was learned of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import adaptive_handle, aio_handle
+from nvme_ops.adaptive import dictionary
+from nvme_ops.adaptive import handle as module
+from nvme_ops.adaptive.dictionary import Learned
+from nvme_ops.op_builder.cache import default_root
+from tests.conftest import MIB
+
+OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
+MANY = 30  # transfers, by which every class has settled, and before a changed cost counts
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is known at first."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(module.MODE, raising=False)
+    dictionary.forget()
+    return tmp_path / "cache" / "nvme_ops" / "tune"
+
+
+def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * MIB) -> None:
+    data = nvme_ops.empty(size, dtype=torch.uint8)  # of one place, whatever the allocator of torch does
+    for _ in range(times):
+        handle.sync_pwrite(data, folder / "used", 0)
+
+
+def only(handle: adaptive_handle, **wanted: object) -> Learned:
+    (found,) = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
+    return found
