@@ -165,7 +165,8 @@ class Dictionary:
             return f"not kept for the next program: {error}"
         if not self._frozen:
             return f"kept in {path}: remove it to begin anew"
-        return f"frozen: as kept in {path}" if path.exists() else f"frozen: nothing is kept for this device in {path}"
+        kept = os.path.exists(path)  # not Path's, which raises if the folder cannot be read
+        return f"frozen: as kept in {path}" if kept else f"frozen: nothing is kept for this device in {path}"
 
     def _entries(self, exploring: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
         """Returns what has settled; or what had, and is tried again: which tool is used is known, the costs are not."""

@@ -21,6 +21,7 @@ import torch
 import nvme_ops
 from nvme_ops import adaptive_handle
 from nvme_ops.adaptive import dictionary
+from nvme_ops.adaptive.handle import MODE
 from nvme_ops.tune import store as kept
 from tests.adaptive.conftest import OPS
 from tests.conftest import MIB, REPOSITORY, forked, give_up_root, in_child, open_to_all, round_trip
@@ -144,6 +145,19 @@ def test_a_damaged_file_is_replaced_by_a_program_to_which_warnings_are_errors(fo
             warnings.simplefilter("error")
             handle.close()
     assert json.loads(path.read_text())["classes"]
+
+
+def test_frozen_it_says_that_nothing_is_kept_where_it_may_not_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache" / "nvme_ops").mkdir(mode=0o700, parents=True)
+    monkeypatch.setenv(MODE, "frozen")
+
+    def child() -> None:
+        give_up_root()
+        assert "frozen: nothing is kept for this device in " in adaptive_handle(folder).explain()
+
+    in_child(child)
 
 
 def test_a_handle_that_is_freed_while_another_is_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
