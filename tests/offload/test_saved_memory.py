@@ -201,8 +201,12 @@ def test_a_storage_at_the_address_of_one_that_is_gone(folder: Path, monkeypatch:
         assert q.grad is not None
         return [p.grad, q.grad]
 
-    expected = step(contextlib.nullcontext())
-    assert any(reused)
+    for _ in range(50):
+        expected = step(contextlib.nullcontext())
+        if any(reused):
+            break
+    else:
+        pytest.skip("the allocator used no address again: what earlier tests have left decides that")
     for _ in range(4):
         assert all(map(torch.equal, step(saving), expected))
         choice._again = frozenset(choice._seconds)
