@@ -1,9 +1,9 @@
-"""Activations on storage: this package against memory, computing again, and hooks written by hand.
+"""Activations on storage: this package against memory, computing again, and hand-written hooks.
 
-Each way trains the same net in a process of its own and must find the gradients of the one in memory, bit for bit. The
+Each way trains the same net in a process of its own and must get the same gradients as in memory, bit for bit. The
 convolutional net computes little for each byte that it keeps: storage decides. The transformer computes much. The bound
-is the longer of computing in memory and of moving what was moved at the rate of fio's best shape, mixed. The table
-``largest`` doubles the batch until it does not fit a memory limit or the disk any more, then halves the last step.
+is the longer of two times: computing in memory, and moving the same bytes at the mixed rate of fio's best shape. The
+table ``largest`` doubles the batch until it no longer fits a memory limit or the disk, then halves the last step.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _WAYS = {
     "hooks by numpy.save": "numpy",
 }
 _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
-_FIRST = 1  # step that is not counted
+_FIRST = 1  # steps that are not counted
 _SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
 _WORKER = Path(__file__).parent / "activations_worker.py"
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')  # finds nvme_ops"
 
 
 def trained(job: Job) -> dict[str, Any]:
-    """Returns what a process found. Raises Unavailable with what it ended with."""
+    """Returns what a process measured. Raises Unavailable with the error that it ended with."""
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
         words = json.dumps(dataclasses.asdict(dataclasses.replace(job, folder=folder)))
         found: dict[str, Any] = json.loads(command.in_new_process(_PROGRAM, str(_WORKER), words, folder=folder))
@@ -65,7 +65,7 @@ def trained(job: Job) -> dict[str, Any]:
 
 
 def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
-    """All train the same net."""
+    """Returns a table whose rows all train the same net."""
     batch = given.batch if net == "convolutional" else given.batch_of_transformer
     expected: list[int] = []
 
@@ -99,7 +99,7 @@ def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
 
 
 def note_bound(table: Table) -> None:
-    """Adds to each sample what part of its time the bound is."""
+    """Adds the bound to each sample, as a share of its time."""
     taken = {row.name: [each for each in row.samples if each is not None] for row in table.rows}
     rates = [
         statistics.median(each.figures["GB/s"] for each in those)
@@ -116,7 +116,7 @@ def note_bound(table: Table) -> None:
 
 
 def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
-    """Each row searches once; its figure is the batch."""
+    """Returns a table whose rows search once each; the figure is the batch."""
 
     def fits(row: Row, way: str, batch: int) -> bool:
         with memory_limit.limited(given.limit) as group:
@@ -148,7 +148,7 @@ def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
 
 
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder."""
+    """Yields the tables of one folder."""
     require_space(scratch, run.given.size, "--size or --path")
     for net in ("convolutional", "transformer"):
         if net in run.given.groups:
@@ -163,12 +163,12 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table
 
 
 def measure(given: argparse.Namespace) -> command.Run:
-    """All groups."""
+    """Measures all groups."""
     return command.Run(given, budget=given.budget, batch=given.batch).folders(1, tables, measured=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or gradients differ; 2 for wrong arguments; 130 after Ctrl-C."""
+    """Returns 0; 1 when a folder cannot be used or gradients differ; 2 for wrong arguments; 130 after Ctrl-C."""
     parser = command.parser(__file__, __doc__, GROUPS)
     parser.set_defaults(size=16 * GIB, rounds=5)
     parser.add_argument("--budget", type=size, default=256 * MIB, metavar="SIZE",

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from nvme_ops.offload import save_on_nvme
 
-_LEAST = 1 << 20  # bytes from which on a tensor is saved by hand too
+_LEAST = 1 << 20  # bytes; tensors of this size and more are saved by hand, too
 _CHANNELS, _PIXELS = 16, 64  # of the convolutional net
 _WIDTH, _TOKENS, _HEADS = 1024, 256, 16  # of the transformer
 
@@ -68,7 +68,7 @@ NETS = {"convolutional": convolutional, "transformer": transformer}
 
 
 class ByHand(torch.autograd.graph.saved_tensors_hooks):
-    """A file for each tensor, written at once and read when it is asked for."""
+    """A file for each tensor, written immediately and read when it is asked for."""
 
     def __init__(self, folder: str, write: Callable[[str, torch.Tensor], Any], read: Callable[[str], torch.Tensor]):
         self.moved = self._count = 0
@@ -100,13 +100,13 @@ Moved = Callable[[], int]
 
 @contextlib.contextmanager
 def memory(_: Job, net: torch.nn.Sequential) -> Iterator[tuple[Step, Moved]]:
-    """Keeps all."""
+    """Keeps everything."""
     yield net, lambda: 0
 
 
 @contextlib.contextmanager
 def checkpointed(job: Job, net: torch.nn.Sequential) -> Iterator[tuple[Step, Moved]]:
-    """Keeps the inputs of about as many parts as each has layers, and computes the rest again."""
+    """Keeps the inputs of parts, about as many as each has layers, and computes the rest again."""
     parts = max(1, round(job.layers**0.5))
     yield lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
 
@@ -133,7 +133,7 @@ def ours(policy: Any) -> Callable[[Job, torch.nn.Sequential], Any]:
 
 
 def by_hand(write: Callable[[str, torch.Tensor], Any], read: Callable[[str], torch.Tensor]) -> Any:
-    """Returns the way of hooks that anybody writes."""
+    """Returns the way of hand-written hooks."""
 
     @contextlib.contextmanager
     def way(job: Job, net: torch.nn.Sequential) -> Iterator[tuple[Step, Moved]]:
@@ -164,7 +164,7 @@ WAYS: dict[str, Callable[[Job, torch.nn.Sequential], Any]] = {
 
 
 def status(name: str) -> int:
-    """Returns bytes of an entry of ``/proc/self/status``."""
+    """Returns an entry of ``/proc/self/status``, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 
@@ -183,7 +183,7 @@ def train(job: Job) -> dict[str, Any]:
     """Returns what each step took, and what became of it."""
     torch.manual_seed(1)
     net, shape = NETS[job.net](job.layers)
-    net(torch.zeros(1, *shape))  # what torch makes at first use
+    net(torch.zeros(1, *shape))  # torch's setup at first use
     if job.group:
         Path(job.group).write_text("0", encoding="ascii")
     before = status("VmRSS")

@@ -1,10 +1,10 @@
 """What an adaptive handle chooses, against each fixed tool: one table for each direction and size of tensors.
 
-Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others have a file
-for each tensor. A write counts until its bytes are on the device: whoever writes through the page cache calls
+Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others use a file
+for each tensor. A write is timed until its bytes are on the device: what writes through the page cache calls
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
-anew in each pass, with one tensor of another size, and moves 20: all of the exploration. The rows ``all at once`` move
-the tensors of a pass together, as those of a model are saved. Under load another process reads the device all the time.
+anew in each pass, with one tensor of another size, and moves 20: the whole exploration. The rows ``all at once`` move
+the tensors of a pass together, as a model's are saved. Under load another process reads the device all the time.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ GROUPS = {
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
-STAGED = "nvme_ops staged, an ordinary tensor"  # which nobody can choose for a tensor that lies elsewhere
+STAGED = "nvme_ops staged, an ordinary tensor"  # not a choice for a tensor that lies elsewhere
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
 FIO = "fio, as deep as one tensor allows"
 DEEP = "fio, as deep as all allow"
 _DEPTHS = {FIO: 1, DEEP: 32}
-_FIO_BYTES = 16 * MIB  # at least: it counts milliseconds
-_PASS = 128 * MIB  # bytes of a pass, at least one tensor and at most so many
+_FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
+_PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MOST
 _MOST = 256
 _DATASYNC = "+ fdatasync"
-_ENVIRONMENT = command.environment()  # before the dictionaries have a cache folder of their own: it has the op
+_ENVIRONMENT = command.environment()  # before the dictionaries get their own cache folder: the usual one has the op
 _LOAD = """
 import sys, nvme_ops, torch
 memory = nvme_ops.empty(8 << 20, dtype=torch.uint8)
@@ -69,7 +69,7 @@ while True:
         handle.sync_pread(memory, sys.argv[1], offset)
 """
 
-_PEERS_OF = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what is said of a row beside the fixed tools
+_PEERS_OF = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what a row is compared with besides the fixed tools
 
 Move = Callable[[torch.Tensor, int], object]
 
@@ -87,12 +87,12 @@ class Work:
         self.file = nvme_ops.open(path, "r+")
 
     def offset(self) -> int:
-        """Returns another place for each transfer, so that nothing is read ahead for the next."""
-        self.next += 7919  # a prime: all places come
+        """Returns a different place for each transfer, so that nothing is read ahead for the next."""
+        self.next += 7919  # a prime: every place comes up
         return self.next % self.places * self.each
 
     def together(self, handle: nvme_ops.aio_handle) -> Row:
-        """Moves the tensors of a pass by one call."""
+        """Returns the row that moves the tensors of a pass by one call."""
         tensors = list(filled(nvme_ops.empty(self.count * self.each, dtype=torch.uint8)).split(self.each))
         submit = handle.submit_pwritev if self.write else handle.submit_preadv
 
@@ -107,7 +107,7 @@ class Work:
         return Row(TOGETHER, lambda: timed(move, self.count * self.each), lambda: make_cold(self.path), practise)
 
     def row(self, name: str, move: Move, tensor: torch.Tensor | None = None, count: int = 0) -> Row:
-        """Moves ``count`` tensors in a pass."""
+        """Returns a row that moves ``count`` tensors in a pass."""
         memory, times = self.tensor if tensor is None else tensor, count or self.count
 
         def run() -> Sample:
@@ -136,7 +136,7 @@ def know_nothing() -> None:
 
 
 def handle_rows(work: Work) -> list[Row]:
-    """This package: what is learned, and each fixed tool."""
+    """Returns the rows of this package: what is learned, and each fixed tool."""
     op = "sync_pwrite" if work.write else "sync_pread"
 
     def by(handle: nvme_ops.aio_handle) -> Move:
@@ -149,7 +149,7 @@ def handle_rows(work: Work) -> list[Row]:
     def begin_anew() -> None:
         know_nothing()
         anew[:] = [by(nvme_ops.adaptive_handle(work.path))]
-        anew[0](other_class, 0)  # starting is no exploration: it costs any handle the same
+        anew[0](other_class, 0)  # starting is not exploration: it costs every handle the same
         make_cold(work.path)
 
     anew: list[Move] = []
@@ -171,7 +171,7 @@ def handle_rows(work: Work) -> list[Row]:
 
 
 def buffered_row(work: Work, by: Callable[[nvme_ops.aio_handle], Move]) -> Row:
-    """Through the page cache."""
+    """Returns the row through the page cache."""
     move = by(nvme_ops.aio_handle(cache="buffered"))
 
     def synced(tensor: torch.Tensor, offset: int) -> None:
@@ -183,7 +183,7 @@ def buffered_row(work: Work, by: Callable[[nvme_ops.aio_handle], Move]) -> Row:
 
 
 def deepspeed_row(work: Work) -> Row:
-    """DeepSpeed's handle with its locked memory, and a file for each tensor: it takes no offset."""
+    """Returns the row of DeepSpeed's handle with its locked memory, and a file for each tensor: it takes no offset."""
     found = deepspeed.load()
     if isinstance(found, Unavailable):
         return unavailable("DeepSpeed", found)
@@ -200,7 +200,7 @@ def deepspeed_row(work: Work) -> Row:
 
 
 def plain_rows(work: Work) -> list[Row]:
-    """torch, NumPy and safetensors, each with a file for each tensor."""
+    """Returns the rows of torch, NumPy and safetensors, each with a file for each tensor."""
     memory = work.pageable
 
     def fsynced(write: Callable[[str], object]) -> Callable[[str], None]:
@@ -241,7 +241,7 @@ def _numpy_save(memory: torch.Tensor) -> Callable[[str], None]:
 
 
 def fio_rows(work: Work) -> list[Row]:
-    """The device's rate: a block or 32 at a time, as tensors of that size are moved; fio's best for larger ones."""
+    """Returns rows of the device's rate: 1 or 32 blocks of the tensors' size at a time; fio's best for larger ones."""
     nbytes = max(_FIO_BYTES, work.count * work.each)
     pattern = "randwrite" if work.write else "randread"
 
@@ -257,7 +257,7 @@ def files_row(
     work: Work, name: str, memory: torch.Tensor, save: Callable[[str], object], load: Callable[[str], object],
     tensors: int = 0,
 ) -> Row:  # fmt: skip
-    """Moves files of one tensor each, or one with that many; those to be read are written by the same tool."""
+    """Returns a row that moves files of one tensor each, or one of ``tensors``; the same tool writes those it reads."""
     count, nbytes = (1, tensors * memory.nbytes) if tensors else (min(work.count, 32), memory.nbytes)
     folder = tempfile.mkdtemp(dir=os.path.dirname(work.path))
     paths = [os.path.join(folder, str(number)) for number in range(count)]
@@ -277,7 +277,7 @@ def files_row(
 
 @contextlib.contextmanager
 def load(scratch: str, wanted: bool) -> Iterator[None]:
-    """Another process reads a file of its own as long as the block lasts."""
+    """Has another process read a file of its own as long as the block lasts."""
     if not wanted:
         yield
         return
@@ -297,9 +297,9 @@ def load(scratch: str, wanted: bool) -> Iterator[None]:
 
 
 def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
-    """Returns the row over the best fixed tool, round by round.
+    """Returns the row's rate over that of the best fixed tool, round by round.
 
-    A round's best is the one of the others: in its own each tool would be the better the luckier it was.
+    The best tool of a round is that of the other rounds: in its own, the luckiest would be the best.
     """
     found = []
     for number, mine in enumerate(row.samples):
@@ -314,7 +314,7 @@ def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
 
 
 def summary(table: Table) -> str:
-    """Returns what the choice loses against the best fixed tool, and what it reaches of torch and fio."""
+    """Returns how the choice compares with the best fixed tool, and with torch and fio."""
     rows = {row.name: row for row in table.rows if table.values(row)}
     others = (ADAPTIVE, NEW, TOGETHER, STAGED)
     fixed = [row for name, row in rows.items() if name.startswith("nvme_ops") and name not in others]
@@ -335,7 +335,7 @@ def summary(table: Table) -> str:
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder."""
+    """Yields the tables of one folder."""
     path = command.data_file(scratch, run.given.size)
     meter = Meter()
     found["lost"] = {}
@@ -364,18 +364,18 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[T
 
 
 def measure(given: argparse.Namespace) -> command.Run:
-    """All groups, with a dictionary of their own."""
+    """Measures all groups, with a dictionary of their own."""
     if not given.no_deepspeed:
         command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
         deepspeed.load()
-    nvme_ops.aio_handle()  # loads the op, which may be in the cache folder that is left below
+    nvme_ops.aio_handle()  # loads the op, which may be in the cache folder that is replaced below
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
         return command.Run(given, sizes=given.sizes).folders(3, tables, measured=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
+    """Returns 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
     parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
                         help=f"of a tensor (default {' '.join(_SIZES)})")  # fmt: skip

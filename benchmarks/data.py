@@ -1,6 +1,6 @@
 """Random reading of samples into batches, cold: this package beside the loaders and formats that people use.
 
-Every pass of reading goes through all samples of a size once, in an order of its own. Workers of torch's loaders stay
+Every pass of reading goes through all samples of a size once, in its own order. Workers of torch's loaders stay alive
 between passes. Formats with a file for each sample are measured with 8,192 of them at most. Two more groups open a
 large index and append to a log.
 """
@@ -41,7 +41,7 @@ _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
 
 
 def reader_row(name: str, data: DataSet) -> Row:
-    """All batches of an epoch. The CPU time of workers is not known."""
+    """Returns a row that reads all batches of an epoch. The CPU time of workers is not known."""
     try:
         reader = made(name, data)
     except Unavailable as reason:
@@ -73,7 +73,7 @@ def _empty(name: str, words: str) -> Row:
 
 
 def fio_row(data: DataSet, depth: int) -> Row:
-    """Blocks of the same size from this package's file, into ``depth`` buffers that it uses again and again."""
+    """Returns fio's row: blocks of the same size from this package's file, into ``depth`` buffers that are reused."""
     (path,) = (data.folder / OURS).glob("samples-*")
     shapes = fio.variants([f"--bs={data.sizes[0]}", f"--iodepth={depth}"])
     name = f"{FIO} {depth}"
@@ -81,7 +81,7 @@ def fio_row(data: DataSet, depth: int) -> Row:
 
 
 def random_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """One for each size."""
+    """Yields a table for each size."""
     found["ratios"] = {}
     for each in run.given.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
@@ -104,7 +104,7 @@ def random_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Gene
 
 
 def index_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one index."""
+    """Yields the table of one index."""
     records = run.given.records
     command.show_progress(f"writing {records:,} samples")
     folder = Path(scratch, "index")
@@ -118,7 +118,7 @@ def index_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Gener
 
 
 def log_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one rate."""
+    """Yields the table of one rate."""
     kept: dict[str, list[float]] = {}
     found["log"] = kept
     title = f"records of 200 bytes, {run.given.rate:,} a second, each call"
@@ -131,13 +131,13 @@ _TABLES = {"random": random_tables, "index": index_tables, "log": log_tables}
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder."""
+    """Yields the tables of one folder."""
     for group in run.given.groups:
         yield from _TABLES[group](run, scratch, found)
 
 
 def measure(given: argparse.Namespace) -> command.Run:
-    """All groups that are wanted."""
+    """Measures the groups that are wanted."""
     copies = 7 * len(given.sizes) if "random" in given.groups else 0
     if "index" in given.groups:
         copies += -(-given.records * data_rows.BYTES // given.size)
@@ -145,7 +145,7 @@ def measure(given: argparse.Namespace) -> command.Run:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
+    """Returns 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
     parser = command.parser(__file__, __doc__, GROUPS)
     parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
                         help=f"of a sample (default {' '.join(_SIZES)})")  # fmt: skip

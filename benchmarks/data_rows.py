@@ -1,4 +1,4 @@
-"""What data.py measures beside reading: a large index, opened by a new process, and what a log costs its caller."""
+"""What data.py measures besides reading: a large index, opened by a new process, and what a log costs its caller."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_store(folder: Path, records: int) -> None:
 
 
 def index_rows(folder: Path, found: dict[str, Any]) -> list[Row]:
-    """Each pass is a process of its own, with cold files; ``found`` is what the JSON file shall hold."""
+    """Returns rows whose passes each run in a new process, with cold files; ``found`` goes into the JSON file."""
     found["peak_bytes"] = []
 
     def cold() -> None:
@@ -81,9 +81,9 @@ def index_rows(folder: Path, found: dict[str, Any]) -> list[Row]:
 
 
 def log_rows(folder: Path, records: int, rate: int, found: dict[str, Any]) -> list[Row]:
-    """The time that a call takes, by their median; ``found`` gets the 99th percentile of each pass.
+    """Returns rows with the median time of a call; ``found`` gets the 99th percentile of each pass.
 
-    One record after the other is due at the rate; what takes longer than that goes on as fast as it can.
+    Records are due one by one at the rate; a row that falls behind goes on as fast as it can.
     """
     record = bytes(200)
 

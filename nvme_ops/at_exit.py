@@ -1,4 +1,4 @@
-"""Functions that are called when the process ends, also one of multiprocessing, which ends without atexit's."""
+"""Functions that are called when the process ends, even one of multiprocessing, which does not call atexit's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from multiprocessing import util
 
 
 def call(function: Callable[[], object]) -> None:
-    """Calls ``function``, of a module, when this process ends, and when a child of it does. It may be called twice."""
+    """Calls a module's ``function`` when this process ends, and when a child of it does. It may be called twice."""
     atexit.register(function)
     _in_this_process(function)
     util.register_after_fork(function, _in_this_process)  # a child of multiprocessing has forgotten the others

@@ -1,1 +1,1 @@
-"""The way of each transfer chosen from experience: see ``handle.py``."""
+"""Chooses from experience how to move each transfer: see ``handle.py``."""

@@ -1,4 +1,4 @@
-"""What was learned of a device: shared by the handles of a process, kept for the next one."""
+"""What was learned about a device: shared by the handles of a process, kept for the next process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from nvme_ops.storage.identity import Identity
 from nvme_ops.text import rate_words, size_words
 from nvme_ops.tune import store
 
-SECTION = "adaptive"  # of the names of files
+SECTION = "adaptive"  # in the names of files
 _PLACES = ("pageable", "aligned", "pinned", "device")
 _CONCURRENCY = ("waited", "alone", "crowd")
 _CACHES = ("auto", "direct", "buffered")
-_SMALLEST = 4096  # bytes: the first class; each further one is four times as large
+_SMALLEST = 4096  # bytes: the first class; each further class is four times as large
 _CLASSES = 10
 _MOST_KEPT = 1000  # classes in a file
-_PLAUSIBLE = 1e-15, 1e6  # seconds or joules of a byte; 0: not known
+_PLAUSIBLE = 1e-15, 1e6  # seconds or joules per byte; 0: not known
 
-#: Block size, queue depth, lanes, in place, bounce, cache: as the native module has it.
+#: Block size, queue depth, lanes, in place, bounce, cache: as in the native module.
 Tool = tuple[int, int, int, bool, bool, int]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A tool and what was found of it."""
+    """A tool and what was found about it."""
 
     block_size: int
     queue_depth: int
@@ -38,10 +38,10 @@ class Tried:
     in_place: bool  #: without staging memory, wherever alignment allows
     bounce: bool  #: accelerator tensors through page-locked memory, even if cuFile could move them
     cache: str
-    cost: float | None  #: seconds, or joules, for a byte; None: not tried yet
+    cost: float | None  #: seconds, or joules, per byte; None: not tried yet
 
     def words(self) -> str:
-        """For a reader."""
+        """Returns the tool in words."""
         lanes = f"{self.lanes} {'lane' if self.lanes == 1 else 'lanes'}"
         cache = "" if self.cache == "auto" else "through the page cache" if self.cache == "buffered" else "direct"
         switches = [word for word, on in (("in place", self.in_place), ("bounce", self.bounce)) if on]
@@ -50,10 +50,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Learned:
-    """What is known of one class of transfers."""
+    """What is known about one class of transfers."""
 
     op: str  #: ``read`` or ``write``
-    most_bytes: int | None  #: of a transfer; at least a quarter of it, unless it is the first. None: more than 256 MiB
+    most_bytes: int | None  #: of a transfer; the least is a quarter, except in the first class. None: more than 256 MiB
     place: str  #: of the tensor: ``pageable``, ``aligned``, ``pinned`` (or in huge pages), ``device``
     cached: bool  #: the page cache had most of the bytes
     concurrency: str  #: ``waited``: nothing else in flight, the caller waits; ``alone``: it does not; ``crowd``
@@ -83,7 +83,7 @@ class Learned:
 
 
 class Dictionary:
-    """What the handles of this process with the same settings know of one device."""
+    """What the handles of this process with the same settings know about one device."""
 
     def __init__(self, identity: Identity, energy: bool, *arguments: Any) -> None:
         self._identity, self._energy = identity, energy
@@ -93,7 +93,7 @@ class Dictionary:
         self._why_not_kept = ""
 
     def of(self, module: Any, cufile: bool) -> Any:
-        """Returns the native ``Experience`` for an engine of that module; the first time with what is stored."""
+        """Returns the native ``Experience`` for an engine of that module; when new, with what is stored."""
         name = module.__name__.rpartition(".")[2]
         if name not in self._experiences:
             counters = _counters() if self._energy else []
@@ -106,7 +106,7 @@ class Dictionary:
         return self._experiences[name]
 
     def learned(self) -> list[Learned]:
-        """Returns what is known of each class."""
+        """Returns what is known about each class."""
         return [self._learned(entry) for made in self._experiences.values() for entry in made.entries()]
 
     def _learned(self, entry: tuple[Any, ...]) -> Learned:
@@ -126,9 +126,9 @@ class Dictionary:
         )
 
     def save(self) -> None:
-        """Keeps what was found since the last time; what others kept of other classes stays. Never raises.
+        """Keeps what was found since the last time; what others kept about other classes stays. Never raises.
 
-        While the process saves, in another thread or because a handle is freed just then, that goes on with this one.
+        If a save is under way, in another thread or interrupted by the freeing of a handle, it goes on to this one.
         """
         _to_be_saved.append(self)
         while _to_be_saved and _saving.acquire(blocking=False):
@@ -146,7 +146,7 @@ class Dictionary:
         try:
             with store.locked(self._identity, SECTION):
                 stored: dict[tuple[Any, ...], dict[str, Any]] = {}
-                with contextlib.suppress(RuntimeWarning):  # an error to this program: a damaged file, which is replaced
+                with contextlib.suppress(RuntimeWarning):  # if warnings are errors: a damaged file, which is replaced
                     stored = {_key(entry): entry for entry in _stored(self._identity)}
                 known = {**again, **stored, **settled}
                 store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
@@ -156,7 +156,7 @@ class Dictionary:
             self._saved, self._why_not_kept = findings, ""
 
     def words(self) -> str:
-        """Says where it is kept."""
+        """Says where the dictionary is kept."""
         if self._why_not_kept:
             return f"not kept for the next program: {self._why_not_kept}"
         try:
@@ -169,7 +169,7 @@ class Dictionary:
         return f"frozen: as kept in {path}" if kept else f"frozen: nothing is kept for this device in {path}"
 
     def _entries(self, exploring: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Returns what has settled; or what had, and is tried again: which tool is used is known, the costs are not."""
+        """Returns settled classes; or those explored again, of which the tool in use is known, but not the costs."""
         entries = [
             {
                 "op": name,
@@ -188,7 +188,7 @@ class Dictionary:
         return {_key(entry): entry for entry in entries}
 
     def _findings(self) -> list[Any]:
-        """Returns of each class how many explorations have ended, and whether its usual cost is known since."""
+        """Returns for each class how many explorations have ended, and whether its usual cost is known since."""
         return [
             (fields, explorations - exploring, usual > 0)
             for made in self._experiences.values()
@@ -202,7 +202,7 @@ def _tried(tool: Tool, cost: float) -> Tried:
     return Tried(block_size, queue_depth, lanes, in_place, bounce, _CACHES[cache], cost or None)
 
 
-#: By process, so that a forked child has its own; and by all that what is learned depends on.
+#: By process, so that a forked child has its own; and by all that affects what is learned.
 _dictionaries: dict[tuple[Any, ...], Dictionary] = {}
 
 
@@ -216,7 +216,7 @@ def dictionary_of(
 
 
 def forget() -> None:
-    """Makes the handles to come begin anew, but for what is kept; those that are made keep what they know."""
+    """Makes new handles begin anew, except for what is kept in files; existing ones retain what they know."""
     _dictionaries.clear()
 
 
@@ -246,7 +246,7 @@ def _stored(identity: Identity) -> list[dict[str, Any]]:
 
 
 def _check(document: Mapping[str, Any]) -> None:
-    """Raises one of ValueError, LookupError, TypeError unless this is what ``save`` writes."""
+    """Raises ValueError, LookupError or TypeError unless this is what ``save`` writes."""
     for entry in document["classes"]:
         if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
             raise ValueError(f"its op {entry['op']}")
@@ -264,7 +264,7 @@ def _check(document: Mapping[str, Any]) -> None:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells classes apart: those of other settings have other tools."""
+    """Returns what distinguishes classes: those of other settings have other tools."""
     return entry["op"], entry["energy"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))
 
 
@@ -275,7 +275,7 @@ def _restore(made: Any, entry: Mapping[str, Any]) -> None:
 
 
 def _usual(entry: Mapping[str, Any]) -> Any:
-    """Returns what the chosen tool usually costs; 0, by which it is learned anew: nothing says so."""
+    """Returns what the chosen tool usually costs; 0, with which it is learned anew, if that is not kept."""
     return entry.get("usual", 0)
 
 

@@ -33,27 +33,27 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
     of a class differ from the handle's settings in one respect each: block size, queue depth, lanes, staged or in
     place, the page cache, cuFile or page-locked memory. All of them move the same bytes.
 
-    The first 20 transfers or so of a class try its tools, worst first out; later ones use the best. They are tried
-    again when its cost becomes 1.5 times as high, or as low, and after 1024 transfers in any case. Nothing is
-    transferred that the program does not ask for. What was learned is kept for each device in the user's cache folder,
-    when a handle is closed or dropped and at exit, and is where the next program begins. The handles of a process that
-    use the same device learn together.
+    The first 20 transfers or so of a class try its tools and drop the worst first; later ones use the best. The tools
+    are tried again when the best one's cost rises or falls by a factor of 1.5, and after 1024 transfers in any case.
+    Nothing is transferred that the program does not ask for. What was learned is kept for each device in the user's
+    cache folder, when a handle is closed or dropped and at exit; the next program starts from it. The handles of a
+    process that use the same device learn together.
 
     The environment variable ``NVME_OPS_ADAPTIVE``, read when a handle is made, limits it: ``frozen`` uses what is
-    known and learns nothing, so that the same calls always take the same way; ``off`` makes it a ``tuned_handle``.
+    known and learns nothing, so that the same calls always use the same tools; ``off`` makes it a ``tuned_handle``.
 
     ``path`` only identifies the device: the handle reads and writes any file.
 
     Args:
         path: a file or folder, which need not exist yet.
-        objective: ``"time"``, or ``"energy"``: joules of the whole machine for each byte, where RAPL can be read. It
-            applies from 16 MiB on, as the counters are too coarse for less: that uses the handle's settings.
+        objective: ``"time"``, or ``"energy"``: joules of the whole machine per byte, where RAPL can be read. That
+            applies from 16 MiB on; smaller transfers, for which the counters are too coarse, use the handle's settings.
         gds: whether to let cuFile move accelerator tensors. None: if the gds op is built and works here.
         overrides: arguments of ``aio_handle``, which are never changed.
 
     Raises:
         ValueError: as ``aio_handle``; an unknown objective or value of ``NVME_OPS_ADAPTIVE``.
-        RuntimeError: there is no counter of energy that can be read, or cuFile was asked for and cannot work here; the
+        RuntimeError: no energy counter can be read, or cuFile was asked for and cannot work here; the
             message says why.
     """
 
@@ -108,13 +108,13 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
         return made, (type(self), given)
 
     def close(self) -> None:
-        """As ``aio_handle``; keeps what was learned."""
+        """Closes it as ``aio_handle`` does, and keeps what was learned."""
         super().close()
         if self._dictionary is not None:
             self._dictionary.save()
 
     def learned(self) -> list[Learned]:
-        """Returns what is known of each class of transfers of this device; nothing if ``NVME_OPS_ADAPTIVE=off``."""
+        """Returns what is known about each class of transfers on this device; nothing if ``NVME_OPS_ADAPTIVE=off``."""
         if self._dictionary is None:
             return []
         if not self.closed:

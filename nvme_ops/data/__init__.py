@@ -1,4 +1,4 @@
-"""The I/O of training data: samples in few large files, read at random at the speed of the device.
+"""The I/O of training data: samples in a few large files, read at random at the speed of the device.
 
 from nvme_ops.data import Loader, SampleWriter
 with SampleWriter("/mnt/nvme/train", {"image": bytes, "label": torch.int64}) as writer:

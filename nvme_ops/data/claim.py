@@ -1,4 +1,4 @@
-"""``Claim``: says that data files are no store's yet, or any more, so that the next writer removes a killed one's."""
+"""``Claim``: marks data files that are in no store yet, or no longer; the next writer removes those of a killed one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data_file(store: str, number: int) -> str:
 
 
 def is_data_file(name: str) -> bool:
-    """Returns whether it is the name of one."""
+    """Returns whether ``name`` is that of a data file."""
     return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
 
 
@@ -35,8 +35,8 @@ class Claim:
 
     Args:
         index: the path of the index.
-        store: the identity of the store that the data files are of.
-        folders: that have them.
+        store: the identity of the store that has the data files.
+        folders: the folders with the data files.
 
     Raises:
         OSError: it cannot be written.
@@ -58,7 +58,7 @@ class Claim:
             raise
 
     def settle(self) -> None:
-        """Removes the data files unless the index names them, and the claim."""
+        """Removes the claim, and the data files unless the index names them."""
         _settle(self._index, self.path)
         self._close()
 
@@ -68,12 +68,12 @@ class Claim:
             os.close(fd)
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0 and self._process == os.getpid():  # Ctrl-C came before anybody had it
+        if getattr(self, "_fd", -1) >= 0 and self._process == os.getpid():  # Ctrl-C came before the caller had it
             self.settle()
 
 
 def settle_abandoned(index: str) -> None:
-    """Removes what killed writers of this store have left."""
+    """Removes what killed writers of this store left behind."""
     folder = os.path.dirname(index)
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
@@ -85,12 +85,12 @@ def settle_abandoned(index: str) -> None:
 
 
 def _locked(path: str) -> int:
-    """Opens a claim, and locks it where there are locks; else nobody takes it for abandoned."""
+    """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody looks whether it is abandoned
+        except BlockingIOError:  # somebody is checking whether it is abandoned
             os.close(fd)
             time.sleep(0.001)
             continue
@@ -110,7 +110,7 @@ def _settle(index: str, path: str) -> None:
         wanted = read_index(index, ()).id == store
     except FileNotFoundError:
         wanted = False
-    except (FormatError, OSError):  # it may be this store's
+    except (FormatError, OSError):  # the index may be this store's
         return
     if not wanted:
         for folder in _folders(index, path):
@@ -123,7 +123,7 @@ def _settle(index: str, path: str) -> None:
 
 
 def _folders(index: str, path: str) -> list[str]:
-    """Returns the folder of the index, and the others if the claim was made for it; else it is a copy of one."""
+    """Returns the folder of the index, and the others unless the claim is a copy, made for another index."""
     mine = os.path.dirname(index)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
         found = json.load(file)

@@ -1,8 +1,8 @@
 """``Columns``: what a sample consists of, and where each part lies in a record.
 
-A record has: a little-endian uint64 with the bytes of each column of variable size but the last one; the columns of
-fixed size; the columns of variable size. Each of these begins at a multiple of the bytes of its elements. A store of
-one unnamed column has records that are just its values.
+A record has: a little-endian uint64 with the size, in bytes, of each column of variable size except the last; the
+columns of fixed size; the columns of variable size. Each column begins at a multiple of the size of its elements. A
+store of one unnamed column has records that are just its values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNNAMED = ""
 
 @dataclass(frozen=True)
 class Column:
-    """Values of one dtype and shape; ``shape[0]`` is -1 where each sample has a length of its own."""
+    """Values of one dtype and shape; ``shape[0]`` is -1 where each sample has its own length."""
 
     name: str
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Column:
 
     @classmethod
     def of(cls, name: str, spec: Spec) -> Column:
-        """Raises TypeError or ValueError for what is no column."""
+        """Makes a column. Raises TypeError or ValueError for an invalid ``spec``."""
         if spec is bytes or spec is str:
             return cls(name, torch.uint8, (-1,), spec is str)
         dtype, shape = (spec, ()) if isinstance(spec, torch.dtype) else spec if isinstance(spec, tuple) else (None, ())
@@ -60,7 +60,7 @@ class Column:
         return cls(name, dtype, shape)
 
     def packed(self, value: Any) -> memoryview:
-        """Returns the bytes of one value. Raises TypeError or ValueError that names the column."""
+        """Returns the bytes of one value. Raises TypeError or ValueError, naming the column."""
         if self.text:
             if not isinstance(value, str):
                 raise TypeError(f"{_words(self.name)} needs a str, not {type(value).__name__}")
@@ -95,7 +95,7 @@ class Column:
 
     def _tensor_of(self, value: Any) -> torch.Tensor:
         if self.dtype == torch.uint64 and not isinstance(value, torch.Tensor):
-            try:  # torch makes int64 of Python's numbers, and cannot make anything of NumPy's large ones
+            try:  # torch makes Python's numbers int64, and cannot convert NumPy's large ones
                 return cpu_tensor(value)
             except (OverflowError, RuntimeError, TypeError, ValueError):
                 return torch.tensor(
@@ -108,7 +108,7 @@ class Column:
         return tensor
 
     def unpacked(self, memory: torch.Tensor) -> Any:
-        """Returns the value over its bytes, without a copy but of a str."""
+        """Returns the value over its bytes; only a str is copied."""
         if self.text:
             return bytes(bytes_of(memory)).decode()
         return memory.view(self.dtype).view(self.shape)
@@ -146,7 +146,7 @@ class Columns:
             self._places[column.name] = end = _up(end, column)
             end += column.nbytes or 0
         self._fixed_bytes = end
-        #: Bytes to whose multiples records must begin in memory.
+        #: Records must begin at multiples of this many bytes in memory.
         self.alignment = max(column.dtype.itemsize for column in self.all)
 
     @property
@@ -160,7 +160,7 @@ class Columns:
         return self.all[0].name == _UNNAMED
 
     def packed(self, sample: Sample) -> list[memoryview]:
-        """Returns the parts of the sample's record. Raises TypeError, ValueError or KeyError that names the column."""
+        """Returns the parts of the sample's record. Raises TypeError, ValueError or KeyError, naming the column."""
         if self.unnamed:
             return [self.all[0].packed(sample)]
         if not isinstance(sample, Mapping) or sample.keys() != {column.name for column in self.all}:
@@ -179,7 +179,7 @@ class Columns:
         return parts
 
     def unpacked(self, record: torch.Tensor) -> Sample:
-        """Returns the sample over the bytes of a record. Raises FormatError for a record that cannot be one."""
+        """Returns the sample over the bytes of a record. Raises FormatError for an invalid record."""
         try:
             if self.unnamed:
                 return self.all[0].unpacked(record)
@@ -211,7 +211,7 @@ class Columns:
         return memory[..., begin : begin + (column.nbytes or 0)]
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Returns what an index keeps of them."""
+        """Returns what an index keeps about the columns."""
         return [
             {
                 "name": column.name,
@@ -224,7 +224,7 @@ class Columns:
 
     @classmethod
     def from_json(cls, given: Sequence[Mapping[str, Any]]) -> Columns:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what ``as_json`` did not make."""
+        """Reverses ``as_json``. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
         specs: dict[str, Spec] = {}
         for each in given:
             dtype = getattr(torch, each["dtype"])
@@ -249,13 +249,13 @@ def _words(name: str) -> str:
 
 
 def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
-    """Returns whether numbers are still what they were, but for the digits that a float has not."""
+    """Returns whether the numbers are unchanged, except for digits that a float does not have."""
     if made.is_floating_point() and made.itemsize == 1:  # larger numbers become its largest one
         return not bool((given.isfinite() & (given.abs() > torch.finfo(made.dtype).max)).any())
     if given.is_floating_point() or given.is_complex() or made.is_complex():
         return not bool((given.isfinite() & ~made.isfinite()).any())
     if made.dtype == torch.uint64 and given.dtype.is_signed and bool((given < 0).any()):
-        return False  # the way back would make the same negative numbers of it
+        return False  # converting back would give the same negative numbers
     return torch.equal(made.to(given.dtype), given)
 
 
@@ -263,7 +263,7 @@ def cpu_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns the tensor of a value, on the CPU whatever torch's default device is."""
     flags = getattr(
         value, "flags", None
-    )  # of NumPy's arrays, of which torch takes some only with a warning or not at all
+    )  # NumPy's arrays have them; torch takes some only with a warning or not at all
     if flags is not None and not (flags.writeable and flags.c_contiguous):
         value = value.copy()
     return torch.as_tensor(value, dtype=dtype, device="cpu")

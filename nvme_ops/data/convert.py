@@ -24,31 +24,31 @@ from nvme_ops.memory.carve import lay_out
 from nvme_ops.settings import PIECE
 from nvme_ops.tensors import empty
 
-OnProgress = Callable[[int], object]  # bytes more that were read
-_AT_ONCE = 4 * PIECE  # bytes of files that are read by one request
+OnProgress = Callable[[int], object]  # bytes read since the last call
+_AT_ONCE = 4 * PIECE  # bytes of files that one request reads
 _ROWS = 1024
 
 
 @dataclass
 class Source:
-    """Samples to be written, in order; each with the bytes that it has at the source."""
+    """Samples to be written, in order, each with its size in bytes at the source."""
 
     columns: Mapping[str, Spec] | Spec
     samples: Iterator[tuple[Sample, int]]
     nbytes: int
     path: str
-    left_out: tuple[str, ...] = ()  #: names of what is in the folder besides
+    left_out: tuple[str, ...] = ()  #: names of what else is in the folder
 
 
 def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) -> Source:
     """Returns what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
 
-    With ``dtype``, of NumPy, it is a file of nothing but samples of this ``shape``, as ``numpy.memmap`` makes.
+    With a NumPy ``dtype`` it is a file of nothing but samples of this ``shape``, as ``numpy.memmap`` makes.
 
     Raises:
         FileNotFoundError: nothing is there.
-        FormatError: nothing that can be converted.
-        ImportError: numpy or pyarrow is needed and not installed; says so.
+        FormatError: what is there cannot be converted.
+        ImportError: numpy or pyarrow is needed but not installed; the message says so.
     """
     os.stat(path)
     if dtype is not None:
@@ -78,7 +78,7 @@ def convert(source: Source, writer: SampleWriter, on_progress: OnProgress = lamb
 
 
 def _folder(path: str) -> Source:
-    """Every file below a folder is a sample. Those of folders of their own get the number of the folder as label."""
+    """Makes every file below a folder a sample. If all are in subfolders, the subfolder's number is the label."""
     names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
         raise FormatError(f"{path}: has no files")
@@ -104,9 +104,9 @@ def _folder(path: str) -> Source:
 
 
 def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yields the paths of files, through links, but for hidden ones and stores. Raises OSError."""
+    """Yields the paths of files, following links, except hidden ones and stores. Raises OSError."""
     status = os.stat(folder)
-    if (here := (status.st_dev, status.st_ino)) in above:  # a link to a folder that it is in
+    if (here := (status.st_dev, status.st_ino)) in above:  # a link to a folder that contains it
         return
     for entry in list(os.scandir(folder)):
         if entry.is_dir():
@@ -118,7 +118,7 @@ def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str
 
 
 def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the contents of files, of which many are read by one request."""
+    """Yields names and contents of files; one request reads many of them."""
     group: list[tuple[str, int]] = []
     together = 0  # bytes
     for name, nbytes in zip(names, sizes, strict=True):
@@ -143,7 +143,7 @@ def _read(path: str, group: list[tuple[str, int]]) -> Iterator[tuple[str, torch.
 
 
 def _rows(nbytes: float) -> int:
-    """Returns how many rows of so many bytes are read at once."""
+    """Returns how many rows of ``nbytes`` each are read at once."""
     return int(max(1, min(_ROWS, _AT_ONCE / max(1, nbytes))))
 
 
@@ -159,7 +159,7 @@ def _array(path: str) -> Source:
 
 
 def _raw(path: str, dtype: str, shape: Sequence[int]) -> Source:
-    """Returns the rows of a file that has nothing else."""
+    """Returns the rows of a file that contains nothing else."""
     numpy = _needed("numpy", path)
     try:
         kind = numpy.dtype(dtype)
@@ -254,7 +254,7 @@ def _store(path: str) -> Source:
 
 
 def _others(folder: str, suffix: str) -> tuple[str, ...]:
-    """Returns the names of what is in a folder beside the files with this suffix, but for hidden ones."""
+    """Returns the names of what is in a folder, except hidden ones and files with this suffix."""
     names = sorted(os.listdir(folder))
     return tuple(name for name in names if not name.startswith(".") and not name.endswith(suffix))
 

@@ -13,7 +13,7 @@ from nvme_ops.data.store import SampleStore
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
-    """Reads samples by number; a ``DataLoader`` has a whole batch read by one request.
+    """Reads samples by number; a ``DataLoader`` reads a whole batch by one request.
 
     Workers may be forked or spawned. ``Loader`` needs none and is faster.
 
@@ -32,7 +32,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return len(self.store)
 
     def __getitem__(self, number: int | list[int]) -> Any:
-        """Reads a sample, or a list of them. Raises IndexError, and otherwise as ``SampleStore.read``."""
+        """Reads a sample, or a list of them. Raises IndexError, and what ``SampleStore.read`` raises."""
         return self.__getitems__(number) if isinstance(number, list) else self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:

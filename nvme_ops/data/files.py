@@ -1,4 +1,4 @@
-"""``DataFiles``: the data files of a store, kept open while they are read, and checked to be what the index says."""
+"""``DataFiles``: the data files of a store, kept open while they are read, and checked against the index."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 _MOST, _LEAST = 1 << 14, 4  # files that are kept open
 _AT_ONCE = 256  # of these are opened at the beginning
-_SHARE = 20  # of the descriptors that a process may have: one for each file, which comes to have up to four
+_SHARE = 20  # descriptors of the process's limit for each file kept open, which comes to have up to four
 
 
 def trailer(store: str, number: int) -> bytes:
-    """Returns the last page of a data file of this package: which file of which store it is."""
+    """Returns the last page of a data file of this package: it says which file of which store it is."""
     return json.dumps({"nvme_ops": "samples", "store": store, "file": number}).encode().ljust(PAGE)
 
 
 class Opened:
-    """A file that is open until nobody refers to it: the store, which may forget it, or a read that uses it."""
+    """A file that stays open while the store, which may forget it, or a read refers to it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -48,12 +48,12 @@ class DataFiles:
     """Files that are opened when they are first read. Threads may share them; a forked child inherits them.
 
     Args:
-        files: as the index has them.
+        files: as listed in the index.
         paths: where each is.
         store: the identity that native files end with; None for files of other programs.
 
     Raises:
-        FormatError: a file has another size, or another modification time, than the index says.
+        FormatError: a file's size or modification time is not what the index says.
         OSError: a file is missing or cannot be read.
     """
 
@@ -63,8 +63,8 @@ class DataFiles:
         self._seen: dict[int, tuple[int, int, int, int]] = {}
         self._lock, self._process = threading.Lock(), os.getpid()
         self._open: OrderedDict[int, Opened] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # those of reads, too
-        #: Files that are kept open, and that one read has open at a time.
+        self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # also those of reads
+        #: The most files that are kept open, and that one read has open at a time.
         self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(paths):
             self._check(number, os.stat(path))
@@ -76,7 +76,7 @@ class DataFiles:
         return len(self._alive) > 2 * self.most
 
     def open(self, number: int) -> Opened:
-        """Returns a file to be kept while a transfer uses it. Raises as the constructor does."""
+        """Returns an open file: keep it while a transfer uses it. Raises what the constructor raises."""
         found = self._open.get(number) or self._alive.get(number)
         if found is not None:
             return found
@@ -89,11 +89,11 @@ class DataFiles:
             return found
 
     def check(self, number: int, opened: Opened) -> None:
-        """Raises FormatError if an open file is not what it was at first."""
+        """Raises FormatError if an open file has changed since it was first seen."""
         self._check(number, os.fstat(opened._fd))
 
     def close(self) -> None:
-        """Closes all that no transfer uses; the others when it has ended."""
+        """Closes the files that no transfer uses, and the others when theirs have ended."""
         self._open.clear()
 
     def _opened(self, number: int) -> Opened:

@@ -27,16 +27,16 @@ def index_of(
     kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any],
     of: str = "",
 ) -> Index:  # fmt: skip
-    """Returns the kept index if it is of these files as they are now, else a new one, which it keeps.
+    """Returns the kept index if it matches these files as they are now; else makes and keeps a new one.
 
     Args:
         kind: of the index.
         folder: that has the files.
         names: of the files, in the order of their records.
         about: whatever else the index depends on.
-        scan: looks through the file with a path and a number.
-        more: what the index is to hold besides.
-        of: the name of the only file, where not the whole folder is meant.
+        scan: finds the records of a file, given its path and number.
+        more: what else the index is to hold.
+        of: the name of the file, if the index is for a single one, not for the folder.
     """
     path = os.path.join(
         folder, f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{_NAME}"

@@ -1,4 +1,4 @@
-"""Which format a path has, its index, and what makes samples of its records. A format is a row of ``FORMATS``."""
+"""The format of a path, its index, and what turns its records into samples. A format is a row of ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nvme_ops.errors import FormatError
 
 
 class Reader(Protocol):
-    """Makes samples of records."""
+    """Turns records into samples."""
 
     def sample(self, record: torch.Tensor) -> Sample:
         """Returns the sample in the bytes of a record. Raises FormatError."""
 
 
 class Native:
-    """Samples of ``SampleWriter``."""
+    """Reads samples that ``SampleWriter`` wrote."""
 
     def __init__(self, index: own.Index) -> None:
         self.columns = Columns.from_json(index.columns)
@@ -33,7 +33,7 @@ class Native:
 
 
 class Format(NamedTuple):
-    """How to know a format by its path, to make or find its index, and to read its records."""
+    """How to recognize a format by its path, make or find its index, and read its records."""
 
     matches: Callable[[str], bool]
     make_index: Callable[[str, bool], own.Index]
@@ -59,8 +59,8 @@ def index_of(path: str, checksums: bool = False) -> own.Index:
     """Returns the index of what is at ``path``.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        FormatError: nothing that can be read.
+        FileNotFoundError: nothing is there.
+        FormatError: what is there cannot be read.
     """
     os.stat(path)
     for each in FORMATS.values():
@@ -72,7 +72,7 @@ def index_of(path: str, checksums: bool = False) -> own.Index:
 
 
 def reader_of(index: own.Index) -> Reader:
-    """Returns what makes samples of the records. Raises FormatError for an unknown kind."""
+    """Returns what turns the records into samples. Raises FormatError for an unknown kind."""
     if index.kind not in FORMATS:
         raise FormatError(f"{index.path}: samples of an unknown kind: {index.kind!r}")
     return FORMATS[index.kind].reader(index)

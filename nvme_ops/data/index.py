@@ -1,10 +1,10 @@
-"""``Index``: where each record of a store lies; and the file that holds it.
+"""``Index``: where each record of a store lies; and the file that holds the index.
 
 The file, all numbers little-endian: 8 bytes ``NVMEDATA``; uint32 version, uint32 bytes of the header, uint32 CRC-32C of
-the header; the header, a JSON object; then the sections that the header names, each from a multiple of 4096 bytes on:
+the header; the header, a JSON object; then the sections that the header names, each at a multiple of 4096 bytes:
 
 - ``ends``: an int64 for each record, the offset in its data file at which it ends. A record begins where the one before
-  it ends, rounded up to ``alignment``; the first of a file at the ``start`` of that file. There is no such section if
+  it ends, rounded up to ``alignment``; the first of a file at that file's ``start``. There is no such section if
   all records have the same size.
 - ``checksums``: a uint32 for each record, the CRC-32C of its bytes. May be missing.
 """
@@ -32,7 +32,7 @@ from nvme_ops.tensors import bytes_of, empty
 
 MAGIC = b"NVMEDATA"
 VERSION = 1
-NAME = "index.nvmedata"  # of the file, in the folder of the store
+NAME = "index.nvmedata"  # the file, in the folder of the store
 _PREFIX = struct.Struct("<8sIII")
 _SECTIONS = {"ends": torch.int64, "checksums": torch.int32}
 
@@ -45,19 +45,19 @@ class DataFile:
     nbytes: int
     first: int  #: the number of its first record
     start: int = 0  #: the offset of that record
-    stamp: int | None = None  #: of a file that others wrote: its modification time in nanoseconds
+    stamp: int | None = None  #: for a file that others wrote: its modification time in nanoseconds
 
 
 @dataclass
 class Index:
     """What a store consists of. ``files`` are in the order of their records."""
 
-    id: str  #: random; the data files of this package's own format have it too
+    id: str  #: random; also in the data files of this package's own format
     kind: str  #: ``native``, ``mds`` or ``webdataset``
     records: int
     files: list[DataFile]
-    alignment: int = 1  #: bytes, of the beginning of records
-    record_bytes: int | None = None  #: None: their sizes vary
+    alignment: int = 1  #: records begin at multiples of so many bytes
+    record_bytes: int | None = None  #: None: sizes vary
     columns: list[dict[str, Any]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  #: what the kind needs
     ends: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Index:
             raise FormatError(f"{self.path}: the index names its files in no possible order")
 
     def _files_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Not by torch.searchsorted, which wakes torch's threads even for a batch, and they spin for a while."""
+        """Avoids torch.searchsorted, which wakes torch's threads even for a batch; they then spin for a while."""
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
         bounds = self._bounds
@@ -93,9 +93,9 @@ class Index:
         return [stop - start for start, stop in pairwise(bounds)]
 
     def locate(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns for each record the number of its file, its offset and its bytes; all int64.
+        """Returns for each record the number of its file, its offset and its size in bytes, all int64.
 
-        Raises FormatError where the index cannot be true.
+        Raises FormatError where the index is inconsistent.
         """
         files = self._files_of(numbers)
         firsts, starts = self._firsts[files], self._starts[files]
@@ -128,7 +128,7 @@ def aligned(value: int, alignment: int) -> int:
 
 
 def write_index(path: str, index: Index, durable: bool = True) -> None:
-    """Writes the file, atomically; a symbolic link is replaced itself. Raises OSError."""
+    """Writes the file atomically; replaces a symbolic link itself. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
     header = {
         **{
@@ -138,7 +138,7 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
         "files": [asdict(file) for file in index.files],
         "sections": {},
     }
-    place = 0  # of the sections, behind the header
+    place = 0  # of the sections, after the header
     for name, values in sections.items():
         header["sections"][name] = {
             "offset": place, "bytes": values.nbytes, "crc32c": checksum_of(values, "crc32c")
@@ -156,7 +156,7 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
 
 
 def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
-    """Reads the file, with the ``sections`` that are named. Raises FormatError or OSError."""
+    """Reads the file, with the named ``sections``. Raises FormatError or OSError."""
     with opened(path) as fd:
         header, body = _header(fd, path)
         try:
@@ -175,7 +175,7 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
 
 
 def _require_possible(index: Index) -> None:
-    """Raises ValueError or TypeError for a header that cannot be true."""
+    """Raises ValueError or TypeError for an impossible header."""
     numbers = [index.records, index.alignment, index.record_bytes or 0]
     numbers += [number for file in index.files for number in (file.nbytes, file.first, file.start)]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or index.alignment == 0:

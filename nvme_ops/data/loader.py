@@ -25,42 +25,42 @@ from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
 from nvme_ops.text import MIB, parse_size
 
-_AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # that keep a device busy
+_AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MOST_BATCHES = 64
 _LARGE = 64 * MIB  # bytes of a batch
 _CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
 
 
 class Loader:
-    """Iterates over the batches of one rank, epoch after epoch. While one is used, the next ones are read.
+    """Iterates over the batches of one rank, epoch after epoch. While one batch is used, the next ones are read.
 
-    A batch is one tensor, or a dict of them by column, where their size is fixed; values of other sizes are lists of
-    tensors. ``decode`` and ``collate_fn`` make something else of it.
+    A batch is one tensor, or a dict of them by column, where sizes are fixed; values of varying size are lists of
+    tensors. ``decode`` and ``collate_fn`` turn it into something else.
 
     All ranks together go through the samples of an epoch in one order, which depends on ``seed`` and the epoch alone:
-    each step takes the next ``batch_size`` for every rank. Each rank has as many batches, of as many samples, as the
-    others: at the end samples of the beginning are repeated, as by torch's ``DistributedSampler``.
+    each step takes the next ``batch_size`` for every rank. All ranks have the same number of batches, of the same
+    sizes: at the end, samples from the beginning are repeated, as in torch's ``DistributedSampler``.
 
     Args:
-        store: a ``SampleStore``, a ``Dataset`` (whose ``transform`` is then ``decode``), or the path of a store.
-        batch_size: samples of a batch, on each rank.
+        store: a ``SampleStore``, a ``Dataset`` (whose ``transform`` is then the ``decode``), or the path of a store.
+        batch_size: samples in a batch, on each rank.
         shuffle: False; True: any sample may come at any time; ``"shards"``: the data files in random order, and the
-            samples of each.
-        seed: of the order; the same on all ranks.
+            samples within each.
+        seed: determines the order; the same on all ranks.
         drop_last: leave out the last step if there are not ``batch_size`` samples for each rank.
-        decode: is called with each sample, on one of ``threads`` threads.
-        collate_fn: makes a batch of a list of samples; with ``decode``, torch's ``default_collate`` when None.
-        threads: for ``decode``; as many as processors, at most 8, when None.
-        prefetch: batches read ahead at most; as many as keep a device busy when None; 0: none.
-        memory_budget: bytes of the batches that are read ahead, such as ``"512M"``; with ``decode``, also of
-            what it makes of them. A batch that has more is read alone. Of batches of 64 MiB and more, so much memory
-            and that of one batch are kept for reuse.
-        rank, num_replicas: of this process; by default those of ``torch.distributed``, which must be initialized by now
-            where ``WORLD_SIZE`` is more than 1.
-        device: that batches are copied to, from page-locked memory.
+        decode: called with each sample, on one of ``threads`` threads.
+        collate_fn: turns a list of samples into a batch; with ``decode``, torch's ``default_collate`` when None.
+        threads: for ``decode``; when None, as many as processors, at most 8.
+        prefetch: the most batches to read ahead; None: as many as keep a device busy; 0: none.
+        memory_budget: bytes for the batches that are read ahead, such as ``"512M"``; with ``decode``, also for
+            its results. A larger batch is read alone. For batches of 64 MiB and more, this much memory plus that of
+            one batch is kept for reuse.
+        rank, num_replicas: of this process; by default those of ``torch.distributed``, which must already be
+            initialized if ``WORLD_SIZE`` is more than 1.
+        device: where batches are copied to, from page-locked memory.
 
     Raises:
-        ValueError, TypeError: arguments that cannot be.
+        ValueError, TypeError: invalid arguments.
         RuntimeError: started by ``torchrun`` or the like, without ranks or an initialized ``torch.distributed``.
     """
 
@@ -98,31 +98,31 @@ class Loader:
         self._prefetch = None if prefetch is None else _int("prefetch", prefetch, 0)
         self._arena: Arena | None = None
         self._forks = _forks
-        self._order(0)  # raises for a shuffle that there is not
+        self._order(0)  # raises for an unknown shuffle
         # What an order by files depends on.
         self._files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
         self._next = _State(0, 0)
         self._state = self._next
-        self._loaded = False  # the next iteration goes on with what load_state_dict was given
+        self._loaded = False  # the next iteration continues from what load_state_dict was given
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns the number of batches in an epoch."""
         whole, rest = divmod(len(self.store), self.batch_size * self.num_replicas)
         return whole + (rest > 0 and not self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Has the next iteration go through this epoch, from its beginning. Without it each one is the next epoch.
+        """Makes the next iteration go through this epoch from its beginning. Without it each one is the next epoch.
 
-        Right behind ``load_state_dict``, the epoch that was loaded goes on where it was.
+        Right after ``load_state_dict``, the loaded epoch continues where it was.
         """
         epoch = operator.index(epoch)
         if not (self._loaded and epoch == self._next.epoch):
             self._next = self._state = _State(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what ``load_state_dict`` needs to go on behind the batch that was returned last.
+        """Returns what ``load_state_dict`` needs to continue after the batch that was returned last.
 
-        Behind the last batch of an epoch that is the beginning of the next one, as by ``StatefulDataLoader``.
+        After the last batch of an epoch, that is at the beginning of the next one, as in ``StatefulDataLoader``.
         """
         return {
             "epoch": self._state.epoch,
@@ -134,10 +134,10 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next iteration go on where another loader was, which may have had other ranks and batches.
+        """Makes the next iteration continue where another loader was, whose ranks and batches may differ.
 
-        Raises ValueError if it had another seed or shuffle, another number of samples or, to shuffle by files, other
-        files; KeyError for what is no such state.
+        Raises ValueError if its seed, shuffle or number of samples differs or, to shuffle by files, its files do;
+        KeyError for what is not such a state.
         """
         for name in ("seed", "shuffle", "samples", "files"):
             mine = self.state_dict()[name]
@@ -152,7 +152,7 @@ class Loader:
             self._next = _State(self._next.epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches. Raises as ``SampleStore.read``; then the iteration ends."""
+        """Yields the batches. Raises what ``SampleStore.read`` raises; then the iteration ends."""
         state = self._state = self._next
         self._next, self._loaded = _State(state.epoch + 1, 0), False
         return self._batches(state)
@@ -192,7 +192,7 @@ class Loader:
                 flying -= batch.read.nbytes
                 state.position = batch.position
                 del batch
-                yield made.pop()  # and keep no reference: its memory is wanted for the next one
+                yield made.pop()  # and keep no reference: its memory is needed for the next one
                 if process != os.getpid():
                     raise RuntimeError("this iterator is the parent's: a forked child iterates over the loader anew")
         finally:
@@ -201,7 +201,7 @@ class Loader:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _steps(self, state: _State) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yields the numbers of the samples of each batch of this rank, and the position behind it."""
+        """Yields the numbers of the samples of each batch of this rank, and the position after it."""
         order, count = self._order(state.epoch), len(self.store)
         step = self.batch_size * self.num_replicas
         position, begin, chunk = state.position, 0, torch.empty(0, dtype=torch.int64, device="cpu")
@@ -270,7 +270,7 @@ class Loader:
         if self.device is None:
             return batch
         if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=batch.is_pinned())  # other memory may be gone before its copy
+            return batch.to(self.device, non_blocking=batch.is_pinned())  # other memory may be freed before the copy
         if isinstance(batch, dict):
             return {name: self._moved(value) for name, value in batch.items()}
         if isinstance(batch, list | tuple):
@@ -292,21 +292,21 @@ class Loader:
 @dataclass
 class _State:
     epoch: int
-    position: int  # samples of all ranks that were returned
+    position: int  # samples returned so far, by all ranks
 
 
 @dataclass
 class _Batch:
     read: Read
-    position: int  # behind it
+    position: int  # after it
     tasks: list[Future[list[Any]]] = field(default_factory=list)
 
 
 class _Stop(threading.Event):
-    """Is set when nobody wants any more what is decoded."""
+    """Set when nobody wants what is being decoded any more."""
 
 
-_forks = 0  # of this process. The first write to huge pages that a child has too makes small ones of them
+_forks = 0  # of this process. The first write to huge pages shared with a child splits them into small ones
 
 
 def _forked() -> None:

@@ -19,30 +19,30 @@ from nvme_ops.storage import locks
 from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record
-_NOTHING = 0, 0  # records, and bytes, that are written and not durable
+_NOTHING = 0, 0  # records, and bytes, that are written but not durable
 _PARTS = 4  # flushes in a window: what comes right after one waits for the next, and both take time
 
 Full = Literal["block", "drop", "raise"]
 
 
 class AsyncLog:
-    """Appends records, which are written in the background and durable at most ``window`` seconds later.
+    """Appends records, which are written in the background and are durable within ``window`` seconds.
 
-    A process that is killed loses what it appended within the last window, and nothing before. Threads may share a log;
-    several processes may write to one name, each to files of its own. A forked child makes its own log. What cannot be
-    written is tried again until it can. A log that is dropped without ``close`` writes what it has, with a warning.
+    A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
+    several processes may write to one name, each to its own files. A forked child makes its own log. Failed writes are
+    repeated until they succeed. A log that is dropped without ``close`` writes what it has, with a warning.
 
     Args:
-        path: the files' name, to which a number is added; the folder must exist.
+        path: the name of the files, to which a number is added; the folder must exist.
         window: seconds within which a record is durable (``fsync``), as long as the device keeps up.
-        buffer_bytes: of records that wait to be written. Beyond that ``on_full`` says what ``append`` does.
+        buffer_bytes: bytes of records waiting to be written. Beyond that, ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.
-        rotate_bytes: of a file, about.
-        keep: files of this user's that are kept beside the one that is written to; older ones are removed when a file
-            is begun or ended, unless somebody writes to them. None: all.
+        rotate_bytes: bytes of a file, approximately.
+        keep: how many of this user's files are kept besides the one being written; older ones are removed when a file
+            is begun or ended, unless somebody is writing to them. None: all.
 
     Raises:
-        ValueError, TypeError: arguments that cannot be.
+        ValueError, TypeError: invalid arguments.
         OSError: the folder cannot be written.
     """
 
@@ -73,7 +73,7 @@ class AsyncLog:
         #: Records that ``append`` has dropped.
         self.dropped = 0
         self._process = os.getpid()
-        self._lock = threading.RLock()  # held for moments; reentrant: a signal handler may append
+        self._lock = threading.RLock()  # held briefly; reentrant: a signal handler may append
         self._changed = threading.Condition(self._lock)
         self._records: list[bytes] = []
         self._bytes = 0  # of those, and of what is being written
@@ -93,9 +93,9 @@ class AsyncLog:
         """Adds a record: bytes, text (UTF-8), or a dict (JSON). Returns whether it was taken.
 
         Raises:
-            OSError: writing failed, and has not succeeded since. What was appended before is tried again; this is not.
+            OSError: writing failed, and has not succeeded since. Earlier records are tried again; this one is not.
             BlockingIOError: the buffer is full, with ``on_full="raise"``.
-            ValueError: the log is closed, or the record has 4 GiB.
+            ValueError: the log is closed, or the record has 4 GiB or more.
             RuntimeError: in a forked child.
         """
         if not isinstance(record, bytes):
@@ -126,7 +126,7 @@ class AsyncLog:
                     raise TimeoutError(f"{self.path}: not durable after {timeout} s")
                 self._changed.wait(min(self.window, 1.0 if left is None else left))
                 if self._failure is not None and self._failed >= mine:  # not what failed before this call
-                    raise self._failure.with_traceback(None)  # which would keep the frames of all callers
+                    raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
 
     def close(self) -> None:
         """Writes everything and ends the file. Raises OSError if it cannot be written: call it again, or give up."""
@@ -139,7 +139,7 @@ class AsyncLog:
                 while self._closing:
                     self._changed.wait(1.0)
                 if self._failure is not None:
-                    raise self._failure.with_traceback(None)  # which would keep the frames of all callers
+                    raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
         self._thread.join()
 
     def _admit(self) -> bool:
@@ -149,7 +149,7 @@ class AsyncLog:
             if self._closing or self._ended:
                 raise ValueError(f"{self.path}: the log is closed")
             if self._failure is not None:
-                raise self._failure.with_traceback(None)  # which would keep the frames of all callers
+                raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
             if self._bytes < self._limit:
                 return True
             if self.on_full == "drop":
@@ -199,7 +199,7 @@ class AsyncLog:
             return not self._ended
 
     def _write(self, records: list[bytes]) -> None:
-        """Makes records durable, and removes those that are from the list."""
+        """Makes records durable, and removes the durable ones from the list."""
         self._written = _NOTHING
         for block in list(blocks(records)):
             if self._segment is None:
@@ -219,11 +219,11 @@ class AsyncLog:
         self._remove_oldest(segment)
 
     def _mend(self, records: list[bytes]) -> None:
-        """After a failure keeps the blocks that are whole, if they can be made durable: it goes on behind them."""
+        """Keeps the whole blocks after a failure, if they can be made durable: writing continues after them."""
         segment = self._segment
         if segment is None:
             return
-        if not segment.sync_failed:  # else another sync would say nothing: the kernel forgets what it could not write
+        if not segment.sync_failed:  # another sync would report nothing: the kernel forgets what it could not write
             with contextlib.suppress(Exception):
                 segment.cut()
                 segment.sync()
@@ -244,29 +244,29 @@ class AsyncLog:
         if self._keep is None:
             return
         ours: list[str] = []
-        with contextlib.suppress(OSError):  # others' do not push ours out, nor does the one that is not ended yet
+        with contextlib.suppress(OSError):  # neither others' files nor the one not ended yet push ours out
             ours = [path for path in segments(self.path) if is_owned_by(path, mine.owner)]
             ours = [path for path in ours if self._segment is None or path != mine.path]
         for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    if locks.take(fd):  # nobody writes to it
+                    if locks.take(fd):  # nobody is writing to it
                         os.unlink(path)
                 finally:
                     os.close(fd)
 
     def _forget(self) -> None:
-        """In a forked child: what is to be written is the parent's. Another thread of it may have held the lock."""
+        """Empties the log in a forked child: its records are the parent's, a thread of which may have held the lock."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._records, self._bytes = [], 0
-        self._failure = RuntimeError("of the parent")  # so that append looks whose it is
+        self._failure = RuntimeError("of the parent")  # so that append checks whose it is
         if self._segment is not None:
             self._segment.close()
 
     def __del__(self) -> None:
-        """Writes what there is: the thread cannot, to which the log is gone."""
+        """Writes what is left: the thread can no longer reach the log."""
         self._dropped = True
         if getattr(self, "_ended", True) or self._process != os.getpid():
             return
@@ -300,7 +300,7 @@ def _encoded(record: object) -> bytes:
 
 
 def _serve(which: weakref.ref[AsyncLog], changed: threading.Condition, pause: float) -> None:
-    """Writes while somebody has the log. Does not have it while there is nothing to do."""
+    """Writes while somebody refers to the log. Does not refer to it itself while there is nothing to do."""
     while True:
         with changed:
             log = which()

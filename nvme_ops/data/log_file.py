@@ -1,8 +1,8 @@
 """The files of an ``AsyncLog``: ``Segment``, to which it writes, and ``read_log``.
 
-A log is a row of files, ``NAME.000000`` and on. A file consists of blocks: 4 bytes ``NVLG``; uint32 CRC-32C of the rest
-of the block; uint32 number of records; uint64 bytes of all records; a uint32 for the bytes of each record; the records.
-The last block of a file that was ended in good order has no records. All numbers are little-endian.
+A log is a series of files, ``NAME.000000`` and so on. A file consists of blocks: 4 bytes ``NVLG``; uint32 CRC-32C of
+the rest of the block; uint32 number of records; uint64 size of all records; a uint32 for the size of each record; the
+records. The last block of a properly ended file has no records. Sizes are in bytes, all numbers little-endian.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nvme_ops.storage.atomic import sync_folder
 _MAGIC = b"NVLG"
 _HEAD = struct.Struct("<4sIIQ")
 _AFTER_CRC = 8  # bytes of the head that the checksum does not cover
-_SEARCHED = 1 << 20  # bytes that are searched at once for a block behind damage
-_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # records of a block at most, and bytes unless it is one record
+_SEARCHED = 1 << 20  # bytes that are searched at once for a block after damage
+_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # the most records in a block, and bytes unless it is one record
 
 
 def blocks(records: list[bytes]) -> Iterator[list[bytes]]:
-    """Yields records as they go into blocks."""
+    """Yields the records of each block."""
     for start in range(0, len(records), _BLOCK):
         waiting = [records[start : start + _BLOCK]]
         while waiting:
@@ -48,7 +48,7 @@ class Segment:
 
     def __init__(self, path: str, fd: int) -> None:
         self.path, self._fd = path, fd
-        self.owner = os.fstat(fd).st_uid  # which some network file systems choose
+        self.owner = os.fstat(fd).st_uid  # some network file systems choose it
         self.nbytes = self._durable = 0
         self.sync_failed = False
 
@@ -71,7 +71,7 @@ class Segment:
                     raise
 
     def write(self, records: list[bytes]) -> int:
-        """Adds a block; returns the bytes of its records, each with its length."""
+        """Adds a block; returns the bytes of its records and their lengths."""
         lengths = array("I", map(len, records))
         if sys.byteorder != "little":
             lengths.byteswap()
@@ -89,7 +89,7 @@ class Segment:
         return len(rest)
 
     def sync(self) -> None:
-        """Makes it durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""
+        """Makes the file durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""
         self.sync_failed = True
         os.fdatasync(self._fd)
         if not os.fstat(self._fd).st_nlink:
@@ -98,24 +98,24 @@ class Segment:
         self._durable = self.nbytes
 
     def end(self) -> None:
-        """Ends the file in good order."""
+        """Ends the file properly."""
         self.write([])
         self.sync()
         self.close()
 
     def cut(self) -> None:
-        """Removes what is behind the last whole block."""
+        """Removes what follows the last whole block."""
         os.ftruncate(self._fd, self.nbytes)
 
     def leave(self) -> None:
-        """Closes it with what is durable; removes it if that is nothing."""
+        """Closes the file with what is durable; removes it if nothing is."""
         self.nbytes = self._durable
         with contextlib.suppress(OSError):
             self.cut() if self._durable else os.unlink(self.path)
         self.close()
 
     def close(self) -> None:
-        """Closes the file, whatever there is in it."""
+        """Closes the file, whatever is in it."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -130,7 +130,7 @@ def segments(path: str | os.PathLike[str]) -> list[str]:
 
 
 def is_owned_by(path: str, owner: int) -> bool:
-    """Returns whether it is a file of this user, and no link."""
+    """Returns whether it is a regular file of this user, not a link."""
     with contextlib.suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISREG(status.st_mode) and status.st_uid == owner
@@ -138,14 +138,14 @@ def is_owned_by(path: str, owner: int) -> bool:
 
 
 def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """Yields the records of a log, file after file; of one that is being written, those that are in the file by now.
+    """Yields the records of a log, file by file; of a file still being written, those that it has by now.
 
-    A file whose writer was killed, or has not ended yet, may end within a block, which is skipped. So is damage within
-    such a file, as a loss of power leaves it, with a RuntimeWarning.
+    A file whose writer was killed, or has not ended it yet, may end within a block, which is skipped. So is damage
+    within such a file, as a loss of power leaves it, with a RuntimeWarning.
 
     Raises:
         FileNotFoundError: there is no such log.
-        FormatError: a file that was ended in good order is damaged; the message says where.
+        FormatError: a properly ended file is damaged; the message says where.
         OSError: a file cannot be read.
     """
     found = segments(path)
@@ -153,7 +153,7 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
     for segment in found:
         try:
-            if not stat.S_ISREG(os.stat(segment).st_mode):  # nothing that a log has made
+            if not stat.S_ISREG(os.stat(segment).st_mode):  # not made by a log
                 continue
             file = File(segment, "r")
         except FileNotFoundError:  # it was rotated away
@@ -195,7 +195,7 @@ def _is_ended(fd: int, nbytes: int) -> bool:
 
 
 def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
-    """Returns where to go on behind the beginning of a damaged block; None: nowhere before the end."""
+    """Returns where to continue after the beginning of a damaged block; None: nowhere before the end."""
     behind = _end_by_head(file, damaged, nbytes)
     if behind is not None:
         return behind if behind < nbytes else None
@@ -217,7 +217,7 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
 
 
 def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:
-    """Returns the end of a damaged block if its head can be believed: a record may hold what looks like a block."""
+    """Returns the end of a damaged block if its head can be trusted: a record may contain what looks like a block."""
     file.seek(damaged)
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -240,7 +240,7 @@ def _is_block(file: File, place: int, nbytes: int) -> bool:
 
 
 def _block(file: File, left: int) -> tuple[array[int], bytes] | None:
-    """Returns the lengths of the records in the next block, and the records; None for what is no whole block."""
+    """Returns the lengths of the records in the next block, and the records; None if it is not a whole block."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

@@ -1,8 +1,8 @@
 """MosaicML's MDS shards, read in place. Source: streaming 0.13, ``streaming/base/format/mds``.
 
-``index.json`` lists the shards. A shard begins with a uint32, the number of its samples, and one uint32 more than that:
-where each sample begins, and the end of the last. A sample has a uint32 for each column of variable size, its bytes,
-and then the columns in their order.
+``index.json`` lists the shards. A shard begins with a uint32, the number n of its samples, and n + 1 more: where each
+sample begins, and where the last ends. A sample has a uint32 with the bytes that each column of variable size takes,
+and then the columns in order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCALARS = {
         "float64",
     )
 }
-# A byte that stands for the dtype of an array, and two bits for that of its shape.
+# A byte stands for the dtype of an array, and two bits for that of its shape.
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _SHAPES = (1, 2, 4, 8)  # bytes of a length
@@ -47,7 +47,7 @@ _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 def matches(path: str) -> bool:
     """Returns whether there is an index of MDS shards in the folder; other programs have an ``index.json``, too."""
-    if not os.path.isfile(os.path.join(path, _LIST)):  # a pipe would be waited for
+    if not os.path.isfile(os.path.join(path, _LIST)):  # opening a pipe would block
         return False
     try:
         with open(os.path.join(path, _LIST), "rb") as file:
@@ -60,7 +60,7 @@ def matches(path: str) -> bool:
 
 
 def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none for each record)
-    """Returns where the samples of a folder lie. Raises FormatError for what this cannot read in place."""
+    """Returns where the samples of a folder lie. Raises FormatError for shards that cannot be read in place."""
     name = os.path.join(path, _LIST)
     with open(name, "rb") as file:
         text = file.read()
@@ -105,11 +105,11 @@ def _places(shard: str, count: int) -> foreign.Found:
 
 
 class Shards:
-    """Makes dicts of what is in a sample.
+    """Turns samples into dicts.
 
-    Numbers become Python's, arrays tensors, ``bytes`` and encoded images (``jpeg``, ``png``) tensors of their bytes,
-    over the memory that was read. The package ``streaming`` decodes other encodings if it is installed. Pickles are
-    refused.
+    Numbers become Python's, arrays become tensors, ``bytes`` and encoded images (``jpeg``, ``png``) tensors of their
+    bytes, over the memory that was read. The package ``streaming`` decodes other encodings if it is installed. Pickles
+    are refused.
     """
 
     def __init__(self, index: Index) -> None:
@@ -174,7 +174,7 @@ def _text(part: torch.Tensor) -> str:
 
 
 def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.clone().view(dtype)  # it may begin anywhere
+    return part.clone().view(dtype)  # it may be unaligned
 
 
 def _array(part: torch.Tensor, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:

@@ -14,17 +14,17 @@ import torch
 Shuffle: TypeAlias = "bool | Literal['shards']"
 
 _ROUNDS = 8
-_SMALL = 1024  # places: of fewer the network does not have all permutations
+_SMALL = 1024  # places: for fewer, the network does not have all permutations
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
 class Permutation:
-    """A permutation of ``range(count)`` that is computed place by place: a Feistel network, walked until it fits.
+    """A permutation of ``range(count)`` that is computed place by place: a Feistel network, repeated until it fits.
 
     A small one is sorted by random keys. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-    2002, for the walk through a cycle.
+    2002, for cycle walking.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -69,7 +69,7 @@ class Order:
         counts: samples of each data file.
         shuffle: False, True or ``"shards"``.
         seed: any int.
-        epoch: any int; each has an order of its own.
+        epoch: any int; each has its own order.
     """
 
     def __init__(self, counts: Sequence[int], shuffle: Shuffle, seed: int, epoch: int) -> None:
@@ -78,13 +78,13 @@ class Order:
         self._counts, self._shuffle = list(counts), shuffle
         self._seed = _mixed(_mixed(seed) + epoch)
         self.count = sum(self._counts)
-        self._inside: tuple[int, Permutation] | None = None  # of the file that was asked for last
+        self._inside: tuple[int, Permutation] | None = None  # of the file that was used last
         if shuffle is True:
             self._whole = Permutation(self.count, self._seed)
         elif shuffle == "shards":
             files = torch.arange(len(self._counts), device="cpu")
             self._files = (Permutation(len(self._counts), self._seed)(files) if len(files) else files).tolist()
-            self._starts = [0]  # of the files, among the positions
+            self._starts = [0]  # positions where the files begin
             for file in self._files:
                 self._starts.append(self._starts[-1] + self._counts[file])
             self._firsts = [0]
@@ -112,7 +112,7 @@ class Order:
 
 
 def _mixed(seed: int) -> int:
-    """Returns 64 bits that each bit of ``seed`` changes: splitmix64."""
+    """Returns 64 bits that depend on each bit of ``seed``: splitmix64."""
     value = (seed + _STEP) & _WORD
     value = (value ^ (value >> 30)) * _FIRST & _WORD
     value = (value ^ (value >> 27)) * _SECOND & _WORD

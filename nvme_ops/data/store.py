@@ -35,12 +35,12 @@ _LOOKED_UP = 4096  # samples whose sizes are looked up at once
 class SampleStore:
     """Samples in the files of one or several folders, read by number.
 
-    Threads may share a store. A forked child may use it; pickled, it is opened again by whoever unpickles it.
+    Threads may share a store. A forked child may use it; unpickling it opens it again.
 
     Args:
-        path: a folder that ``SampleWriter`` wrote to, one of MosaicML's MDS shards, or one of WebDataset's tars (or one
-            tar). Of the last two an index is made once, and kept in the folder where that can be written.
-        handle: moves the bytes; one of its own when None. If the files are in several folders, each has a copy of it.
+        path: a folder that ``SampleWriter`` wrote to, one with MosaicML's MDS shards, or one with WebDataset's tars (or
+            a single tar). For the last two, an index is made once, and kept in the folder if that is writable.
+        handle: moves the bytes; the store's own when None. If the files are in several folders, each has a copy of it.
         verify: compare each record read with its checksum, where the store has checksums.
 
     Raises:
@@ -84,17 +84,17 @@ class SampleStore:
         return sum(file.nbytes for file in self.index.files)
 
     def __getitem__(self, number: int) -> Sample:
-        """Reads one sample. Raises IndexError or TypeError, and otherwise as ``submit(...).samples()``."""
+        """Reads one sample. Raises IndexError, TypeError, and what ``submit(...).samples()`` raises."""
         return self.submit([operator.index(number)]).samples()[0]
 
     def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Sample]:
-        """Reads samples, by one request. They may be in any order, and repeated; -1 is the last of the store.
+        """Reads samples, by one request. They may be in any order, and repeat; -1 is the store's last.
 
         Raises:
             IndexError: there is no such sample.
             OSError, EOFError: reading failed; the message names the file.
-            FormatError: the bytes are no sample, or the index is wrong.
-            ChecksumError: with ``verify``: other bytes than were written.
+            FormatError: the bytes are not a sample, or the index is wrong.
+            ChecksumError: with ``verify``: the bytes differ from those written.
         """
         return self.submit(numbers).samples()
 
@@ -106,16 +106,16 @@ class SampleStore:
         allocate: Allocate | None = None,
         limit: int | None = None,
     ) -> Read:
-        """Starts to read samples, and returns what will have them.
+        """Starts reading samples, and returns the ``Read`` that will have them.
 
         Args:
             numbers: as for ``read``.
             priority: of the transfers.
             allocate: returns memory to read into, ``torch.uint8``, for a number of bytes; huge pages when None.
-            limit: bytes that one sample may have.
+            limit: the most bytes that one sample may have.
 
         Raises:
-            IndexError, FormatError, OSError: as by ``read``.
+            IndexError, FormatError, OSError: as in ``read``.
             ValueError: a sample is larger than ``limit``, or the store is closed.
         """
         if self._closed:
@@ -123,7 +123,7 @@ class SampleStore:
         return Read(self, self.checked(numbers), priority, allocate or huge_pages, limit)
 
     def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Returns numbers of samples as int64, none negative. Raises IndexError or TypeError."""
+        """Returns sample numbers as int64, none negative. Raises IndexError or TypeError."""
         if isinstance(numbers, str):
             raise TypeError("numbers of samples must be a sequence of integers")
         count = len(self)
@@ -147,13 +147,13 @@ class SampleStore:
         return torch.where(found < 0, found + count, found) if least < 0 else found
 
     def room(self, numbers: torch.Tensor) -> int:
-        """Returns how many bytes ``submit`` asks ``allocate`` for, of checked numbers. Raises FormatError."""
+        """Returns how many bytes ``submit`` asks ``allocate`` for, given checked numbers. Raises FormatError."""
         if self.index.stride is not None:
             return len(numbers) * self.index.stride
         return int(_rooms(self.index, _spans(self.index, self.index.locate(numbers)[2])).sum())
 
     def ranges(self, nbytes: int) -> Iterator[range]:
-        """Yields ranges of all samples, in order, each of at most so many bytes or one sample. Raises FormatError."""
+        """Yields ranges of all samples, in order, each of at most ``nbytes`` or one sample. Raises FormatError."""
         for start in range(0, len(self), _LOOKED_UP):
             stop = min(len(self), start + _LOOKED_UP)
             lengths = self.index.locate(torch.arange(start, stop, device="cpu"))[2].tolist()
@@ -166,7 +166,7 @@ class SampleStore:
             yield range(first, stop)
 
     def close(self) -> None:
-        """Closes the files. Reads that were started end first. Further calls do nothing."""
+        """Closes the files; those of reads under way once the reads have ended. Further calls do nothing."""
         self._closed = True
         self._files.close()
 
@@ -180,7 +180,7 @@ class SampleStore:
         return _open, (self._given, self._identity())
 
     def _identity(self) -> str | int:
-        """Tells what is there from what replaces it."""
+        """Returns what distinguishes this store from one that replaces it."""
         return self.index.id if self.index.kind == "native" else zlib.crc32(repr(self.index.files).encode())
 
     def __repr__(self) -> str:
@@ -202,8 +202,8 @@ class Read:
         store: has them.
         numbers: of the samples, checked.
         priority: of the transfer.
-        allocate: has the memory.
-        limit: bytes that one sample may have.
+        allocate: returns the memory.
+        limit: the most bytes that one sample may have.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Read:
         self._futures: list[IoFuture] = []
         self._files: dict[int, Opened] = {}
         self._waited = False
-        self._lock = threading.Lock()  # held while it is waited for the bytes, by one of those who decode
+        self._lock = threading.Lock()  # held while waiting for the bytes, by one of the threads that decode
         index = store.index
         files, begins, self._lengths = index.locate(numbers)
         if limit is not None and len(numbers) and int(self._lengths.max()) > limit:
@@ -276,8 +276,8 @@ class Read:
     def batch(self) -> Any:
         """Waits, then returns the samples by column: one tensor where their size is fixed, else a list of values.
 
-        A tensor of samples of fixed size is in the memory that was read into. A store of unnamed samples has one value,
-        all others a dict of them.
+        A tensor of samples of fixed size is in the memory that was read into. A store of unnamed samples gives one
+        value, any other a dict of them.
         """
         columns = self._store.columns
         if columns is not None and self._rows is not None and columns.record_bytes:
@@ -304,7 +304,7 @@ class Read:
         numbers, offsets = files.tolist(), begins.tolist()
         first = 0
         for end in [len(numbers)] if few else _ends_of_groups(numbers, store._files.most):
-            for future in self._futures:  # for whose files there are no descriptors at the same time
+            for future in self._futures:  # their files cannot be open at the same time
                 future.result()
             self._check_files()
             self._submit_group(targets[first:end], numbers[first:end], offsets[first:end], priority)
@@ -337,12 +337,12 @@ class Read:
         self._files = {}
 
     def _has_neighbours(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor) -> bool:
-        """Returns whether so many of the sorted records follow each other that it pays to read them together."""
+        """Returns whether so many of the sorted records are adjacent that reading them together pays off."""
         follow = (begins[1:] - begins[:-1] == spans[:1]) & (files[1:] == files[:-1])
         return int(follow.sum()) * 8 > len(begins)
 
     def _split(self, sizes: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the first bytes of each record's memory, of these sizes."""
+        """Returns the first bytes of each record's memory, as many as ``sizes`` says."""
         parts: Sequence[torch.Tensor] = self.memory.split(
             torch.stack([sizes, self._rooms - sizes], 1).view(-1).tolist()
         )
@@ -361,7 +361,7 @@ class Read:
             raise ChecksumError(self._store._files.paths[int(files[wrong[0]])], names)
 
     def _settle(self) -> None:
-        """Ends early what nobody waits for, so that the files can be closed."""
+        """Cancels reads that nobody waits for, so that the files can be closed."""
         for future in self._futures:
             if not future.done():
                 future.request_cancel()
@@ -377,18 +377,18 @@ class Read:
 
 
 def _ends_of_groups(numbers: list[int], most: int) -> list[int]:
-    """Returns where parts of sorted numbers end that have so many different ones each."""
+    """Returns where to end groups of sorted numbers that have up to ``most`` different ones each."""
     changes = [k for k in range(1, len(numbers)) if numbers[k] != numbers[k - 1]]
     return [*changes[most - 1 :: most], len(numbers)]
 
 
 def _spans(index: Index, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes that are read of records: whole strides, so that neighbours touch and are read together."""
+    """Returns the bytes that are read per record: whole strides, so that neighbours touch and are read together."""
     return lengths if index.alignment == 1 else _rounded(lengths, index.alignment)
 
 
 def _rooms(index: Index, spans: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of memory for them."""
+    """Returns the bytes of memory per record."""
     return spans if index.stride is not None else _rounded(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
 
 

@@ -1,4 +1,4 @@
-"""WebDataset's tars, read in place: files that follow each other and share a name up to its first dot are one sample.
+"""WebDataset's tars, read in place: consecutive files whose names are the same up to the first dot are one sample.
 
 Source: webdataset 1.0, ``webdataset/tariterators.py``.
 """
@@ -29,7 +29,7 @@ def _tars(path: str) -> list[str]:
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Returns whether it is no folder, pipe or the like; a link to nothing is a file that is missing."""
+    """Returns whether it is a file, not a folder, pipe or the like; a dangling link is a missing file."""
     return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
 
 
@@ -39,13 +39,13 @@ def matches(path: str) -> bool:
 
 
 def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none)
-    """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed one."""
+    """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed tar."""
     folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
     return foreign.index_of("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)
 
 
 def key_of(name: str) -> tuple[str, str] | None:
-    """Returns the key and the extension of a file's name; None for what is no part of a sample."""
+    """Returns the key and the extension of a file's name; None if it is not part of a sample."""
     folder, base = os.path.split(name)
     stem, dot, extension = base.partition(".")
     if not stem or not dot or not extension:
@@ -77,10 +77,10 @@ def _places(path: str) -> foreign.Found:
 
 
 class Tars:
-    """Makes a dict of the files of a sample: their bytes, over the memory that was read, by extension; and the key."""
+    """Turns a sample into a dict: the bytes of its files, over the memory that was read, by extension; and the key."""
 
     def __init__(self, index: Index) -> None:
-        """Takes nothing of the index: a tar says all about itself."""
+        """Needs nothing from the index: a tar describes itself."""
 
     def sample(self, record: torch.Tensor) -> Sample:
         """Returns the sample in the bytes of a record. Raises FormatError."""
@@ -126,7 +126,7 @@ def _plain(head: bytes) -> tuple[str, int] | None:
         if int(given, 8) != sum(head) - sum(head[148:156]) + 8 * 0x20:
             return None
         return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)
-    except ValueError:  # no octal numbers
+    except ValueError:  # not octal numbers
         return None
 
 

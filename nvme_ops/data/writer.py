@@ -1,4 +1,4 @@
-"""``SampleWriter``: writes a store of samples. It is there, complete, when the writer is closed, or not at all."""
+"""``SampleWriter``: writes a store of samples. The store appears, complete, when that is closed, or not at all."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
-_LEAST = 64  # bytes that a record counts for there
+_LEAST = 64  # bytes that a record counts for at least, there
 
 
 class SampleWriter:
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
-    Threads may share it; their samples are added in the order in which the calls come.
+    Threads may share it; their samples are added in the order of the calls.
 
-    There is no store until it is closed, or the one that was there before. An exception in the block removes the data
-    files, and so does the next writer in the folder after a crash. Who has a store open that is replaced can still read
-    it, from the files that it has open.
+    Until it is closed there is no store, or still the one from before. An exception in the block removes the data
+    files, and so does the next writer in the folder after a crash. A store that is open while it is replaced can still
+    be read, from the files that it has open.
 
     Args:
-        folders: an existing folder, or several, each on a device of its own: data files are dealt out to all of them.
+        folders: an existing folder, or several, each on a device of its own: data files are spread over all of them.
             The index goes to the first.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
-            and a shape, whose first dimension may be -1. One of these alone for samples that are no dicts; ``bytes``
+            and a shape, whose first dimension may be -1. One of these alone for samples that are not dicts; ``bytes``
             when None.
-        shard_bytes: of a data file, about.
-        alignment: bytes to whose multiples records begin. None: a page if that costs less than a sixteenth of the first
-            MiB of records; else 8. Never less than the bytes of an element.
+        shard_bytes: bytes of a data file, approximately.
+        alignment: records begin at multiples of so many bytes. None: a page if that costs less than a sixteenth of the
+            first MiB of records; else 8. Never less than the size of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace a store that is there.
 
     Raises:
         FileExistsError: there is a store, and ``overwrite`` is False.
-        ValueError, TypeError: arguments that cannot be.
+        ValueError, TypeError: invalid arguments.
         OSError: a folder cannot be written.
     """
 
@@ -101,7 +101,7 @@ class SampleWriter:
         self._state = "open"
 
     def __len__(self) -> int:
-        """Samples added so far."""
+        """Returns the number of samples added so far."""
         return len(self._ends) + len(self._first_records)
 
     def add(self, sample: Sample) -> int:
@@ -126,13 +126,13 @@ class SampleWriter:
             return len(self) - 1
 
     def _look_at(self, parts: Sequence[memoryview]) -> None:
-        self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its own
+        self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its memory
         self._looked_at += max(_LEAST, sum(map(len, parts)))
         if self._looked_at >= min(_LOOKED_AT, self._shard_bytes) or self.columns.record_bytes is not None:
             self._settle_alignment()
 
     def _settle_alignment(self) -> int:
-        """Returns the alignment. Writes the records that have decided it, if that was still to be done."""
+        """Returns the alignment. Writes the records that have decided it, unless that is done."""
         if self._alignment is None:
             alignment = _alignment_of([sum(map(len, parts)) for parts in self._first_records])
             self._alignment = max(alignment, self.columns.alignment)
@@ -204,7 +204,7 @@ class SampleWriter:
             raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
 
     def _claim_what_is_replaced(self) -> Claim | None:
-        """Has the data files of the store that is replaced removed once no index names them."""
+        """Claims the data files of the store that is replaced: they are removed once no index names them."""
         with contextlib.suppress(OSError, FormatError):
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
@@ -293,7 +293,7 @@ def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _alignment_of(sizes: Sequence[int]) -> int:
-    """Returns the alignment for records of sizes like these: from page to page they are read without a copy."""
+    """Returns the alignment for records of sizes like these: aligned to pages they are read without a copy."""
     padding, together = sum(-nbytes % PAGE for nbytes in sizes), sum(sizes)
     return PAGE if together and padding * 16 <= together else _SMALL_ALIGNMENT
 

@@ -1,4 +1,4 @@
-"""``Holes``: what is free of a range of bytes, for whoever hands out parts of it."""
+"""``Holes``: the free parts of a range of bytes, for whoever hands them out."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import NamedTuple
 
 
 class _Change(NamedTuple):
-    """Holes that go, and holes that come: start and size of each."""
+    """Holes to remove and holes to add: start and size of each."""
 
     gone: tuple[tuple[int, int], ...]
     new: tuple[tuple[int, int], ...]
 
 
 class Holes:
-    """Free stretches, of which the smallest that is large enough is found. Stretches that touch become one.
+    """Free ranges, of which the smallest that is large enough is found. Ranges that touch become one.
 
-    Ctrl-C may come at any point: a change is noted as a whole before it is made, and what was interrupted is made again
-    by the next call.
+    Ctrl-C may come at any point: a change is noted as a whole before it is made, and the next call completes one that
+    was interrupted.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Removes all holes."""
         self._change: _Change | None = None
         self._starts: dict[int, int] = {}  # where each begins, and its size
-        self._ends: dict[int, int] = {}  # and where it ends
+        self._ends: dict[int, int] = {}  # where each ends, and its start
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of _by_size, in order
 
     def find(self, nbytes: int) -> tuple[int, int] | None:
-        """Returns start and size of the smallest that has ``nbytes`` bytes; None where there is none."""
+        """Returns start and size of the smallest hole that has ``nbytes`` bytes; None if there is none."""
         self._settle()
         index = bisect.bisect_left(self._sizes, nbytes)
         if index == len(self._sizes):
@@ -46,7 +46,7 @@ class Holes:
         self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else ())
 
     def merge(self, start: int, nbytes: int) -> None:
-        """Adds what became free, and joins it with its neighbours."""
+        """Adds a range that became free, and joins it with its neighbours."""
         self._settle()
         gone = []
         before = self._ends.get(start)
@@ -66,21 +66,21 @@ class Holes:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest one."""
+        """Bytes of the largest hole."""
         self._settle()
         return self._sizes[-1] if self._sizes else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Start and size of each."""
+        """Yields start and size of each hole."""
         self._settle()
         return iter(list(self._starts.items()))
 
     def add(self, start: int, size: int) -> None:
-        """Adds one that touches no other."""
+        """Adds a hole that touches no other."""
         self._make((), ((start, size),))
 
     def remove(self, start: int, size: int) -> None:
-        """Removes one."""
+        """Removes a hole."""
         self._make(((start, size),), ())
 
     def _make(self, gone: tuple[tuple[int, int], ...], new: tuple[tuple[int, int], ...]) -> None:
@@ -100,7 +100,7 @@ class Holes:
         self._change = None
 
     def _settle(self) -> None:
-        """Ends a change that was interrupted."""
+        """Completes a change that was interrupted."""
         if self._change is None:
             return
         starts = dict(self._starts)

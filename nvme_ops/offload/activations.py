@@ -1,4 +1,4 @@
-"""``Activations``: what autograd keeps for the backward pass, on storage but for what comes back first."""
+"""``Activations``: what autograd saves for the backward pass, on storage except for what is needed first."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import size_words
 
-_IN_FLIGHT = 32 << 20  # bytes beside the budget: on their way there in forward, and back in backward
-_YOUNG = 2  # units that a thread has saved last and an operation may still write to
+_IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
+_YOUNG = 2  # units that a thread saved last and that an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
 
 
 class Activations:
     """Units that are used again in reverse order: the last ones stay in memory, the others wait on storage.
 
-    The budget has what was saved last. What does not fit it any more is written, the oldest first, while the program
-    goes on; once it is known how much a pass saves, what will have to be written is written at once. ``get`` takes a
-    unit from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any
-    method.
+    The budget holds what was saved last. What no longer fits is written, the oldest first, while the program goes on;
+    once it is known how much a pass saves, what will have to be written is written immediately. ``get`` takes a unit
+    from memory if it is still there, and then reads ahead what was saved before it. Any thread may call any method.
 
-    While there are units on the CPU, torch takes memory for tensors from 512 KiB on from the pool: what is freed then
-    serves others. Its usual allocator keeps much of it, in pieces between smaller tensors.
+    While there are units on the CPU, torch takes memory for tensors of 512 KiB or more from the pool: once freed, it
+    can be reused. torch's usual allocator keeps much of it, in pieces between smaller tensors.
 
     Args:
         folders: of the session.
@@ -68,8 +67,8 @@ class Activations:
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
         self._saved = self._keys = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
-        self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was asked for
-        self._before = ActivationStats()  # this pass
+        self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
+        self._before = ActivationStats()  # when this pass began
         self._ended: Pass | None = None
         self._pooling = False  # torch takes memory for large tensors from the pool
         self._stats = ActivationStats()
@@ -80,10 +79,10 @@ class Activations:
             self._undo = undo.pop_all()
 
     def put(self, tensor: torch.Tensor, place: Place) -> Ticket:
-        """Saves bytes of the storage of a tensor, and waits while too many are in memory.
+        """Saves bytes of a tensor's storage, and waits while too many are in memory.
 
         Raises:
-            OSError: the budget is spent, and the oldest that it has cannot be written: ENOSPC.
+            OSError: the budget is spent, and its oldest unit cannot be written: ENOSPC.
             ValueError: it was closed.
             RuntimeError: in a forked child.
         """
@@ -107,11 +106,11 @@ class Activations:
 
         Raises:
             OSError: they cannot be read.
-            RuntimeError: they were modified after they had been saved; or in a forked child, and not in memory.
+            RuntimeError: they were modified after they had been saved; or not in memory, in a forked child.
             ValueError: it was closed.
         """
         memory, failure, demanded = self._arrived(ticket.unit)
-        if failure is not None and not demanded:  # what was read ahead may not fail now that it is needed
+        if failure is not None and not demanded:  # a read ahead that failed is repeated on demand
             memory, failure, _ = self._arrived(ticket.unit)
         if failure is None:
             if is_changed(memory, ticket.unit.handed_out):
@@ -121,7 +120,7 @@ class Activations:
         raise named(failure, ticket.unit, NOT_READ)
 
     def _arrived(self, unit: Unit) -> tuple[torch.Tensor, BaseException | None, bool]:
-        """Waits for a unit. Returns its memory, what its read failed with, and whether that was begun for it."""
+        """Waits for a unit. Returns its memory, its read's failure, and whether that was started on demand."""
         with self._lock:
             memory, arriving, demanded = self._begin(unit)
             self._asked = time.perf_counter()
@@ -141,7 +140,7 @@ class Activations:
         return memory, failure, demanded
 
     def find(self, places: Sequence[Place], version: int) -> Ticket | None:
-        """Returns the ticket of what was put before, of one of these places in this version, and not changed since."""
+        """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
         with self._lock:
             for place in places:
                 unit = self._by_place.get(place)
@@ -150,14 +149,14 @@ class Activations:
             return None
 
     def take_pass(self) -> Pass | None:
-        """Returns what is known of the last pass, once it is over, and once."""
+        """Returns what is known about the last pass, after it is over, and only once."""
         with self._lock:
             self._collect()
             ended, self._ended = self._ended, None
             return ended
 
     def stats(self) -> ActivationStats:
-        """What was saved and moved up to now."""
+        """Returns what was saved and moved so far."""
         with self._lock:
             if not self._closed and self._process == os.getpid():
                 self._collect()
@@ -165,7 +164,7 @@ class Activations:
             return ActivationStats(**vars(self._stats))
 
     def close(self) -> None:
-        """Waits for transfers and removes the files. What is not in memory is lost. Once or more."""
+        """Waits for transfers and removes the files. What is not in memory is lost. Further calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -269,7 +268,7 @@ class Activations:
         del self._units[unit.number]  # last: until then this can be repeated
 
     def _cancel(self, unit: Unit) -> None:
-        """Nothing more of it is written; it is held."""
+        """Cancels the write of a unit, which is then held."""
         write, key, unit.writing, unit.key = unit.writing, unit.key, None, None
         self._writing.discard(unit)
         self._held.add(unit)
@@ -290,7 +289,7 @@ class Activations:
         self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        """Frees the memory of what is on storage."""
+        """Frees the memory of a unit that is on storage."""
         unit.is_modified()
         unit.memory = unit.arriving = None
         unit.seen.clear()
@@ -302,7 +301,7 @@ class Activations:
 
     def _write(self, unit: Unit) -> None:
         memory = unit.memory
-        if memory is None:  # its ticket has gone this moment
+        if memory is None:  # its ticket was freed just now
             self._held.discard(unit)
             return
         key = f"{unit.number}.{self._keys}"
@@ -313,7 +312,7 @@ class Activations:
         self._writing.add(unit)
 
     def _make_room(self, unit: Unit) -> None:
-        """Has no more than the budget in memory, and for the rest waits while it is written."""
+        """Keeps no more than the budget in memory, and waits while the rest is written."""
         begin = time.perf_counter()
         while True:
             with self._lock:
@@ -352,7 +351,7 @@ class Activations:
     def _writable(self) -> Iterator[Unit]:
         """Yields what may be written, the oldest first.
 
-        Autograd saves what an operation is called with before it runs, and ``rrelu`` fills one of these only then.
+        Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then.
         """
         young = {number for numbers in self._young.values() for number in numbers}
         return (unit for unit in self._held.units() if unit.number not in young)
@@ -372,9 +371,9 @@ class Activations:
         self._collect()
 
     def _failure_of_write(self, unit: Unit) -> OSError | None:
-        """Starts to write a unit, and returns what that failed with.
+        """Starts writing a unit, and returns the error if that fails.
 
-        It is not raised: who keeps it would keep the frames that it passes, and the graphs in them.
+        It is not raised: whoever keeps it would keep the frames that it passes, and the graphs in them.
         """
         try:
             self._write(unit)
@@ -392,7 +391,7 @@ class Activations:
         )
 
     def _begin(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
-        """Returns the memory of a unit, what fills it, and whether that was begun for it; reads others ahead."""
+        """Returns a unit's memory, the read that fills it, and whether that began on demand; reads others ahead."""
         if unit.memory is not None and unit.original:
             if unit.is_modified():
                 raise modified(unit.dtype, unit.shape)
@@ -418,11 +417,11 @@ class Activations:
         return memory, unit.arriving, demanded
 
     def _fetch(self, unit: Unit, priority: Priority) -> torch.Tensor:
-        """Starts to read a unit."""
+        """Starts reading a unit."""
         if unit.key is None:
             raise OSError(errno.EIO, f"{unit.describe()}, saved for the backward pass, is lost")
         self._give_up(unit.nbytes)
-        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # of the pool, see ``_add``
+        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # from the pool, see ``_add``
         unit.arriving = self._store.get(unit.key, memory, priority=priority)
         unit.memory, unit.ahead, unit.handed_out = memory, priority is not Priority.DEMAND, memory._version
         self._restored.add(unit)
@@ -432,12 +431,12 @@ class Activations:
         return memory
 
     def _trim(self) -> None:
-        """Gives memory back that is kept to be used again, but for what the budget and the layer at work need."""
+        """Frees memory that is kept for reuse, except what the budget and the layer at work need."""
         at_work = _AT_WORK * self._largest
         native().trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._in_memory))
 
     def _give_up(self, nbytes: int) -> None:
-        """Lets go of what was used in this backward pass and is on storage, where memory is short."""
+        """Releases units used in this backward pass that are on storage, if memory is short."""
         for unit in self._restored.units():
             if self._in_memory + nbytes <= self._budget + _IN_FLIGHT:
                 return

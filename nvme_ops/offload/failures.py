@@ -1,4 +1,4 @@
-"""What is raised where saved tensors cannot be written or read. It names the tensor, and keeps none alive."""
+"""Errors for saved tensors that cannot be written or read. They name the tensor, and keep none alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_READ = "saved for the backward pass, could not be read"
 
 
 def without_frames(failure: OSError) -> OSError:
-    """Returns an error that keeps no tensor alive, and nor do those that led to it."""
+    """Returns the error; it and those that led to it lose their frames, which would keep tensors alive."""
     each: BaseException | None = failure
     while each is not None:
         each.__traceback__ = None
@@ -21,7 +21,7 @@ def without_frames(failure: OSError) -> OSError:
 
 
 def named(failure: BaseException, unit: Unit, what: str) -> BaseException:
-    """Returns the failure as one that names the tensor, where it is about storage. It keeps no tensor alive."""
+    """Returns the failure, naming the tensor if it is about storage. It keeps no tensor alive."""
     traceback.clear_frames(failure.__traceback__)
     words = f"{unit.describe()}, {what}"
     if isinstance(failure, ChecksumError):

@@ -1,8 +1,8 @@
-"""What autograd saves and is cheaper computed again than moved: the choice behind ``save_on_nvme(policy="auto")``.
+"""Chooses what autograd saves but is cheaper to compute again than to move, for ``save_on_nvme(policy="auto")``.
 
-An operation of which each element of the result depends on a few elements of the input takes little time for each byte.
-Its result need not be saved where the input is saved anyway: GELU's, of a linear layer's output. As much is computed
-again as brings the time of computation and that of storage into balance, what takes the least time for a byte first.
+An operation takes little time per byte if each element of its result depends on only a few elements of the input. The
+result need not be saved where the input is saved anyway, such as GELU's of a linear layer's output. As much is computed
+again as balances the time of computation with that of storage, what takes the least time per byte first.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ aten = torch.ops.aten
 Kind: TypeAlias = tuple[Any, int]
 
 _ALSO = {aten.native_layer_norm.default, aten._softmax.default, aten._log_softmax.default, aten._to_copy.default}
-_BOUND = 0.05  # of the time of a pass: storage is what it waits for
+_BOUND = 0.05  # of the time of a pass; waiting longer means that storage is what limits it
 
 
 @dataclass(frozen=True)
 class Away:
-    """A tensor whose bytes may be saved, or made again."""
+    """A tensor whose bytes may be saved, or computed again."""
 
     place: Place
     whole: Place
@@ -57,7 +57,7 @@ class Away:
 class Given:
     """A small tensor that an operation was called with. It may have a graph, so nothing in a graph may refer to this.
 
-    It is not detached: below autograd, where operations are seen, that would not share its version counter.
+    It is not detached: below autograd, where operations are seen, the result would not share its version counter.
     """
 
     tensor: torch.Tensor
@@ -90,7 +90,7 @@ class Recipe:
 
     @property
     def kind(self) -> Kind:
-        """What takes the same time."""
+        """The operation and its size, which determine its time."""
         return self.function, self.nbytes
 
 
@@ -109,13 +109,13 @@ class Again:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def value(self) -> torch.Tensor:
-        """Computes it, unless it still is in memory. Raises what its sources raise."""
+        """Computes the tensor unless it is still in memory. Raises what its sources raise."""
         with self._lock:
             known = self._last() if self._last is not None else None
             if known is None or is_changed(known, self._version):
                 known = self._compute()
                 self._last, self._version = weakref.ref(known), known._version
-        self.choice.recent = known  # whoever saved it as well comes next
+        self.choice.recent = known  # others that saved it, too, come next
         return known
 
     @torch.no_grad()
@@ -135,19 +135,19 @@ class Choice(TorchDispatchMode):
     """Sees operations within the block, and chooses whose results are computed again.
 
     Args:
-        least: bytes of a result that counts.
+        least: smaller results, in bytes, do not count.
     """
 
     def __init__(self, least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least = max(1, least)
         self._recipes: dict[int, Recipe] = {}  # by storage
-        self._seconds: dict[Kind, float] = {}  # the least that was seen
-        self._possible: dict[Kind, int] = {}  # how many there were in this pass
+        self._seconds: dict[Kind, float] = {}  # the shortest seen
+        self._possible: dict[Kind, int] = {}  # how many of each there were in this pass
         self._again: frozenset[Kind] = frozenset()
         self._made: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()  # by recipe's number
         self._numbers = itertools.count()
-        self._rate = 0.0  # bytes per second of storage, where that was waited for
+        self._rate = 0.0  # bytes per second of storage, from passes that waited for it
         self.recent: torch.Tensor | None = None  # computed last
         self.bytes_again = 0
         self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
@@ -158,7 +158,7 @@ class Choice(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Times operations that can be repeated, and takes note of them."""
+        """Times operations that can be repeated, and records them."""
         kwargs = kwargs or {}
         if not is_repeatable(func):
             made = func(*args, **kwargs)
@@ -182,7 +182,7 @@ class Choice(TorchDispatchMode):
         return made
 
     def _forget_results_among(self, args: Any, kwargs: Any) -> None:
-        """Looks at no version: collectives do not count theirs, nor is ``tensor.data`` counted with its tensor."""
+        """Ignores versions: collectives do not increment them, nor do writes to ``tensor.data`` its tensor's."""
         for each in tree_flatten((args, kwargs))[0]:
             if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested:
                 self._recipes.pop(each.untyped_storage()._cdata, None)
@@ -206,12 +206,12 @@ class Choice(TorchDispatchMode):
         self._seconds[recipe.kind] = min(seconds, self._seconds.get(recipe.kind, seconds))
 
     def source_of(self, place: Place, version: int, saved: Callable[[Away], Source | None]) -> Again | None:
-        """Returns how to compute bytes again that are to be saved; None where they are saved.
+        """Returns how to compute bytes again instead of saving them; None if they are to be saved.
 
         Args:
             place: of the bytes.
             version: of their tensor.
-            saved: what others are saved as; None where they are not.
+            saved: returns what another tensor is saved as; None if it is not.
         """
         recipe = self._recipes.get(place.storage)
         if recipe is None or recipe.origin.expired() or recipe.version != version:
@@ -238,7 +238,7 @@ class Choice(TorchDispatchMode):
         return made
 
     def _made_before(self, leaf: Away) -> Source | None:
-        """How a tensor is computed again, of which that was decided before."""
+        """Returns how a tensor is computed again, if that was decided before."""
         recipe = self._recipes.get(leaf.place.storage)
         if recipe is None or recipe.version != leaf.version:
             return None
@@ -251,7 +251,7 @@ class Choice(TorchDispatchMode):
         self.bytes_again += nbytes
 
     def end_pass(self, last: Pass) -> None:
-        """Chooses for the next pass by the last one."""
+        """Chooses what the next pass computes again, from the last one."""
         waited, moved, seconds = last.waited, last.moved, last.seconds
         saved = max(0, last.saved + self._bytes_of_pass - last.budget)
         if waited > _BOUND * seconds > 0 and moved:
@@ -282,7 +282,7 @@ def _results(made: Any) -> Iterator[tuple[int | None, Any]]:
 
 
 def may_write(function: Any) -> bool:
-    """Whether an operation may write to what it is called with: its schema says so, or is not torch's own."""
+    """Returns whether an operation may write to its arguments: its schema says so, or is not torch's own."""
     schema = getattr(function, "_schema", None)
     return schema is None or schema.is_mutable or function.namespace not in ("aten", "prims")
 
@@ -291,7 +291,7 @@ _repeatable: dict[Any, bool] = {}
 
 
 def is_repeatable(function: Any) -> bool:
-    """Whether an operation has the same result each time, changes nothing, and takes little time for each byte."""
+    """Returns whether an operation has the same result each time, changes nothing, and takes little time per byte."""
     known = _repeatable.get(function)
     if known is None:
         tags = getattr(function, "tags", ())

@@ -1,4 +1,4 @@
-"""``save_on_nvme``: torch's ``save_on_cpu``, one storey lower. What autograd saves goes to storage."""
+"""``save_on_nvme``: like torch's ``save_on_cpu``, but what autograd saves goes to storage."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
                 loss = model(batch)
             loss.backward()
 
-    Make it once and enter it for each step: it then knows what will have to be written. What is written is written
-    while forward computes, and read ahead, in reverse order, while backward does. Gradients have the same bits as
+    Make it once and enter it for each step: it then knows what will have to be written. Tensors are written while
+    forward computes, and read ahead, in reverse order, while backward does. Gradients are bit for bit the same as
     without it. What was saved last stays in memory, as much as the budget has room for. Parameters, views of them and
-    small tensors stay as well, beside the budget; what is saved several times is written once,
-    and so are parts of what was saved as a whole before.
+    small tensors stay as well, outside the budget; what is saved several times is written once, and so are parts of
+    what was saved as a whole before.
 
     Args:
-        folder: an existing folder; several, of one device each, share the tensors by their measured rates.
+        folder: an existing folder; several, one per device, share the tensors by their measured rates.
         min_bytes: smaller tensors stay in memory.
         memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; on the device where they are.
         policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
             they are computed from is saved anyway and storage would take longer. That is measured, from the first step
-            on, and holds for eager operations of one output for each input, softmax, layer norm and casts.
+            on, and applies to eager pointwise operations, softmax, layer norm and casts.
         checksum: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
-        ValueError, TypeError: arguments that are no sizes.
-        OSError: what is wrong with the folder. In forward, ENOSPC: there is no room, and the budget is spent; the
+        ValueError, TypeError: invalid arguments.
+        OSError: the folder cannot be used. In forward, ENOSPC: there is no room, and the budget is spent; the
             message names the tensor and the space. In backward: a tensor could not be read.
         RuntimeError: in backward, a tensor was modified in place after it had been saved.
     """
@@ -87,14 +87,14 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         native().allocate_from_pool(False)
 
     def stats(self) -> ActivationStats:
-        """Returns what was moved until now."""
+        """Returns what was moved so far."""
         stats = self._activations.stats()
         if self._choice is not None:
             stats.bytes_recomputed = self._choice.bytes_again
         return stats
 
     def close(self) -> None:
-        """Removes the files. Graphs whose tensors are on storage cannot be run backward any more. Once or more.
+        """Removes the files. Graphs whose tensors are on storage can no longer run backward. Further calls do nothing.
 
         It is called when this and the last of these graphs are gone.
         """
@@ -123,7 +123,7 @@ class _Packer:
         return self._saved(layout, ticket, tensor)
 
     def _known(self, away: Away) -> Source | None:
-        """What a tensor was saved as."""
+        """Returns what a tensor was saved as."""
         ticket = self._activations.find((away.place, away.whole), away.version)
         return None if ticket is None else self._saved(away.layout, ticket)
 

@@ -1,4 +1,4 @@
-"""What a saved tensor is made of again: itself, or bytes from somewhere."""
+"""What a saved tensor is restored from: itself, or bytes from somewhere."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 class Source(Protocol):
-    """Gives a tensor again, whatever it was saved as."""
+    """Restores a tensor, whatever it was saved as."""
 
     def value(self) -> torch.Tensor:
-        """Returns it. Raises RuntimeError if it was modified in place, and what reading it raises."""
+        """Returns the tensor. Raises RuntimeError if it was modified in place, and what reading it raises."""
 
 
 class Place(NamedTuple):
     """Bytes of a storage."""
 
-    storage: int  #: what ``StorageWeakRef.cdata`` is
+    storage: int  #: as ``StorageWeakRef.cdata``
     nbytes: int
-    part: Layout | None = None  #: None: all bytes of the storage. Else what is copied of it: its elements, closely
+    part: Layout | None = None  #: None: all bytes of the storage. Else the elements that are copied, without gaps
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor makes of the bytes of its storage."""
+    """How a tensor uses the bytes of its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,11 +42,11 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """Returns that of a strided tensor."""
+        """Returns the layout of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.itemsize)
 
     def close(self) -> Layout:
-        """Returns that of a copy of its elements alone, with dimensions in the same order in memory."""
+        """Returns the layout of a copy of the elements alone, with dimensions in the same order in memory."""
         copied = _distinct(torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta"))
         stride = torch.empty_like(copied).stride()
         return Layout(self.dtype, self.shape, tuple(_where_moved(self.stride, stride)), 0)
@@ -56,12 +56,12 @@ class Kept:
     """A tensor that stays in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # not the tensor itself where its graph would keep it, and it the graph
+        # not the tensor itself where it and its graph would keep each other
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = tensor._version
 
     def value(self) -> torch.Tensor:
-        """Returns it. Raises RuntimeError if it was modified in place."""
+        """Returns the tensor. Raises RuntimeError if it was modified in place."""
         if self._tensor._version != self._version:
             raise modified(self._tensor.dtype, self._tensor.shape)
         return self._tensor
@@ -75,7 +75,7 @@ class Copied:
         self._tensor, self._version = weakref.ref(tensor), tensor._version
 
     def value(self) -> torch.Tensor:
-        """Returns a tensor like it. Raises RuntimeError if it was modified in place."""
+        """Returns an equal tensor. Raises RuntimeError if it was modified in place."""
         tensor = self._tensor()
         if tensor is not None and tensor._version != self._version:
             raise modified(self._layout.dtype, self._layout.shape)
@@ -84,7 +84,7 @@ class Copied:
 
 
 def kept(tensor: torch.Tensor, least: int) -> Kept | Copied:
-    """Returns what keeps a tensor in memory, and not much beside it: less than ``least`` bytes."""
+    """Returns what keeps a tensor in memory, and less than ``least`` bytes besides it."""
     if _stays(tensor) or not tensor.numel():
         return Kept(tensor)
     whole = tensor.untyped_storage().nbytes()
@@ -94,15 +94,15 @@ def kept(tensor: torch.Tensor, least: int) -> Kept | Copied:
 class Saved:
     """A tensor made of bytes that are fetched.
 
-    Autograd takes the memory of a gradient that nobody else refers to. A backward may return as one what was saved, if
-    that needs no gradient itself: such a tensor is therefore referred to as long as its bytes are anybody else's.
+    Autograd reuses the memory of a gradient that nobody else refers to. A backward may return a saved tensor as a
+    gradient if that needs none itself: such a tensor is therefore referred to as long as anybody else uses its bytes.
 
     Args:
         layout: of the tensor.
         fetch: returns a tensor over the bytes.
-        tensor: itself; is looked at when it is asked for, for changes.
-        shared: whether others have the bytes, too, who do not know of ``fetch``.
-        like: its layout, where ``layout`` is that of a copy of its elements.
+        tensor: the tensor itself; checked for changes when its value is asked for.
+        shared: whether others that do not know of ``fetch`` use the bytes, too.
+        like: the tensor's layout, where ``layout`` is that of a copy of its elements.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Saved:
         self._may_be_gradient = tensor is not None and not tensor.requires_grad
 
     def value(self) -> torch.Tensor:
-        """Returns it. Raises RuntimeError if it was modified in place, and what ``fetch`` raises."""
+        """Returns the tensor. Raises RuntimeError if it was modified in place, and what ``fetch`` raises."""
         layout = self._layout
         tensor = None if self._tensor is None else self._tensor()
         if tensor is not None and tensor._version != self._version:  # whether or not it was written before that
@@ -132,7 +132,7 @@ class Saved:
         place = int(fetched.storage_offset()) * fetched.itemsize + layout.offset
         if not self._may_be_gradient:
             view = _view_of(fetched, layout, place)
-            # a function of the user's may return even this one as a gradient
+            # a user's function may return even this one as a gradient
             by_user = isinstance(_node(), torch.autograd.function.BackwardCFunction)
             return view.clone() if by_user and self._shared is not None and self._shared() else view
         made = made_of(fetched)
@@ -149,7 +149,7 @@ class Saved:
 
 
 def _view_of(fetched: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
-    """Returns a tensor from that byte of the storage on. It shares the version counter: a backward may write to it."""
+    """Returns a tensor that begins at byte ``place``. It shares the version counter: a backward may write to it."""
     if fetched.dtype != layout.dtype:
         whole = fetched.nbytes // layout.dtype.itemsize * layout.dtype.itemsize
         fetched = fetched.as_strided((whole // fetched.itemsize,), (1,)).view(layout.dtype)
@@ -157,24 +157,24 @@ def _view_of(fetched: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
 
 
 def _keep(_: torch.Tensor) -> None:
-    """Is called at the end of the backward pass, to which it keeps a tensor."""
+    """Keeps a tensor until the end of the backward pass, when this is called."""
 
 
 def made_of(fetched: torch.Tensor) -> dict[Layout, tuple[torch.Tensor, int]]:
-    """Returns tensors that were made over the memory of another one, and live as long as that does; each's version."""
+    """Returns tensors made over the memory of another one, which live as long as that does, with their versions."""
     found: dict[Layout, tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
     return found
 
 
 def is_changed(fetched: torch.Tensor, version: int) -> bool:
-    """Whether a backward has written to memory of this version that it was given."""
+    """Returns whether a backward has written to the memory that it was given in this version."""
     return fetched._version != version or any(value._version != each for value, each in made_of(fetched).values())
 
 
 def place_of(tensor: torch.Tensor, least: int) -> Place | None:
-    """Returns which bytes are saved for a tensor, at least so many; None for what stays in memory.
+    """Returns which bytes are saved for a tensor, at least ``least``; None if it stays in memory.
 
-    Parameters and views of them stay, and what has no memory of the usual kind.
+    Parameters and views of them stay, and tensors without ordinary memory.
     """
     if _stays(tensor) or tensor.numel() == 0:
         return None
@@ -199,7 +199,7 @@ def memory_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns it without the repetitions of expanded dimensions."""
+    """Returns the tensor without the repetitions of expanded dimensions."""
     shape = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor if shape == list(tensor.shape) else tensor.detach().as_strided(shape, tensor.stride())
 
@@ -210,7 +210,7 @@ def _where_moved(stride: Sequence[int], moved: Sequence[int]) -> Iterator[int]:
 
 
 def _spread(value: torch.Tensor, like: Layout) -> torch.Tensor:
-    """Returns a tensor with other strides: operations may sum in another order where they differ."""
+    """Returns the value with the strides of ``like``: with others, operations may sum in another order."""
     if value.stride() == like.stride:
         return value
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
@@ -236,7 +236,7 @@ def _stays(tensor: torch.Tensor) -> bool:
 
 
 def modified(dtype: torch.dtype, shape: Sequence[int]) -> RuntimeError:
-    """Returns what autograd raises for a tensor that is not any more what it was when it was saved."""
+    """Returns what autograd raises for a tensor that has changed since it was saved."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{dtype} {list(shape)}], saved by save_on_nvme"

@@ -1,7 +1,7 @@
 """What training a model will take with states, parameters or activations on storage: ``nvme-offload plan --train``.
 
-A step computes for so long, and moves so many bytes. With the optimizer's step in the backward pass both overlap: it
-takes the longer of the two.
+A step computes, and moves bytes. With the optimizer's step in the backward pass the two overlap: the step takes the
+longer of the two times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
 _MASTER = 4  # and a float32 copy of one in fewer bits
 _DAY = 86400  # seconds
 _TERABYTE = 1e12
-_BUDGET_SHARE = 8  # of the memory, for parameters, for states and for activations that pass through
-_AT_WORK = 2  # times what a layer keeps, while it computes: gradients come to it
+_BUDGET_SHARE = 8  # the memory divided by this, each for parameters, states and activations that pass through
+_AT_WORK = 2  # times what a layer keeps, while it computes: gradients are added
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TrainedModel:
     itemsize: int  #: bytes of each
     largest: int  #: bytes of the largest parameter
     activations: int  #: bytes for each token that autograd keeps for the backward pass
-    of_layer: int  #: bytes of these for each token of the layer that keeps most
+    of_layer: int  #: bytes of these for each token, in the layer that keeps most
     seconds: float  #: for each token, forward and backward
 
     @property
@@ -45,7 +45,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """A step of one batch size, with the states, or more, in one place."""
+    """A step of one batch size, with the states, or more, in memory or on storage."""
 
     name: str
     memory: int  #: bytes needed
@@ -53,22 +53,22 @@ class TrainingWay:
     written: int
     seconds: float  #: of a step
     fits: bool
-    largest_batch: int  #: that fits into memory, and onto the disk; 0 for none
+    largest_batch: int  #: that fits in memory and on the disk; 0 for none
 
     @property
     def written_per_day(self) -> float:
-        """Bytes, if it trains all day."""
+        """Bytes written if it trains all day."""
         return self.written / self.seconds * _DAY
 
 
 def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, length: int) -> list[TrainingWay]:
-    """Returns the ways to train a batch of sequences of so many tokens.
+    """Returns the ways to train on a batch of sequences of ``length`` tokens.
 
     Args:
-        model: that is trained by AdamW.
+        model: trained by AdamW.
         memory: bytes for all of it.
-        rate: bytes per second that storage reads and writes at once, together.
-        free: bytes of storage that are free.
+        rate: bytes per second that storage reads and writes at the same time, together.
+        free: free bytes of storage.
         batch: sequences.
         length: tokens of each.
     """
@@ -123,7 +123,7 @@ class TrainingPlan:
     length: int  #: tokens of a sequence
 
     def text(self) -> str:
-        """Returns a page for people."""
+        """Returns the plan as text."""
         model, length = self.model, self.length
         lines = [
             f"{self.about['model']}: {model.parameters / 1e9:.3g} billion parameters of {self.about['dtype']}, "

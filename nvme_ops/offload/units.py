@@ -1,4 +1,4 @@
-"""Saved bytes of storages, where they are, and how much there is of them."""
+"""Saved bytes of storages, where they are, and how many there are."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ActivationStats:
     bytes_written: int = 0
     bytes_read: int = 0
     bytes_on_demand: int = 0  #: of these, what was not read ahead
-    bytes_cancelled: int = 0  #: of what was to be written: the backward pass came first
-    bytes_stored: int = 0  #: the space that is taken now
+    bytes_cancelled: int = 0  #: that were to be written, but the backward pass came first
+    bytes_stored: int = 0  #: the space in use now
     bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
     seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
     peak_bytes: int = 0  #: the most memory that saved tensors had at once
 
 
 class Ticket:
-    """Is held by whatever may still ask for a unit; the unit goes with it."""
+    """Held by whatever may still ask for a unit; the unit is forgotten with it."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -43,7 +43,7 @@ class Ticket:
 
 
 class TicketRef(weakref.ref[Ticket]):
-    """Goes to ``gone`` when its ticket has gone: without a step in which Ctrl-C could come."""
+    """A reference that goes to ``gone`` when its ticket is freed, without a step in which Ctrl-C could come."""
 
     __slots__ = ("unit",)
 
@@ -56,32 +56,32 @@ class TicketRef(weakref.ref[Ticket]):
 
 
 class Unit:
-    """Bytes of one storage, in memory or on storage, for all the tensors made of them that were saved."""
+    """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
 
     def __init__(self, number: int, tensor: torch.Tensor, place: Place) -> None:
         storage = tensor.untyped_storage()
         self.number, self.place, self.nbytes = number, place, place.nbytes
         self.device = tensor.device
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first one, for messages
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first tensor, for messages
         self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
         self.version = tensor._version
         self.memory: torch.Tensor | None = memory_of(tensor, place)
         self.original = True  #: the memory is that of the storage that was saved, or the copy of a part
-        self.handed_out = self.memory._version  #: that a backward, which is given the memory, has not changed
-        self.seen: list[tuple[torch.Tensor, int]] = []  #: what was saved, while it is in memory, and its version
+        self.handed_out = self.memory._version  #: its version, unless a backward that was given it has changed it
+        self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
         self.modified = False  #: before it was written
         self.key: str | None = None  #: of what is on storage, or on its way there
         self.writing: IoFuture | None = None
         self.arriving: IoFuture | None = None
-        self.trouble: BaseException | None = None  #: what writing it failed with
+        self.trouble: BaseException | None = None  #: why writing it failed
         self.ahead = False  #: it is read ahead of its use
         self.ticket: TicketRef | None = None
         self._owner = weakref.ref(_owner(tensor))
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
-        """Whether these are still the bytes of a tensor in its place.
+        """Returns whether these are still the bytes of a tensor in its place.
 
-        In memory they are. What is on storage is of the tensors that share a version counter with the first: versions
+        In memory they are. On storage they belong to the tensors that share a version counter with the first: versions
         of others, such as ``tensor.data``, say nothing.
         """
         if self.version != tensor._version or self.is_modified():
@@ -90,7 +90,7 @@ class Unit:
         return is_storage or self._owner() is _owner(tensor)
 
     def is_shared(self) -> bool:
-        """Whether others have its memory, too."""
+        """Returns whether others use its memory, too."""
         memory = self.memory
         if memory is None or not self.original:
             return False
@@ -98,7 +98,7 @@ class Unit:
         return _users(memory.untyped_storage()) > ours
 
     def is_modified(self) -> bool:
-        """Whether anything was written to it since it was saved."""
+        """Returns whether anything was written to it since it was saved."""
         self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
         return self.modified
 
@@ -115,22 +115,22 @@ class Group:
         self._units: dict[int, Unit] = {}
 
     def add(self, unit: Unit) -> None:
-        """Has it from now on, as the last one."""
+        """Adds a unit as the last one."""
         if unit.number not in self._units:
             self._units[unit.number] = unit
             self.nbytes += unit.nbytes
 
     def discard(self, unit: Unit) -> None:
-        """Does not have it any more."""
+        """Removes a unit, if it is there."""
         if self._units.pop(unit.number, None) is not None:
             self.nbytes -= unit.nbytes
 
     def units(self) -> list[Unit]:
-        """Returns all, the first one first."""
+        """Returns all units, in order."""
         return list(self._units.values())
 
     def first(self) -> Unit | None:
-        """Returns the one that came first."""
+        """Returns the first unit, if any."""
         return next(iter(self._units.values()), None)
 
     def __contains__(self, unit: Unit) -> bool:
@@ -141,12 +141,12 @@ class Group:
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor of which it is a view, or itself: they share a version counter."""
+    """Returns the tensor that it is a view of, or itself: they share a version counter."""
     return tensor if tensor._base is None else tensor._base
 
 
 def _users(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors have a storage, at least; many where this torch does not tell."""
+    """Returns how many tensors have a storage, at least; a large number if this torch does not tell."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     return 1 << 30 if count is None else count(storage._cdata) - _more_users()
 
@@ -155,7 +155,7 @@ _more: list[int] = []
 
 
 def _more_users() -> int:
-    """Returns how many more are counted than there are tensors."""
+    """Returns by how much torch's count exceeds the number of tensors."""
     if not _more:
         tensor = torch.empty(1)
         storage = tensor.untyped_storage()  # kept meanwhile, as by the caller

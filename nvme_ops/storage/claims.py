@@ -1,4 +1,4 @@
-"""``Claims``: who is at what, so that no lock is held while something is waited for."""
+"""``Claims``: which thread uses what, so that no lock is held while waiting."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator
 
 
 class Claims:
-    """Things that one thread at a time is at, until ``close``, which waits for those who are at something.
+    """Things that one thread at a time claims, until ``close``, which waits for those that are claimed.
 
-    What the calling thread itself seems to be at is not waited for: Ctrl-C came before it could give that back.
+    What the calling thread itself still claims is not waited for: Ctrl-C came before it could release that.
 
     Args:
-        lock: is held for moments only, also by who uses this.
+        lock: held only briefly, also by users of this class.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -23,7 +23,7 @@ class Claims:
         self._closed = False
 
     def take(self, thing: Hashable) -> None:
-        """Waits until nobody else is at it. Raises ValueError once closed."""
+        """Claims a thing once no other thread does. Raises ValueError once closed."""
         me = threading.get_ident()
         with self._lock:
             while self._claimed.get(thing, me) != me and not self._closed:
@@ -33,7 +33,7 @@ class Claims:
             self._claimed[thing] = me
 
     def give_back(self, thing: Hashable) -> None:
-        """Lets the next thread take it."""
+        """Releases a thing: the next thread may take it."""
         with self._lock:
             self._claimed.pop(thing, None)
             if self._waiting:
@@ -48,7 +48,7 @@ class Claims:
 
     @contextlib.contextmanager
     def at(self, thing: Hashable) -> Iterator[None]:
-        """Takes it for the block."""
+        """Claims a thing for the block."""
         self.take(thing)
         try:
             yield
@@ -56,7 +56,7 @@ class Claims:
             self.give_back(thing)
 
     def close(self) -> bool:
-        """Nobody takes anything any more, and nobody is at anything when it returns. False from the second time on."""
+        """Refuses new claims, and waits until none is left. Returns False from the second call on."""
         with self._lock:
             if self._closed:
                 return False

@@ -1,4 +1,4 @@
-"""What runs beside a job that reads: checkpoints that are saved one after the other."""
+"""What runs beside a job that reads: checkpoints that are saved one after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TENSORS = 16
 
 
 class Unordered(aio_handle):
-    """A handle all of whose transfers are as urgent as each other: what a program without priorities has."""
+    """A handle whose transfers are all equally urgent, as in a program without priorities."""
 
     def submit_preadv(self, *arguments: Any, **more: Any) -> Any:
         """Reads, with the priority of demand."""
@@ -35,7 +35,7 @@ class Unordered(aio_handle):
 
 
 class Saved:
-    """Bytes of checkpoints, and the seconds in which they were saved."""
+    """Bytes of checkpoints, and the seconds that saving them took."""
 
     def __init__(self) -> None:
         self.nbytes = 0

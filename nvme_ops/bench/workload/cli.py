@@ -41,7 +41,7 @@ Ctrl-C, which prints and writes what was measured until then
 """
 _MOST_SAMPLES = 1 << 18
 _BESIDE = "llm-checkpoint"
-_BESIDE_SECONDS = 4.0  # of a measurement beside checkpoints, at least: several of them are to be saved meanwhile
+_BESIDE_SECONDS = 4.0  # of a measurement beside checkpoints, at least: several should be saved meanwhile
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,8 +77,8 @@ def _words(make: Callable[..., Any]) -> str:
 def main(words: Sequence[str]) -> int:
     """Runs the command; returns 0, or 1 if a reader returned wrong bytes.
 
-    Raises NotUsable or OSError if a folder or an output cannot be used; then, and after Ctrl-C, what was measured until
-    then has been printed and written.
+    Raises NotUsable or OSError if a folder or an output cannot be used; then, and after Ctrl-C, what was measured
+    before has been printed and written.
     """
     given = _parse(words)
     jobs: dict[str, Any] = {}
@@ -157,7 +157,7 @@ class _Lines:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Adds a line with the reason if the block fails; the other lines are measured all the same."""
+        """Adds a line with the reason if the block fails; the other lines are still measured."""
         outcome = _Outcome()
         with kept_as_note(outcome):
             yield
@@ -170,7 +170,7 @@ class _Lines:
 
 @contextlib.contextmanager
 def _printed(found: dict[str, Any], *head: str) -> Iterator[_Lines]:
-    """Prints the lines that the block adds, also when it is interrupted."""
+    """Prints the lines that the block adds, even if it is interrupted."""
     table = _Lines(found, *head)
     try:
         yield table

@@ -1,4 +1,4 @@
-"""Accelerators that are emulated: each computes for a while on a batch, and has the next one read meanwhile."""
+"""Emulated accelerators: each computes on a batch for a while, and meanwhile the next one is read."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from nvme_ops.measuring.files import make_cold
 FED = 0.9  # utilization from which an accelerator counts as fed
 _FIRST_BATCHES = 4  # of each accelerator, at least
 _MOST = 1 << 14  # accelerators
-_MANY = 1000  # files between words about progress
+_MANY = 1000  # files between progress messages
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What so many accelerators got."""
+    """What a number of accelerators got."""
 
     accelerators: int
     utilization: float  #: busy / total, of all, from their first batch on
     samples: int
     nbytes: int
     seconds: float  #: from the first batch on, until the last one was computed on
-    waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, but its first one
-    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch until it came
+    waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, except its first
+    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch until it arrived
 
     @property
     def rate(self) -> float:
@@ -52,8 +52,8 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float, say:
     """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
 
     An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
-    come when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch on,
-    for ``seconds`` and until each has had four batches. ``say`` is called with words about what takes time.
+    arrived when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch
+    on, for ``seconds`` and until each has had four batches. ``say`` is called with progress messages.
     """
     clock = _Clock()
     batches = iter(_epochs(reader, clock, say))
@@ -116,7 +116,7 @@ def _epochs(reader: Reader, clock: _Clock, say: Say) -> Iterator[Sequence[Any]]:
 
 
 def cool(reader: Reader, say: Say = lambda _: None) -> None:
-    """Drops the reader's files from the page cache; says how many from time to time, as it takes seconds for many."""
+    """Drops the reader's files from the page cache; says how many from time to time, as many take seconds."""
     for number, path in enumerate(reader.files):
         if number % _MANY == 0 < number:
             say(f"{number:,} of {len(reader.files):,} files dropped from the page cache")

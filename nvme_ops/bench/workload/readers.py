@@ -1,4 +1,4 @@
-"""Who can feed a job: each writes the data set in its own format, and reads it batch after batch."""
+"""What can feed a job: each reader writes the data set in its own format, and reads it batch by batch."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def _torch_loader(data: DataSet, samples: Any, **more: Any) -> Callable[[], Batc
 
 
 def _without_ctrl_c(_: int) -> None:
-    """Leaves Ctrl-C to the parent, which ends its workers: else they would seem to have failed."""
+    """Leaves Ctrl-C to the parent, which ends its workers: otherwise they would seem to have failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _require_shared_memory(data: DataSet) -> None:
-    """Raises Unavailable if the batches of torch's workers have no room: torch waits for such a batch for ever."""
+    """Raises Unavailable if the batches of torch's workers do not fit: torch would wait for such a batch forever."""
     if not data.workers:
         return
     needed = (_PREFETCHED * data.workers + 1) * data.batch * max(data.sizes)
@@ -282,7 +282,7 @@ def _needed(module: str, package: str) -> Any:
         raise Unavailable(f"pip install {package} ({error})") from None
 
 
-#: By the name that the command line takes.
+#: Readers by their names on the command line.
 READERS: dict[str, Callable[[DataSet], Reader]] = {
     each.__name__ if each is not ours else OURS: each
     for each in (ours, dataset, plain, memmap, safetensors, webdataset, streaming)
@@ -292,7 +292,7 @@ READERS: dict[str, Callable[[DataSet], Reader]] = {
 def made(name: str, data: DataSet) -> Reader:
     """Returns a reader of the data set. Raises Unavailable.
 
-    Those with a file for each sample have the first 8,192 samples, or 8 batches if that is more.
+    Readers with a file for each sample get the first 8,192 samples, or 8 batches if that is more.
     """
     if name != OURS:
         _require_shared_memory(data)
@@ -300,7 +300,7 @@ def made(name: str, data: DataSet) -> Reader:
 
 
 def checked(reader: Reader) -> Iterator[Sequence[Any]]:
-    """Yields the batches of an epoch, and raises WrongData if one of them has other bytes than were written."""
+    """Yields the batches of an epoch, and raises WrongData if one of them differs from what was written."""
     seen = 0
     for batch in reader.batches():
         if not reader.data.is_sample(batch[0]) or not reader.data.is_sample(batch[len(batch) - 1]):

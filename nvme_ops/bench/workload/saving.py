@@ -1,4 +1,4 @@
-"""The jobs that write: how long they keep an accelerator from computing, by this package and by hand."""
+"""The jobs that write: how long they keep an accelerator from computing, with this package and written by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[[], object]
 
 @dataclass(frozen=True)
 class Way:
-    """What writes once, and what is done before each time; not timed."""
+    """What writes once, and what is done before each write, untimed."""
 
     write: Write
     before: Write = lambda: None
@@ -43,7 +43,7 @@ def _by_torch(model: dict[str, torch.Tensor], path: Path) -> None:
 
 
 class _InTheBackground:
-    """Waits for the save before, as a program must that has memory for one copy."""
+    """Waits for the previous save, as a program must that has memory for one copy."""
 
     def __init__(self) -> None:
         self._last: nvme_ops.SaveFuture | None = None
@@ -91,7 +91,7 @@ def _log_file(folder: Path, job: Writing) -> Iterator[Way]:
 
 @contextmanager
 def _swapped(folder: Path, nbytes: int) -> Iterator[Way]:
-    """The next layer is read, and the last one written, while one is computed on."""
+    """Reads the next layer, and writes the last one, while one is computed on."""
     layers = _layers(nbytes)
     with Session(folder, name="layers") as session, TensorStore(session) as store:
         for number, layer in enumerate(layers):
@@ -130,7 +130,7 @@ def _swapped_by_torch(folder: Path, nbytes: int) -> Iterator[Way]:
 
 
 def _layers(nbytes: int) -> list[torch.Tensor]:
-    """Returns states of layers, of which one is read and one written in a turn of ``nbytes``."""
+    """Returns the states of layers; a turn of ``nbytes`` reads one and writes one."""
     return [torch.full((max(1, nbytes // 8),), float(number)) for number in range(3)]
 
 
@@ -154,7 +154,7 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
 
 
 def measured(make: Callable[[], AbstractContextManager[Way]], nbytes: int, compute: float, seconds: float) -> Fed:
-    """Makes the way, and keeps no memory of it for the next one."""
+    """Measures a way, and keeps none of its memory for the next one."""
     with make() as way:
         return keep(way, nbytes, compute, seconds)
 
