@@ -1,4 +1,4 @@
-"""``AsyncLog``: an append-only log that never makes its caller wait for storage, and ``read_log``."""
+"""``AsyncLog``: an append-only log whose caller waits for storage only if the buffer is full."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class SampleWriter:
             and a shape, whose first dimension may be -1. One of these alone for samples that are not dicts; ``bytes``
             when None.
         shard_bytes: bytes of a data file, approximately.
-        alignment: records begin at multiples of so many bytes. None: a page if that costs less than a sixteenth of the
-            first MiB of records; else 8. Never less than the size of an element.
+        alignment: records begin at multiples of so many bytes. None: a page if that costs at most a sixteenth of the
+            first MiB of records or so; else 8. Never less than the size of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace a store that is there.
 

@@ -312,7 +312,7 @@ class Activations:
         self._writing.add(unit)
 
     def _make_room(self, unit: Unit) -> None:
-        """Keeps no more than the budget in memory, and waits while the rest is written."""
+        """Writes what the budget has no room for, and waits while too much is in flight. Takes the lock itself."""
         begin = time.perf_counter()
         while True:
             with self._lock:
