@@ -134,7 +134,7 @@ class Activations:
         with self._lock:
             self._asked = time.perf_counter()
             if unit.arriving is arriving:
-                unit.arriving = None
+                unit.arriving, unit.handed_out = None, memory._version  # which counts copies to an accelerator
                 if failure is not None:
                     self._release(unit)
         return memory, failure, demanded
@@ -423,7 +423,7 @@ class Activations:
         self._give_up(unit.nbytes)
         memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # from the pool, see ``_add``
         unit.arriving = self._store.get(unit.key, memory, priority=priority)
-        unit.memory, unit.ahead, unit.handed_out = memory, priority is not Priority.DEMAND, memory._version
+        unit.memory, unit.ahead = memory, priority is not Priority.DEMAND
         self._restored.add(unit)
         self._stats.bytes_read += unit.nbytes
         self._stats.bytes_on_demand += unit.nbytes * (priority is Priority.DEMAND)
