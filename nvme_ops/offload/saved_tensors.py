@@ -80,7 +80,7 @@ class Copied:
         if tensor is not None and tensor._version != self._version:
             raise modified(self._layout.dtype, self._layout.shape)
         close = self._layout.close()
-        return _spread(self._memory.as_strided(close.shape, close.stride), self._layout).clone()
+        return _copy_like(self._memory.as_strided(close.shape, close.stride), self._layout)
 
 
 def kept(tensor: torch.Tensor, least: int) -> Kept | Copied:
@@ -211,8 +211,10 @@ def _where_moved(stride: Sequence[int], moved: Sequence[int]) -> Iterator[int]:
 
 def _spread(value: torch.Tensor, like: Layout) -> torch.Tensor:
     """Returns the value with the strides of ``like``: with others, operations may sum in another order."""
-    if value.stride() == like.stride:
-        return value
+    return value if value.stride() == like.stride else _copy_like(value, like)
+
+
+def _copy_like(value: torch.Tensor, like: Layout) -> torch.Tensor:
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
     _distinct(made).copy_(_distinct(value))
     return made

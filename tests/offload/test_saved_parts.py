@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.offload import save_on_nvme
+from nvme_ops.offload.saved_tensors import Copied, kept
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a row": lambda h: h[3],
@@ -65,3 +66,15 @@ def test_a_part_of_what_is_saved_as_a_whole_is_not_copied(folder: Path) -> None:
     assert saving.stats().bytes_saved == h.nbytes
     loss.backward()
     assert float(weight.grad if weight.grad is not None else 0) == 1024 * 256 + 256
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_copy_has_the_strides_of_the_part(part: str) -> None:
+    """Operations may sum in another order where strides differ."""
+    mine = PARTS[part](torch.linspace(0, 1, 1 << 19).view(512, 1024))
+    source = kept(mine, 1 << 20)
+    assert isinstance(source, Copied)
+    first, second = source.value(), source.value()
+    assert first.stride() == mine.stride()
+    assert torch.equal(first, mine)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
