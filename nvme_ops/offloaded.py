@@ -26,6 +26,7 @@ _VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split
 _WRITES = dict.fromkeys(
     ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
 )
+_RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
 _SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage, aten.set_.source_Tensor)
 
 Made = TypeVar("Made", bound="OffloadedTensor")
@@ -258,6 +259,8 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
                 return values[id(value)] if isinstance(value, OffloadedTensor) else value
 
             result = func(*tree_map(in_memory, tuple(args)), **tree_map(in_memory, dict(kwargs)))
+            if func.namespace in ("c10d", "_c10d_functional"):
+                _wait(result)
             for key, each in written.items():
                 if values[key].shape != each.shape:
                     raise RuntimeError(
@@ -271,6 +274,16 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return _apart(result, back, {each.untyped_storage()._cdata for each in values.values()})
     finally:
         values.clear()  # which a traceback would keep
+
+
+def _wait(result: Any) -> None:
+    """Waits for collectives: they use memory that is only lent."""
+    for each in tree_leaves(result):
+        if isinstance(each, torch.Tensor):
+            if type(each) is torch.Tensor:
+                torch.ops._c10d_functional.wait_tensor(each)
+        elif hasattr(each, "wait"):
+            each.wait()
 
 
 def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> Any:
@@ -302,7 +315,8 @@ def _writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
         (number, argument.name, isinstance(argument.type, torch.ListType))
         for number, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in _WRITES.get(func._schema.name, ()))
+        or argument.name in _WRITES.get(func._schema.name, ())
+        or (argument.name in _RECEIVED and func.namespace == "c10d" and func._schema.name.endswith("_"))
     )
 
 
