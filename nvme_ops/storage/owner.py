@@ -29,7 +29,7 @@ def open_owner(path: str, create: bool = False) -> int:
 def read_owner(fd: int) -> dict[str, object] | None:
     """Returns what the file says: an empty dict before the first write, None for any other content."""
     content = read_whole(fd)
-    if not content:
+    if not content.strip(b"\0"):  # a power failure may leave the length without the bytes
         return {}
     with contextlib.suppress(ValueError):
         found = json.loads(content)
