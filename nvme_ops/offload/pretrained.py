@@ -101,6 +101,7 @@ def from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
             )
         _require_complete(info, folder)
+        model.name_or_path = model.config.name_or_path = folder  # which adapters are saved with
         with contextlib.suppress(OSError):  # where there is none
             if model.can_generate():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)

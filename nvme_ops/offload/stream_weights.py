@@ -134,9 +134,17 @@ def stream_weights(
 
 
 def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
+    """Moves tensors, which stay the same objects: an optimizer may have them already."""
     for each in tensors.values():
         if each.device != device:
-            each.data = each.data.to(device)
+            gradient, each.grad = each.grad, None
+            moved = each.detach().to(device)
+            if torch._has_compatible_shallow_copy_type(each, moved):
+                each.data = moved
+            else:  # as for devices from outside of torch
+                is_parameter = isinstance(each, torch.nn.Parameter)
+                torch.utils.swap_tensors(each, torch.nn.Parameter(moved, each.requires_grad) if is_parameter else moved)
+            each.grad = None if gradient is None else gradient.to(device)
 
 
 def device_of(device: str | torch.device) -> torch.device:

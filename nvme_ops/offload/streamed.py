@@ -86,6 +86,19 @@ class StreamedModel(torch.nn.Module):
         twin.__dict__ = self._in_memory()
         return twin.__reduce_ex__(1)  # protocol 2 insists on the class of this one
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What ``DistributedDataParallel`` must not broadcast at its start, by names here and below a model of peft."""
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        stored = [name for name, value in named if stored_in(value) is not None]
+        return [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
+
+    def __copy__(self) -> Self:
+        """Returns another model of the same weights, streamed as long as this one is not closed."""
+        made = type(self).__new__(type(self))
+        made.__dict__ = dict(self.__dict__)
+        return made
+
     def _in_memory(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_nvme_")}
 

@@ -1,4 +1,4 @@
-"""Adapters of peft over streamed weights: trained to the same bits as over weights in memory, by whatever trains them."""
+"""Adapters of peft over streamed weights: trained to the same bits as in memory, by whatever trains them."""
 
 from __future__ import annotations
 
@@ -97,10 +97,19 @@ def trainer(model: Any, folder: Path, **options: Any) -> list[float]:
     return [each["loss"] for each in made.state.log_history if "loss" in each]
 
 
+def in_parallel(model: Any) -> list[float]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return loop(model, lambda model, optimizer: (torch.nn.parallel.DistributedDataParallel(model), optimizer))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
     "loop": lambda model, _: loop(model),
     "loop, checkpointed": lambda model, _: checkpointed(model),
     "accelerate": lambda model, _: loop(model, accelerate.Accelerator(cpu=True).prepare),
+    "DistributedDataParallel": lambda model, _: in_parallel(model),
     "trainer": trainer,
     "trainer, checkpointed, bfloat16": lambda model, folder: trainer(
         model, folder, gradient_checkpointing=True, bf16=True

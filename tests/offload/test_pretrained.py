@@ -159,6 +159,7 @@ def names_of(model: Any) -> set[tuple[str, ...]]:
 def test_loading_reads_nothing_but_what_is_small(folder: Path) -> None:
     path = saved(folder)
     with from_pretrained(path, memory_budget="2M") as model:
+        assert model.name_or_path == model.config.name_or_path == str(path)
         assert model.stats().bytes_read == 0
         stored = [each for each in model.parameters() if isinstance(each, StoredTensor)]
         assert sum(each.numel() for each in stored) > 0.7 * sum(each.numel() for each in model.parameters())
