@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload.quantized import expand, quantize
 from nvme_ops.offload.stored import StoredTensor, stored_in
 from tests.offload.llama import saved_llama
 
@@ -87,13 +88,13 @@ def checkpointed(model: Any) -> list[float]:
     return loop(model)
 
 
-def trainer(model: Any, folder: Path, **options: Any) -> list[float]:
+def trainer(model: Any, folder: Path, begin: str | None = None, **options: Any) -> list[float]:
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_steps=2,
         report_to=[], use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
     made = transformers.Trainer(model=model, args=arguments, train_dataset=Texts())
-    made.train()
+    made.train(resume_from_checkpoint=begin)
     return [each["loss"] for each in made.state.log_history if "loss" in each]
 
 
@@ -150,6 +151,24 @@ def test_other_adapters_are_too(options: dict[str, Any], order: str, path: Path)
     plain, model = adapted(in_memory(path), **options), STREAMED[order](path, **options)
     assert loop(model) == loop(plain)
     model.close()
+
+
+def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> None:
+    plain, model = adapted(in_memory(path)), adapted(in_memory(path))
+    tables = {id(plain.get_input_embeddings().weight)}
+    for each in plain.parameters():
+        if not each.requires_grad and each.dim() == 2 and each.numel() >= 1 << 16 and id(each) not in tables:
+            each.data = expand(*quantize(each), each.dtype)
+    with stream_weights(model, path.parent, memory_budget=BUDGET, quantize="int8"):
+        assert loop(model) == loop(plain)
+
+
+@each_order
+def test_trainer_goes_on_from_its_checkpoint(order: str, path: Path) -> None:
+    model, again = STREAMED[order](path), STREAMED[order](path)
+    wanted = trainer(model, path / "one")
+    assert trainer(again, path / "other", begin=str(path / "one/checkpoint-2")) == wanted
+    assert all(map(torch.equal, adapters(model).values(), adapters(again).values()))
 
 
 @each_order
