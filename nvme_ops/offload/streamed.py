@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,6 +17,9 @@ from nvme_ops.offload.source import Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.window import Window, WindowStats, least_budget, read_now
 from nvme_ops.text import size_words
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SMALL = 1 << 20  # bytes up to which a weight stays in memory from the start, if the budget is no less than
 _SHARE = 4  # times all of those
