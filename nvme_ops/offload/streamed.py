@@ -94,7 +94,12 @@ class StreamedModel(torch.nn.Module):
         """What ``DistributedDataParallel`` must not broadcast at its start, by names here and below a model of peft."""
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         stored = [name for name, value in named if stored_in(value) is not None]
-        return [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
+        found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
+        return [*found, *self.__dict__.get("_nvme_ignored", ())]
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Sequence[str]) -> None:
+        self.__dict__["_nvme_ignored"] = list(names)
 
     def __copy__(self) -> Self:
         """Returns another model of the same weights, streamed as long as this one is not closed."""

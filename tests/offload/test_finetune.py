@@ -24,9 +24,12 @@ LORA: dict[str, Any] = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj"
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
+    """No warnings, and one thread: so little is computed that others would wait for each other alone."""
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     transformers.logging.set_verbosity(before)
 
 

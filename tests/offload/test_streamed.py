@@ -240,6 +240,14 @@ def test_modules_without_streamed_weights_are_converted_as_ever(folder: Path) ->
     assert {each.dtype for each in lstm.parameters()} == {torch.float64}
 
 
+def test_what_ddp_ignores_are_streamed_ones_and_what_the_user_names(folder: Path) -> None:
+    with streamed(layers(2), folder, exclude="1.weight") as model:
+        ignore = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, ["1.weight"])
+        assert {"0.weight", "base_model.model.0.weight", "1.weight"} <= set(model._ddp_params_and_buffers_to_ignore)
+        assert "1.bias" not in model._ddp_params_and_buffers_to_ignore
+
+
 # What stays in memory
 
 
