@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -342,3 +343,64 @@ def test_weights_that_torch_has_packed_are_refused(folder: Path) -> None:
 def test_small_weights_have_memory_of_their_own(folder: Path) -> None:
     with streamed(layers(4), folder, "8M") as model:
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())
+
+
+class Random(nn.Module):
+    """Layers of all kinds that share weights, memory, buffers and themselves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        chosen = random.Random(seed)
+        self.layers = nn.ModuleList()
+        for number in range(8):
+            kind = chosen.choice(["plain", "normed", "spectral", "shared", "tied", "buffer", "view", "statistics"])
+            layer: Any = nn.Linear(256, 256, bias=chosen.random() < 0.7)
+            plain = [each for each in self.layers if type(each) is nn.Linear]
+            if kind == "normed":
+                layer = nn.utils.parametrizations.weight_norm(layer)
+            elif kind == "spectral":
+                layer = nn.utils.parametrizations.spectral_norm(layer)
+            elif kind == "shared" and number:
+                layer = chosen.choice(list(self.layers))
+            elif kind == "tied" and plain:
+                layer.weight = chosen.choice(plain).weight
+            elif kind in ("buffer", "view"):
+                layer.register_buffer("more", layer.weight if kind == "buffer" else layer.weight.detach()[:3])
+            elif kind == "statistics":
+                layer = nn.Sequential(layer, nn.BatchNorm1d(256))
+            self.layers.append(layer)
+        if chosen.random() < 0.7:
+            self.requires_grad_(False)
+            for parameter in chosen.sample(list(self.parameters()), 3):
+                parameter.requires_grad_()
+        self.exclude = chosen.choice([(), "layers.0.*", "layers.[12]*", ["layers.3.*", "layers.4.*"]])
+        self.budget = chosen.choice(["1700K", "2400K", "30M"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + 1e-3 * torch.as_tensor(getattr(layer, "more", x)).sum()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*require a gradient:UserWarning")
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 120), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_random_models_compute_train_and_are_copied_as_in_memory(seeds: range, folder: Path) -> None:
+    for seed in seeds:
+        plain, model = Random(seed), Random(seed)
+        known = ties(plain)
+        with streamed(model, folder, model.budget, exclude=model.exclude):
+            assert ties(model) == known, seed
+            left = trainable(model)
+            for name, parameter in plain.named_parameters():
+                parameter.requires_grad_(name in left)
+            for mode in (True, False, True):
+                outputs = [each.train(mode)(X) for each in (plain, model)]
+                assert torch.equal(*outputs), seed
+                if left:
+                    for each, output in zip((plain, model), outputs, strict=True):
+                        output.sum().backward()
+                        torch.optim.SGD([one for one in each.parameters() if one.requires_grad], 1e-3).step()
+            copied = copy.deepcopy(model)
+            assert ties(copied) == ties(copy.deepcopy(plain)), seed
+            assert torch.equal(copied.eval()(X), plain.eval()(X)), seed
