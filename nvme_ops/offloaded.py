@@ -84,7 +84,8 @@ class OffloadedTensor(torch.Tensor):
             dtype=outline.dtype,
             device=device,
         )
-        native().deny_memory(made, cls._denied())
+        with torch._C.DisableTorchFunctionSubclass():
+            native().deny_memory(made, cls._denied())
         made._outline, made._steps = outline, steps
         return made
 
@@ -251,6 +252,8 @@ def outline_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
 
 def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what a view makes of an outline; what was asked before is kept with that."""
+    if torch.compiler.is_compiling():
+        return func(outline, *args, **kwargs)
     known: dict[Any, Any] = vars(outline).setdefault("_nvme_ops_views", {})
     key = (func, *args) if not kwargs else None
     try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
@@ -18,12 +19,13 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.offload.quantized import KINDS, SCALES
 from nvme_ops.offload.source import Extent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights
-from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.stream_weights import budget_of, device_of
 from nvme_ops.offload.streamed import stream
 from nvme_ops.offload.window import read_now
 
 Path = str | os.PathLike[str]
 
+_COMPARED = 16 << 20  # bytes of a weight that are compared at once
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -71,7 +73,7 @@ def from_pretrained(
             "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
         ) from error
     budget = budget_of(memory_budget)
-    target = torch.device(device or "cpu")
+    target = device_of(device or "cpu")
     paths = weight_files(path)
     folder = os.path.dirname(paths[0])
     config = kwargs.pop("config", None)
@@ -93,10 +95,12 @@ def from_pretrained(
                 del config.quantization_config  # or transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
             kwargs["experts_implementation"] = "eager"  # which takes the experts that are asked for alone
-        model, info = chosen.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
-        )
+        with _Tying():
+            model, info = chosen.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
+            )
         _require_complete(info, folder)
+        model.name_or_path = model.config.name_or_path = folder  # which adapters are saved with
         with contextlib.suppress(OSError):  # where there is none
             if model.can_generate():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -150,6 +154,41 @@ def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str
         stored = state[weight]
         found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale=scale.float() * factor)
     return found
+
+
+class _Tying(TorchFunctionMode):
+    """Does what transformers does to weights to tie them, without a window, and without whole weights in memory.
+
+    Where a file has both names of a tied weight the two are compared. The bias beside one of them is padded to its
+    rows, most often by nothing, and put back.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], StoredTensor):
+            other = args[1] if len(args) > 1 else None
+            if func is torch.equal and isinstance(other, StoredTensor):
+                return _equal(args[0], other)
+            if func is torch.nn.functional.pad and other is not None and not any(other):
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Like ``torch.equal``, a part after the other. One with a scale, or transposed, is read as a whole."""
+    if one.shape != other.shape or one.source is other.source:
+        return one.shape == other.shape
+    if one.dim() == 0 or not (one.is_plain() and other.is_plain()):
+        return torch.equal(one.to_memory(), other.to_memory())
+    rows = max(1, _COMPARED * one.shape[0] // max(1, one.nbytes))
+    return all(
+        torch.equal(part.to_memory(), its.to_memory())
+        for part, its in zip(_in_parts(one, rows), _in_parts(other, rows), strict=True)
+    )
+
+
+def _in_parts(tensor: StoredTensor, rows: int) -> Iterator[StoredTensor]:
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor.like(tensor.source.rows(start, min(start + rows, tensor.shape[0])))
 
 
 def _dtype_of(config: Any) -> torch.dtype:

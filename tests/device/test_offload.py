@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
+from nvme_ops.offload import stream_weights
 from nvme_ops.offload.source import Extent, Source, WeightFile
 from nvme_ops.offload.window import Window
 from tests.conftest import MIB, store
@@ -69,3 +71,18 @@ def test_rows_come_to_the_device(device: Device, folder: Path) -> None:
         assert rows is not None
         assert rows.shape == (3, 4096)
         assert torch.equal(device.peek(rows).flatten(), expected(0).view(-1, 4096)[[3, 200, 7]].flatten())
+
+
+def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folder: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256).requires_grad_(number == 1) for number in range(4)))
+    before, values = list(model[1].parameters()), [each.detach().clone() for each in model[1].parameters()]
+    there = device.empty(0).device
+    with pytest.raises(ValueError, match="too small"):
+        stream_weights(model, folder, memory_budget=1, device=there)
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    streamed = stream_weights(model, folder, memory_budget="2M", device=there)
+    assert all(one is other for one, other in zip(before, streamed[1].parameters(), strict=True))
+    assert {each.device for each in streamed.parameters()} == {there}
+    assert streamed.to(there) is streamed
+    assert all(torch.equal(each.detach().cpu(), value) for each, value in zip(before, values, strict=True))
+    streamed.close()  # type: ignore[operator]  # a streamed model has it

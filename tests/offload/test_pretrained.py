@@ -113,9 +113,53 @@ def test_of_several_files(folder: Path) -> None:
         assert torch.equal(output(model), wanted)
 
 
+BOTH_NAMES: dict[str, Callable[[], Any]] = {
+    "llama": MODELS["llama, tied"],
+    "gpt2": MODELS["gpt2"],
+    "t5": MODELS["t5"],
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            **SMALL, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_NAMES)
+@pytest.mark.parametrize("values", ["as saved", "equal", "different"])
+@torch.no_grad()
+def test_a_file_with_both_names_of_a_tied_weight_is_read_as_transformers_reads_it(
+    name: str, values: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    made = BOTH_NAMES[name]()
+    made.save_pretrained(folder)
+    if values != "as saved":
+        state = {name: value.clone() for name, value in made.state_dict().items()}
+        tied = [each for each in state if each in made.all_tied_weights_keys]
+        if values == "different":
+            state[tied[0]][-1, -1] += 1  # the last that is compared
+        nvme_ops.save(state, folder / "model.safetensors", metadata={"format": "pt"})
+    plain = in_memory(folder)
+    monkeypatch.setattr("nvme_ops.offload.pretrained._COMPARED", 100 * KIB)
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
+    with from_pretrained(folder, memory_budget="3M") as model:
+        assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
+        assert names_of(model) == names_of(plain)
+
+
+def names_of(model: Any) -> set[tuple[str, ...]]:
+    """The names of each parameter: several where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(each), []).append(name)
+    return {tuple(names) for names in found.values()}
+
+
 def test_loading_reads_nothing_but_what_is_small(folder: Path) -> None:
     path = saved(folder)
     with from_pretrained(path, memory_budget="2M") as model:
+        assert model.name_or_path == model.config.name_or_path == str(path)
         assert model.stats().bytes_read == 0
         stored = [each for each in model.parameters() if isinstance(each, StoredTensor)]
         assert sum(each.numel() for each in stored) > 0.7 * sum(each.numel() for each in model.parameters())

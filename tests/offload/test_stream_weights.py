@@ -283,7 +283,7 @@ def test_what_is_no_budget_is_refused(budget: Any, folder: Path) -> None:
 def test_it_cannot_be_trained_or_changed(folder: Path) -> None:
     model, inputs, wanted = made("layers")
     with streamed(model, folder) as found:
-        for forbidden in (found.train, found.requires_grad_, found.double, lambda: found.to("meta")):
+        for forbidden in (found.requires_grad_, found.double, lambda: found.to("meta")):
             with pytest.raises(RuntimeError, match="streamed"):
                 forbidden()
         weight = next(found.parameters())

@@ -1,0 +1,209 @@
+"""Adapters of peft over streamed weights: trained to the same bits as in memory, by whatever trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload.quantized import expand, quantize
+from nvme_ops.offload.stored import StoredTensor, stored_in
+from tests.offload.llama import saved_llama
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+accelerate: Any = pytest.importorskip("accelerate")
+
+BUDGET = "4M"
+LORA: dict[str, Any] = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """No warnings, and one thread: so little is computed that others would wait for each other alone."""
+    before, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
+    return saved_llama(folder, num_hidden_layers=3, vocab_size=1000, attention_dropout=0.1, use_cache=False)
+
+
+def in_memory(path: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(path)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{**LORA, **options}))
+
+
+STREAMED: dict[str, Callable[..., Any]] = {
+    "files, adapters": lambda path, **options: adapted(from_pretrained(path, memory_budget=BUDGET), **options),
+    "streamed, adapters": lambda path, **options: adapted(
+        stream_weights(in_memory(path), path.parent, memory_budget=BUDGET), **options
+    ),
+    "adapters, streamed": lambda path, **options: stream_weights(
+        adapted(in_memory(path), **options), path.parent, memory_budget=BUDGET
+    ),
+}
+each_order = pytest.mark.parametrize("order", STREAMED)
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 1000, (10,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def loop(model: Any, prepare: Callable[[Any, Any], Any] = lambda *both: both) -> list[float]:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    model, optimizer = prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    model.train()
+    torch.manual_seed(5)
+    losses = []
+    for number in range(3):
+        ids = Texts()[number]["input_ids"][None]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def checkpointed(model: Any) -> list[float]:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    return loop(model)
+
+
+def trainer(model: Any, folder: Path, begin: str | None = None, **options: Any) -> list[float]:
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, save_steps=2,
+        report_to=[], use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    made = transformers.Trainer(model=model, args=arguments, train_dataset=Texts())
+    made.train(resume_from_checkpoint=begin)
+    return [each["loss"] for each in made.state.log_history if "loss" in each]
+
+
+def in_parallel(model: Any) -> list[float]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return loop(model, lambda model, optimizer: (torch.nn.parallel.DistributedDataParallel(model), optimizer))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
+    "loop": lambda model, _: loop(model),
+    "loop, checkpointed": lambda model, _: checkpointed(model),
+    "accelerate": lambda model, _: loop(model, accelerate.Accelerator(cpu=True).prepare),
+    "DistributedDataParallel": lambda model, _: in_parallel(model),
+    "trainer": trainer,
+    "trainer, checkpointed, bfloat16": lambda model, folder: trainer(
+        model, folder, gradient_checkpointing=True, bf16=True
+    ),
+}
+
+
+def adapters(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+
+
+@each_order
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_are_trained_to_the_same_bits_as_in_memory(way: str, order: str, path: Path) -> None:
+    plain = adapted(in_memory(path))
+    model = STREAMED[order](path)
+    assert WAYS[way](model, path / "streamed") == WAYS[way](plain, path / "plain")
+    found, wanted = adapters(model), adapters(plain)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert sum(stored_in(each) is not None for each in model.parameters()) >= 10
+    assert model.stats().peak_bytes <= 4 << 20
+    model.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True, "lora_dropout": 0.0},
+        {"modules_to_save": ["lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"bias": "all"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@each_order
+def test_other_adapters_are_too(options: dict[str, Any], order: str, path: Path) -> None:
+    plain, model = adapted(in_memory(path), **options), STREAMED[order](path, **options)
+    assert loop(model) == loop(plain)
+    model.close()
+
+
+def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> None:
+    plain, model = adapted(in_memory(path)), adapted(in_memory(path))
+    tables = {id(plain.get_input_embeddings().weight)}
+    for each in plain.parameters():
+        if not each.requires_grad and each.dim() == 2 and each.numel() >= 1 << 16 and id(each) not in tables:
+            each.data = expand(*quantize(each), each.dtype)
+    with stream_weights(model, path.parent, memory_budget=BUDGET, quantize="int8"):
+        assert loop(model) == loop(plain)
+
+
+@each_order
+def test_trainer_goes_on_from_its_checkpoint(order: str, path: Path) -> None:
+    model, again = STREAMED[order](path), STREAMED[order](path)
+    wanted = trainer(model, path / "one")
+    assert trainer(again, path / "other", begin=str(path / "one/checkpoint-2")) == wanted
+    assert all(map(torch.equal, adapters(model).values(), adapters(again).values()))
+
+
+@each_order
+def test_adapters_are_saved_without_the_rest_being_read_and_fit_a_model_in_memory(
+    order: str, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = STREAMED[order](path)
+    loop(model)
+    model.eval()
+    with torch.no_grad():
+        wanted = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredTensor, "to_memory", lambda _: pytest.fail("a weight was read"))
+        model.save_pretrained(folder / "adapter")
+        onto = peft.PeftModel.from_pretrained(from_pretrained(path, memory_budget=BUDGET), folder / "adapter")
+    for other in (peft.PeftModel.from_pretrained(in_memory(path), folder / "adapter"), onto):
+        with torch.no_grad():
+            assert torch.equal(other.eval()(input_ids=torch.tensor([[1, 2, 3]])).logits, wanted)
+    model.close()
+    onto.close()
+
+
+@each_order
+def test_merging_into_streamed_weights_is_refused_and_changes_nothing(order: str, path: Path) -> None:
+    model = STREAMED[order](path)
+    loop(model)
+    model.eval()
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(RuntimeError, match="streamed"):
+                merge()
+        assert torch.equal(model(input_ids=ids).logits, wanted)
+    model.close()

@@ -1,0 +1,406 @@
+"""A streamed model beside computing: it is copied, saved, put into other modules, set to modes, and trained in part."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nvme_ops
+from nvme_ops.offload import stream_weights
+from nvme_ops.offload.stored import stored_in
+from nvme_ops.offload.streamed import StreamedModel
+from tests.offload.models import Tied, layers
+
+X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
+TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
+
+
+class Small(nn.Module):
+    """Has ties of weights that are small, of a small one with a buffer, and of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 256), nn.Linear(256, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", self.embedding.weight)
+        self.body = self.again = nn.Linear(256, 256)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.head(self.again(self.embedding(tokens))))
+
+
+def streamed(model: nn.Module, folder: Path, budget: str = "1M", **options: Any) -> Any:
+    torch.manual_seed(1)
+    return stream_weights(model, folder, memory_budget=budget, **options)
+
+
+def ties(model: nn.Module) -> set[tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        found.setdefault(id(each), []).append(name)
+    return {tuple(names) for names in found.values()}
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_parameters() if each.requires_grad}
+
+
+def in_files(model: nn.Module) -> set[str]:
+    return {name for name, each in model.named_parameters(remove_duplicate=False) if stored_in(each) is not None}
+
+
+# Copies
+
+
+def saved_by_torch(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_by_torch,
+}
+
+
+@pytest.mark.parametrize("kind", [Tied, Small])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_a_model_in_memory_of_its_own_class_with_its_ties(
+    kind: type[nn.Module], how: str, folder: Path
+) -> None:
+    torch.manual_seed(1)
+    model = kind().eval()
+    wanted, known = model(TOKENS), ties(copy.deepcopy(model))
+    with streamed(model, folder):
+        assert ties(model) >= known, "small ones that are tied are one tensor"
+        found, parent = COPIES[how](model), COPIES[how](nn.Sequential(model))
+    for each in (found, parent[0]):
+        assert type(each) is kind
+        assert ties(each) == known
+        assert not in_files(each)
+        assert torch.equal(each(TOKENS), wanted)
+
+
+def test_models_of_a_class_are_of_one_class_for_torch_func(folder: Path) -> None:
+    models = [layers(2).eval() for _ in range(2)]
+    wanted, _ = torch.func.stack_module_state(models)
+    with streamed(models[0], folder), streamed(models[1], folder):
+        found, _ = torch.func.stack_module_state(models)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# State dicts
+
+
+def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Tied().eval()
+    safetensors.save_model(model, folder / "plain.safetensors")
+    wanted = model(TOKENS)
+    with streamed(model, folder):
+        safetensors.save_model(model, folder / "streamed.safetensors")
+        with pytest.raises(RuntimeError, match="cannot be loaded into"):
+            safetensors.load_model(model, folder / "plain.safetensors")
+        assert torch.equal(model(TOKENS), wanted)
+    assert (folder / "plain.safetensors").read_bytes() == (folder / "streamed.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in a parent"])
+def test_a_state_dict_is_refused_before_anything_is_copied(inside: bool, folder: Path) -> None:
+    model = layers()
+    wanted = model.eval()(X)
+    with streamed(model, folder):
+        loaded: Any = nn.Sequential(model) if inside else model
+        changed = {name: value + 1 for name, value in loaded.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"cannot be loaded into \(.*0\.weight\): load them .* before"):
+            loaded.load_state_dict(changed)
+        assert torch.equal(model(X), wanted), "small ones too are what they were"
+
+
+def test_a_part_of_a_state_dict_that_is_in_memory_is_loaded(folder: Path) -> None:
+    with streamed(layers(), folder, exclude="0.*") as model:
+        before = model.state_dict()["0.weight"].clone()
+        model.load_state_dict({"0.weight": before + 1}, strict=False)
+        assert torch.equal(model[0].weight, before + 1)
+
+
+def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nvme_ops.offload import stored
+
+    read: list[Any] = []
+    usual: Any = vars(stored)["read_now"]
+
+    def noted(sources: Any) -> Any:
+        read.append(sources)
+        return usual(sources)
+
+    monkeypatch.setattr(stored, "read_now", noted)
+    model = Tied().eval()
+    wanted = {f"0.{name}": value.clone() for name, value in model.state_dict().items()}
+    with streamed(model, folder):
+        found = nn.Sequential(model).state_dict()
+        assert list(found) == list(wanted)
+        assert [(each.shape, each.dtype, each.device) for each in found.values()] == [
+            (each.shape, each.dtype, each.device) for each in wanted.values()
+        ]
+        assert read == []
+        assert found["0.head.weight"].data_ptr() == found["0.embedding.weight"].data_ptr() != 0
+        assert torch.equal(found["0.head.weight"][1:3] * 2, wanted["0.head.weight"][1:3] * 2)
+        assert len(read) == 1
+        nvme_ops.save(found, folder / "model.pt")
+        assert saved_by_torch(found).keys() == found.keys()  # type: ignore[arg-type]
+    loaded = nvme_ops.load(folder / "model.pt")
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+# Modes, and where it is
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "in a parent"])
+def test_dropout_is_active_in_training_mode(inside: bool, folder: Path) -> None:
+    model = nn.Sequential(layers(4), nn.Dropout(0.5), nn.BatchNorm1d(256)).eval()
+    other = copy.deepcopy(model).requires_grad_(False)
+    with streamed(model, folder):
+        for mode in (True, False):
+            (nn.Sequential(model) if inside else model).train(mode)
+            other.train(mode)
+            outputs = []
+            for each in (model, other):
+                torch.manual_seed(2)
+                outputs.append(each(X))
+            assert torch.equal(*outputs)
+        assert trainable(model) == set()
+
+
+NOTHING: dict[str, Callable[[nn.Module], Any]] = {
+    "to the same device": lambda module: module.to("cpu"),
+    "to the same dtype": lambda module: module.to(torch.float32),
+    "cpu": lambda module: module.cpu(),
+    "float": lambda module: module.float(),
+}
+SOMETHING: dict[str, Callable[[Any], Any]] = {
+    "another device": lambda module: module.to("meta"),
+    "another dtype": lambda module: module.to(torch.float64),
+    "double": lambda module: module.double(),
+    "half": lambda module: module.half(),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "share_memory": lambda module: module.share_memory(),
+    "memory format": lambda module: module.to(memory_format=torch.channels_last),
+    "in place": lambda module: module._apply(lambda tensor: tensor.zero_()),
+}
+
+
+def family(folder: Path) -> tuple[nn.Module, list[nn.Module], nn.Module]:
+    """A streamed module between others, its brothers, and the parent of its parent."""
+    brothers = [nn.Conv2d(3, 3, 3), nn.LSTM(3, 3), nn.BatchNorm1d(3)]
+    model = nn.Sequential(nn.Conv2d(128, 128, 3), *layers(4))
+    streamed(model, folder)
+    assert {"0.weight", "1.weight"} <= in_files(model)
+    return model, brothers, nn.Sequential(brothers[0], nn.ModuleList([brothers[1], model]), brothers[2])
+
+
+@pytest.mark.parametrize("change", NOTHING)
+def test_a_conversion_that_changes_nothing_works(change: str, folder: Path) -> None:
+    model, _, parent = family(folder)
+    before = list(parent.parameters())
+    for module in (parent, model, list(model.children())[1]):
+        assert NOTHING[change](module) is module
+    assert all(one is other for one, other in zip(before, parent.parameters(), strict=True))
+    assert torch.isfinite(list(model.children())[1](X)).all()
+
+
+@pytest.mark.parametrize("change", SOMETHING)
+def test_a_conversion_is_refused_before_anything_is_changed(change: str, folder: Path) -> None:
+    model, brothers, parent = family(folder)
+    before = {name: (id(each), each.dtype, each.device) for name, each in parent.named_parameters()}
+    values = [each.clone() for module in brothers for each in module.parameters()]
+    for module in (parent, model, next(iter(model.children()))):
+        with pytest.raises(RuntimeError, match="streamed"):
+            SOMETHING[change](module)
+    assert {name: (id(each), each.dtype, each.device) for name, each in parent.named_parameters()} == before
+    assert all(map(torch.equal, values, [each for module in brothers for each in module.parameters()]))
+    assert not any(each.is_shared() for module in brothers for each in module.parameters())
+
+
+def test_modules_without_streamed_weights_are_converted_as_ever(folder: Path) -> None:
+    with streamed(layers(), folder):
+        lstm = nn.Sequential(nn.LSTM(3, 3), torch.jit.script(nn.Linear(3, 3))).to(torch.float64)
+    assert {each.dtype for each in lstm.parameters()} == {torch.float64}
+
+
+def test_what_ddp_ignores_are_streamed_ones_and_what_the_user_names(folder: Path) -> None:
+    with streamed(layers(2), folder, exclude="1.weight") as model:
+        ignore = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, ["1.weight"])
+        assert {"0.weight", "base_model.model.0.weight", "1.weight"} <= set(model._ddp_params_and_buffers_to_ignore)
+        assert "1.bias" not in model._ddp_params_and_buffers_to_ignore
+
+
+# What stays in memory
+
+
+def test_what_is_trained_beside_frozen_weights_stays_and_is_trained_to_the_same_bits(folder: Path) -> None:
+    plain: Any = nn.Sequential(layers(4), nn.Linear(256, 16), nn.Dropout(0.5)).train()
+    plain[0].requires_grad_(False)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each[1].parameters(), lr=0.1) for each in (plain, model)]  # before it is streamed
+    names = trainable(model)
+    with streamed(model, folder, "560K"):
+        assert trainable(model) == names == {"1.weight", "1.bias"}
+        assert model.training
+        assert model.stats().peak_bytes <= 560 << 10
+        for step in range(3):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                torch.manual_seed(step)
+                each(X).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(map(torch.equal, plain[1].parameters(), model[1].parameters()))
+
+
+def test_a_model_that_is_trained_as_a_whole_is_streamed_as_a_whole(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = streamed(layers().train(), folder)
+    assert trainable(model) == set()
+    assert not model.training
+
+
+def test_a_frozen_table_beside_trainable_weights_is_told_and_does_not_keep_these_in_memory(folder: Path) -> None:
+    model = layers()
+    next(iter(model.parameters())).requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"15 parameters require a gradient, 1 do not, and all are frozen.*exclude="):
+        streamed(model, folder)
+    assert trainable(model) == set()
+    assert "2.weight" in in_files(model)
+
+
+@pytest.mark.parametrize("exclude", ["head.*", ["embedding.weight"], ("nothing", "*dding*")])
+def test_excluded_ones_stay_what_they_are_by_any_of_their_names(exclude: Any, folder: Path) -> None:
+    model = Tied()
+    weight = model.head.weight
+    wanted = model(TOKENS)
+    if "nothing" in exclude:
+        with pytest.raises(ValueError, match="no parameter or buffer 'nothing'"):
+            streamed(model, folder, exclude=exclude)
+        exclude = exclude[1:]
+    with streamed(model, folder, exclude=exclude):
+        assert model.head.weight is model.embedding.weight is weight
+        assert trainable(model) == {"embedding.weight"}
+        assert in_files(model) == {f"body.{number}.weight" for number in range(3)}
+        assert torch.equal(model(TOKENS), wanted)
+    with pytest.raises(ValueError, match="nothing to stream"):
+        streamed(layers(), folder, exclude="*")
+
+
+def test_what_shares_memory_with_what_is_trained_stays_with_it(folder: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(256, 256), *layers(4).requires_grad_(False))
+    model[0].register_buffer("row", model[0].weight.detach()[0])
+    with streamed(model, folder), torch.no_grad():
+        model[0].weight.fill_(7)
+        assert bool((model[0].row == 7).all())
+
+
+def test_a_failure_leaves_what_is_trained_as_it_was(folder: Path) -> None:
+    model: Any = nn.Sequential(nn.Linear(256, 256), *layers(4).requires_grad_(False))
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match="too small"):
+        streamed(model, folder, "100K")
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert trainable(model) == {"0.weight", "0.bias"}
+    assert not isinstance(model, StreamedModel)
+
+
+def test_a_model_with_a_streamed_part_is_streamed_already(folder: Path) -> None:
+    with streamed(layers(), folder) as model, pytest.raises(ValueError, match="streamed already"):
+        streamed(nn.Sequential(model, nn.Linear(3, 3)), folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning", "ignore::UserWarning")
+def test_weights_that_torch_has_packed_are_refused(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256))
+    packed = torch.ao.quantization.quantize_dynamic(model.eval(), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ValueError, match=r"packed the weights.*\(0\._packed_params.*quantize='int8'"):
+        streamed(packed, folder)
+    wanted = packed(X)
+    with streamed(packed, folder, exclude="0.*"):
+        assert torch.equal(packed(X), wanted)
+
+
+def test_small_weights_have_memory_of_their_own(folder: Path) -> None:
+    with streamed(layers(4), folder, "8M") as model:
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())
+
+
+class Random(nn.Module):
+    """Layers of all kinds that share weights, memory, buffers and themselves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        chosen = random.Random(seed)
+        self.layers = nn.ModuleList()
+        for number in range(8):
+            kind = chosen.choice(["plain", "normed", "spectral", "shared", "tied", "buffer", "view", "statistics"])
+            layer: Any = nn.Linear(256, 256, bias=chosen.random() < 0.7)
+            plain = [each for each in self.layers if type(each) is nn.Linear]
+            if kind == "normed":
+                layer = nn.utils.parametrizations.weight_norm(layer)
+            elif kind == "spectral":
+                layer = nn.utils.parametrizations.spectral_norm(layer)
+            elif kind == "shared" and number:
+                layer = chosen.choice(list(self.layers))
+            elif kind == "tied" and plain:
+                layer.weight = chosen.choice(plain).weight
+            elif kind in ("buffer", "view"):
+                layer.register_buffer("more", layer.weight if kind == "buffer" else layer.weight.detach()[:3])
+            elif kind == "statistics":
+                layer = nn.Sequential(layer, nn.BatchNorm1d(256))
+            self.layers.append(layer)
+        if chosen.random() < 0.7:
+            self.requires_grad_(False)
+            for parameter in chosen.sample(list(self.parameters()), 3):
+                parameter.requires_grad_()
+        self.exclude = chosen.choice([(), "layers.0.*", "layers.[12]*", ["layers.3.*", "layers.4.*"]])
+        self.budget = chosen.choice(["1700K", "2400K", "30M"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + 1e-3 * torch.as_tensor(getattr(layer, "more", x)).sum()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*require a gradient:UserWarning")
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 120), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_random_models_compute_train_and_are_copied_as_in_memory(seeds: range, folder: Path) -> None:
+    for seed in seeds:
+        plain, model = Random(seed), Random(seed)
+        known = ties(plain)
+        with streamed(model, folder, model.budget, exclude=model.exclude):
+            assert ties(model) == known, seed
+            left = trainable(model)
+            for name, parameter in plain.named_parameters():
+                parameter.requires_grad_(name in left)
+            for mode in (True, False, True):
+                outputs = [each.train(mode)(X) for each in (plain, model)]
+                assert torch.equal(*outputs), seed
+                if left:
+                    for each, output in zip((plain, model), outputs, strict=True):
+                        output.sum().backward()
+                        torch.optim.SGD([one for one in each.parameters() if one.requires_grad], 1e-3).step()
+            copied = copy.deepcopy(model)
+            assert ties(copied) == ties(copy.deepcopy(plain)), seed
+            assert torch.equal(copied.eval()(X), plain.eval()(X)), seed
