@@ -236,11 +236,28 @@ class Residents:
                 self._to_write[resident] = None
                 self._write_some()
 
-    def forget(self, resident: Resident) -> None:
-        """Lets go of values in memory, which are not changed: they are fetched again."""
+    def scale(self, resident: Resident, by: torch.Tensor) -> bool:
+        """Has values that are on storage multiplied when they arrive. Returns False where those in memory are newer."""
+        with self._lock:
+            resident.look_for_changes()
+            if resident.users or resident.changed or resident.scale is not None or not resident.stored:
+                return False
+            self._forget(resident)
+            resident.scale = by
+            return True
+
+    def clear(self, resident: Resident) -> None:
+        """Lets go of the values: they are undefined until others are given, and nothing is read."""
         with self._lock:
             if not resident.users:
                 self._forget(resident)
+            resident.writing = resident.scale = None
+            resident.stored = False
+
+    def forget_views(self, resident: Resident) -> None:
+        """Lets go of tensors that were viewed, and that nobody has any more."""
+        with self._lock:
+            resident.forget_views()
 
     def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
         """Keeps an eye on a tensor of which somebody got a view of the values: that may be written to."""
