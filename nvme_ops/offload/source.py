@@ -81,6 +81,7 @@ class Source:
         if len(self.extents) == 1 and self.nbytes >= PAGE and self.extents[0].start % PAGE % dtype.itemsize == 0:
             self.skipped = self.extents[0].start % PAGE
             self.span = -(-(self.skipped + self.nbytes) // PAGE) * PAGE
+        self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes: whole pages
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[int, ...], Source] = {}
 
