@@ -458,6 +458,8 @@ class Residents:
 
     def _forget(self, resident: Resident) -> None:
         """Lets go of the values in memory. What is on its way keeps its memory until it has arrived."""
+        if resident.arriving is not None and not resident.users:  # nobody waits for it, nor will ask how it ended
+            resident.arriving.request_cancel()
         resident.values = resident.memory = resident.arriving = None
         resident.changed = False
         resident.viewed.clear()

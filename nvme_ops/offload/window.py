@@ -217,7 +217,10 @@ class Window:
                 break
 
     def _release(self, source: Source) -> None:
-        del self._held[source]  # what is on its way keeps its memory until it has arrived
+        held = self._held.pop(source)  # what is on its way keeps its memory until it has arrived
+        if held.ahead:  # and nobody else will ask how it ended; a thread that waits for it reads it again
+            for transfer in held.transfers:
+                transfer.request_cancel()
 
     def _begin_evicting(self, source: Source) -> _Held | None:
         """Makes room: by what is read ahead, from the end, and then by what is kept."""

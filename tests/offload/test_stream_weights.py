@@ -8,6 +8,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -494,3 +495,21 @@ def test_weights_that_are_smaller_than_a_page_are_used_together(
     wanted = model(x)
     stream_weights(model, folder, memory_budget=budget)
     assert torch.equal(model(x), wanted)
+
+
+def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    with stream_weights(model, folder, memory_budget="600K"), torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(1, 256))
+        for file in next(folder.iterdir()).iterdir():
+            if file.name != "owner":
+                os.truncate(file, 0)
+        for layer in (model, model, model[7], model[1]):
+            with pytest.raises(EOFError):
+                layer(torch.ones(1, 256))
+    assert not told
