@@ -16,132 +16,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.residents import Phase, Resident, Residents, SwapStats
+from nvme_ops.offload.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.swapped import SwappedTensor
-
-aten = torch.ops.aten
+from nvme_ops.offload.swapped_gradient import GradientValues, SwappedGradient
 
 _LEAVING = 4  # the share of the budget for gradients that are being written
 
 Path = str | os.PathLike[str]
-
-
-class _Values:
-    """The values of one gradient. Stands for ``Residents`` in all tensors over them, and so sees what changes them.
-
-    It is alive as long as one of these tensors.
-    """
-
-    def __init__(self, residents: Residents, resident: Resident, norm: torch.Tensor) -> None:
-        self._residents, self._resident = residents, resident
-        self._norm: torch.Tensor | None = norm
-        self._viewed = False  # somebody may change them unseen
-        self._zero = False  # they are to be zeros when they are used
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._residents, name)
-
-    @contextlib.contextmanager
-    def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
-        """Lets the block compute with the values, or ``change`` them."""
-        values = self._residents.acquire(resident, phase)
-        try:
-            if self._zero:
-                change = True
-                values.zero_()
-                self._zero = False
-            yield values
-        finally:
-            del values
-            self.release(resident, change)
-
-    def release(self, resident: Resident, changed: bool = False) -> None:
-        """Ends a use."""
-        if changed:
-            self._norm = None
-        self._residents.release(resident, changed)
-
-    def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
-        """Takes note of a tensor of which somebody has a view."""
-        self._viewed, self._norm = True, None
-        self._residents.note_view(resident, viewed)
-
-    def norm(self) -> torch.Tensor:
-        """Returns the norm, and remembers it until the values are changed."""
-        found = self._norm
-        if found is None:
-            with self.used(self._resident, "backward") as values:
-                found = torch.linalg.vector_norm(values)
-            if not self._viewed:
-                self._norm = found
-        return found
-
-    def zero(self) -> bool:
-        """Has them be zeros, and reads and writes nothing. Returns False where it has to be done at once."""
-        if self._is_seen():
-            return False
-        self._zero, self._norm = True, None
-        self._residents.clear(self._resident)
-        return True
-
-    def scale(self, by: torch.Tensor) -> bool:
-        """Has them multiplied when they arrive the next time. Returns False where it has to be done at once."""
-        if self._zero or self._is_seen() or not self._residents.scale(self._resident, by):
-            return False
-        self._norm = None
-        return True
-
-    def _is_seen(self) -> bool:
-        """Whether somebody has, or is to have, what they are now."""
-        return self._viewed or any(each() is not None for each in self._resident.copies)
-
-
-class SwappedGradient(SwappedTensor):
-    """The ``grad`` of a parameter, with its values on storage. Autograd adds to it, and anybody may, as to any other."""
-
-    @property
-    def shared(self) -> _Values:
-        """What all tensors over its values have in common."""
-        found: Any = self._residents
-        return found
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten.zero_.default and args[0].shared.zero():
-            return args[0]
-        if func is aten._to_copy.default:  # once: nothing is gained by converting it for each use, as a parameter is
-            with args[0].lent() as values:
-                return func(values, *args[1:], **kwargs)
-        if func is aten._foreach_zero_.default:
-            return [each.zero_() for each in args[0]] and None
-        if (count := _members(func, args)) > 1:
-            return _one_by_one(func, count, args, kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _members(func: Any, args: Any) -> int:
-    """Returns how many tensors an operation of lists takes, if it treats each of them by itself; else 0."""
-    name = func._schema.name
-    if not name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) or len(func._schema.returns) > 1:
-        return 0
-    return len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0
-
-
-def _one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
-    """Does an operation of lists with one member of each after the other: all at once may not fit the budget."""
-
-    def of(value: Any, number: int) -> Any:
-        return [value[number]] if isinstance(value, (list, tuple)) and len(value) == count else value
-
-    found: list[Any] = []
-    for number in range(count):
-        result = func(*(of(each, number) for each in args), **{name: of(each, number) for name, each in kwargs.items()})
-        found += result or []
-    return found if func._schema.returns else None
 
 
 class _Places:
@@ -155,7 +37,7 @@ class _Places:
 
     def __init__(self, residents: Residents, name: str, parameter: torch.Tensor) -> None:
         self._residents, self._name = residents, name
-        self._values: dict[Resident, Callable[[], _Values | None]] = {}
+        self._values: dict[Resident, Callable[[], GradientValues | None]] = {}
         self.first = self.free(parameter)
 
     def free(self, like: torch.Tensor) -> Resident:
@@ -169,11 +51,11 @@ class _Places:
         self._values[made] = lambda: None
         return made
 
-    def put(self, resident: Resident, grad: torch.Tensor, norm: torch.Tensor) -> _Values:
+    def put(self, resident: Resident, grad: torch.Tensor, norm: torch.Tensor) -> GradientValues:
         """Starts to write a gradient."""
         resident.scale = None
         self._residents.replace(resident, grad)
-        values = _Values(self._residents, resident, norm)
+        values = GradientValues(self._residents, resident, norm)
         self._values[resident] = weakref.ref(values)
         return values
 
@@ -183,7 +65,7 @@ class _Leaving(NamedTuple):
 
     resident: Resident
     writing: IoFuture
-    values: weakref.ref[_Values]
+    values: weakref.ref[GradientValues]
 
 
 _of: Any = WeakIdKeyDictionary()  # of parameters; not of what equals one, as a usual dictionary would have it
@@ -224,7 +106,10 @@ class SwappedGradients:
         grads = [each.grad for each in self._every if each.grad is not None]
         if not grads:
             return torch.tensor(0.0)
-        norms = [each.shared.norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads]
+        norms = [
+            each.shared.norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each)
+            for each in grads
+        ]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in grads:
@@ -298,7 +183,8 @@ class SwappedGradients:
         norm = torch.linalg.vector_norm(grad)
         grad = grad.detach().resolve_conj().resolve_neg()
         if grad.stride() != resident.stride:
-            grad = torch.empty_strided(resident.shape, resident.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            dense = torch.empty_strided(resident.shape, resident.stride, dtype=grad.dtype, device=grad.device)
+            grad = dense.copy_(grad)
         values: Any = places.put(resident, grad, norm)
         writing = resident.writing
         parameter.grad = SwappedGradient(values, resident)
@@ -423,9 +309,13 @@ def has_swapped_gradient(parameter: torch.Tensor) -> bool:
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
     """Returns how many use ``grad``: in Python, in C++, and its memory."""
     grad: Any = parameter.grad
-    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
+    if not _is_usual(grad):
         return 0, 0, 0
     return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+
+
+def _is_usual(tensor: object) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided
 
 
 def _uses_by_autograd() -> tuple[int, int, int]:
@@ -434,7 +324,7 @@ def _uses_by_autograd() -> tuple[int, int, int]:
     sample = torch.ones(1, requires_grad=True)
     sample.register_post_accumulate_grad_hook(lambda each: found.append(_uses_of_grad(each)))
     with torch.enable_grad():
-        (sample * 2.0).sum().backward()  # type: ignore[no-untyped-call]
+        (sample * 2.0).sum().backward()
     return found[0]
 
 

@@ -22,6 +22,12 @@ Seen = list[tuple[str, Any]]
 class Model(torch.nn.Module):
     """Weights that are used once, twice, through views, transposed and through a checkpoint; one of no use at times."""
 
+    first: torch.nn.Parameter
+    twice: torch.nn.Parameter
+    viewed: torch.nn.Parameter
+    again: torch.nn.Parameter
+    spare: torch.nn.Parameter
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(seed)
@@ -43,7 +49,7 @@ class Model(torch.nn.Module):
         return x * self.spare[0] if spare else x
 
 
-class Failed(Exception):
+class HookError(Exception):
     """Raised by a hook."""
 
 
@@ -53,7 +59,7 @@ class Run:
     def __init__(self, seed: int, swapped: bool, folder: Path) -> None:
         self.random, self.seen = random.Random(seed), Seen()
         draw = self.random
-        self.model = Model(seed)
+        self.model: Any = Model(seed)
         self.held: list[Any] = []
         self.undo = contextlib.ExitStack()
         params_too, ours = draw.random() < 0.25, draw.random() < 0.5
@@ -114,7 +120,7 @@ class Run:
         with_graph = [each.grad for each in self.model.parameters() if each.grad is not None and each.grad.grad_fn]
         if with_graph and self.random.random() < 0.5:
             try:
-                sum(each.square().sum() for each in with_graph).backward()
+                torch.stack([each.square().sum() for each in with_graph]).sum().backward()
             except RuntimeError:  # one from an earlier pass, whose graph is gone
                 self.note("refused", None)
 
@@ -125,17 +131,17 @@ class Run:
     def penalty(self) -> None:
         loss = self.loss()
         found = torch.autograd.grad(loss, list(self.model.parameters()), create_graph=True, allow_unused=True)
-        (loss + sum(each.square().sum() for each in found if each is not None)).backward()
+        (loss + torch.stack([each.square().sum() for each in found if each is not None]).sum()).backward()
 
     def failing_hook(self) -> None:
         def fail(_: torch.Tensor) -> None:
-            raise Failed
+            raise HookError
 
         parameter, kind = self.parameter(), self.random.choice(["hook", "post"])
         hook = (parameter.register_hook if kind == "hook" else parameter.register_post_accumulate_grad_hook)(fail)
         try:
             self.loss().backward()
-        except Failed:
+        except HookError:
             self.note("failed", None)
         finally:
             hook.remove()
@@ -173,7 +179,8 @@ class Run:
         hook.remove()
 
     def zero(self) -> None:
-        how, to_none = self.random.choice([self.model, self.optimizer]), self.random.random() < 0.5
+        how: Any = self.random.choice([self.model, self.optimizer])
+        to_none = self.random.random() < 0.5
         how.zero_grad(set_to_none=to_none)
 
     def step(self) -> None:
@@ -322,7 +329,6 @@ def program(seed: int) -> None:
             if one is None or other is None:
                 assert one is other, f"seed {seed}, {last}: {name} is None in one of them"
             else:
-                same = torch.equal(one, other) or (one.isnan() == other.isnan()).all() and torch.equal(
-                    one.nan_to_num(), other.nan_to_num()
-                )
-                assert same and one.stride() == other.stride(), f"seed {seed}, {last}: {name} differs"
+                same = torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+                assert same, f"seed {seed}, {last}: {name} differs"
+                assert one.stride() == other.stride(), f"seed {seed}, {last}: {name} has other strides"
