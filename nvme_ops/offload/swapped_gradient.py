@@ -32,22 +32,13 @@ class GradientValues:
     @contextlib.contextmanager
     def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
         """Lets the block compute with the values, or ``change`` them."""
-        values = self._residents.acquire(resident, phase)
-        try:
+        if change:
+            self._norm = None
+        with self._residents.used(resident, phase, change=change or self._zero) as values:
             if self._zero:
-                change = True
                 values.zero_()
                 self._zero = False
             yield values
-        finally:
-            del values
-            self.release(resident, change)
-
-    def release(self, resident: Resident, changed: bool = False) -> None:
-        """Ends a use."""
-        if changed:
-            self._norm = None
-        self._residents.release(resident, changed)
 
     def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
         """Takes note of a tensor of which somebody has a view."""
