@@ -6,6 +6,7 @@ import copy
 import errno
 import math
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -412,3 +413,59 @@ def test_a_gradient_that_cannot_be_read_fails_the_step_which_goes_on(folder: Pat
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs_see_what_they_see_without(seed: int) -> None:
     program(seed)
+
+
+def interrupted(line: int, work: Callable[[], None]) -> bool:
+    """Interrupts ``work`` at a line, counted over those of the two files. Returns False where there are not so many."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("offload/gradients.py", "offload/swapped_gradient.py")):
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interruption_at_any_line_leaves_gradients_old_or_new(folder: Path) -> None:
+    def loss(model: torch.nn.Module, number: int) -> torch.Tensor:
+        return model(torch.full((2, 64), number + 1.0)).square().mean()
+
+    def network_of_three() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+
+    plain = network_of_three()
+    first, second = (torch.autograd.grad(loss(plain, number), list(plain.parameters())) for number in range(2))
+    for line in range(1, 2000, 11):
+        model = network_of_three()
+        with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
+            loss(model, 0).backward()
+
+            def work(model: torch.nn.Module = model, gradients: Any = gradients) -> None:
+                loss(model, 1).backward()
+                gradients.clip_grad_norm_(1e9)
+                model.zero_grad(set_to_none=False)
+
+            if not interrupted(line, work):
+                return
+            for found, one, two in zip(gathered_gradients(model), first, second, strict=True):
+                assert found is not None
+                assert any(torch.equal(found, each) for each in (one, one + two, torch.zeros_like(one)))
+            model.zero_grad(set_to_none=line % 2 == 0)
+            loss(model, 1).backward()
+            assert same(gathered_gradients(model), list(second))
+            assert not any(each.users for each in gradients._residents._all.values())
+    raise AssertionError("it has not ended")
