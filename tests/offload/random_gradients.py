@@ -63,7 +63,7 @@ class Run:
         self.held: list[Any] = []
         self.undo = contextlib.ExitStack()
         params_too, ours = draw.random() < 0.25, draw.random() < 0.5
-        budget = draw.choice([20480, 20480, 1 << 20])
+        budget = draw.choice([32768, 32768, 1 << 20])
         foreach, kind, seed_of_words = draw.random() < 0.3, draw.choice(["SGD", "AdamW"]), draw.random()
         self.words = torch.Generator().manual_seed(int(seed_of_words * 1e9))
         self.swapped: Any = None
@@ -229,6 +229,8 @@ class Run:
             self.note("view", parameter.grad.t()[0] if parameter.grad.dim() == 2 else parameter.grad[1:])
 
     def hold(self) -> None:
+        if len(self.held) > 1:  # views keep their memory, of which there is little
+            self.release()
         parameter = self.parameter()
         if parameter.grad is not None:
             how = self.random.choice(["grad", "data", "detach", "view", "half", "t"])
