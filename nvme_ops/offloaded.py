@@ -231,6 +231,8 @@ class OffloadedTensor(torch.Tensor):
                 return found
         if _is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
+        if (count := _members(func, args)) > 1:
+            return _one_by_one(func, count, args, kwargs)
         return _computed(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
@@ -265,6 +267,30 @@ def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: d
         if key is not None and len(known) < _MOST_VIEWS:
             known[key] = found
     return found
+
+
+def _members(func: Any, args: Any) -> int:
+    """Returns how many tensors an operation of lists takes, if it treats each of them by itself; else 0."""
+    named = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+    if not named or len(func._schema.returns) > 1:
+        return 0
+    return len(args[0]) if args and isinstance(args[0], list | tuple) else 0
+
+
+def _one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
+    """Does an operation of lists with one member of each after the other: together they may not fit in memory."""
+    given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
+
+    def of(name: str, value: Any, number: int) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [value[number]]
+        return value[number : number + 1] if name == "scalars" and isinstance(value, torch.Tensor) else value
+
+    found: list[Any] = []
+    for number in range(count):
+        result = func(**{name: of(name, value, number) for name, value in given.items()})
+        found += result or []
+    return found if func._schema.returns else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -154,8 +154,8 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
 PyObject* request_cancel(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Operation& operation = operation_of(self);
+    operation.retrieved = true;  // whoever asks for it does not care how it ends, or has ended
     if (operation.generation == fork_generation() && !operation.outcome->done()) {
-      operation.retrieved = true;  // whoever asks for it knows of it
       operation.job->fail(system_failure(ECANCELED, "the transfer"));
     }
     Py_RETURN_NONE;

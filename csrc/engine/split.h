@@ -35,7 +35,7 @@ enum class Route : std::uint8_t {
 };
 
 // The next request of a range: `bytes` wanted at `offset`. A staged read starts `lead` bytes earlier and is `length`
-// bytes long, as direct I/O must start and end where the device allows; a staged write may be longer where it is padded.
+// bytes long, as direct I/O must start and end where the device allows; a staged write is longer where it is padded.
 struct Piece {
   Route route;
   std::uint64_t offset;

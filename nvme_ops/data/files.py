@@ -17,6 +17,7 @@ from nvme_ops._native import native
 from nvme_ops.data.index import DataFile
 from nvme_ops.errors import FormatError
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.file_state import FileState
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -53,14 +54,14 @@ class DataFiles:
         store: the identity that native files end with; None for files of other programs.
 
     Raises:
-        FormatError: a file's size or modification time is not what the index says.
+        FormatError: a file's size or modification time is not what the index says, or it has changed since.
         OSError: a file is missing or cannot be read.
     """
 
     def __init__(self, files: Sequence[DataFile], paths: Sequence[str], store: str | None) -> None:
         self._files, self._store = files, store
         self.paths = list(paths)
-        self._seen: dict[int, tuple[int, int, int, int]] = {}
+        self._seen: dict[int, FileState] = {}
         self._lock, self._process = threading.Lock(), os.getpid()
         self._open: OrderedDict[int, Opened] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # also those of reads
@@ -90,7 +91,7 @@ class DataFiles:
 
     def check(self, number: int, opened: Opened) -> None:
         """Raises FormatError if an open file has changed since it was first seen."""
-        self._check(number, os.fstat(opened._fd))
+        self._check(number, os.fstat(opened._fd), opened._fd)
 
     def close(self) -> None:
         """Closes the files that no transfer uses, and the others when theirs have ended."""
@@ -100,7 +101,7 @@ class DataFiles:
         path = self.paths[number]
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self._check(number, os.fstat(fd))
+            self._check(number, os.fstat(fd), fd)
             if self._store is not None:
                 end = os.pread(fd, PAGE, self._files[number].nbytes - PAGE)
                 if end != trailer(self._store, number):
@@ -110,7 +111,7 @@ class DataFiles:
             os.close(fd)
             raise
 
-    def _check(self, number: int, status: os.stat_result) -> None:
+    def _check(self, number: int, status: os.stat_result, fd: int = -1) -> None:
         file, path = self._files[number], self.paths[number]
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no file", path)
@@ -120,6 +121,8 @@ class DataFiles:
             )
         if file.stamp is not None and status.st_mtime_ns != file.stamp:
             raise FormatError(f"{path}: was changed after its index was made: make the index again")
-        seen = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-        if self._seen.setdefault(number, seen) != seen:
+        seen = self._seen.get(number)
+        if seen is None:
+            self._seen[number] = FileState(status, fd)
+        elif not seen.holds(status, fd):
             raise FormatError(f"{path}: was replaced or changed while the store was open")

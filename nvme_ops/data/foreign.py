@@ -41,8 +41,10 @@ def index_of(
     path = os.path.join(
         folder, f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{_NAME}"
     )  # hidden: programs list these folders
-    stamp = checksums_of([about or b"-"], "crc32c")[0]
     found = [os.stat(os.path.join(folder, name)) for name in names]
+    # A file that was written to in place may have its modification time put back, but not the time of its change.
+    changes = repr([(each.st_ino, each.st_ctime_ns) for each in found]).encode()
+    stamp = checksums_of([about + changes], "crc32c")[0]
     files = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
     try:
         kept = read_index(path)

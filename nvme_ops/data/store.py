@@ -181,7 +181,9 @@ class SampleStore:
 
     def _identity(self) -> str | int:
         """Returns what distinguishes this store from one that replaces it."""
-        return self.index.id if self.index.kind == "native" else zlib.crc32(repr(self.index.files).encode())
+        if self.index.kind == "native":
+            return self.index.id
+        return zlib.crc32(repr((self.index.files, self.index.more.get("about"))).encode())
 
     def __repr__(self) -> str:
         """Returns for example ``<SampleStore '/mnt/nvme/train': 1000 samples, native>``."""

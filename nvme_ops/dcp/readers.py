@@ -30,6 +30,8 @@ class Reading:
                     fcntl.flock(self._fd, fcntl.LOCK_SH)
                 status = os.fstat(self._fd)
                 if os.path.samestat(status, os.stat(path)):
+                    # Nobody writes to one in place. ``keep`` links it, which changes its ctime; other nodes have
+                    # other device numbers.
                     self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
                     self.metadata: Any = metadata_file.read(path, self._fd)
                     return

@@ -253,6 +253,7 @@ class Activations:
     def _forget(self, unit: Unit) -> None:
         if unit.number not in self._units:
             return
+        _abandon(unit)
         unit.memory = unit.arriving = unit.ticket = None  # and no cycle is left
         unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
@@ -291,6 +292,7 @@ class Activations:
     def _release(self, unit: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
         unit.is_modified()
+        _abandon(unit)
         unit.memory = unit.arriving = None
         unit.seen.clear()
         unit.original = False
@@ -458,3 +460,9 @@ class Activations:
                 self._fetch(other, Priority.PREFETCH)
             except OSError:  # it is raised on demand
                 return
+
+
+def _abandon(unit: Unit) -> None:
+    """Ends the read of a unit that nobody waits for; nobody will ask whether it failed either."""
+    if unit.arriving is not None:
+        unit.arriving.request_cancel()

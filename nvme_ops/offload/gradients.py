@@ -3,45 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.swapped import SwappedTensor
+from nvme_ops.offload.swapped_gradient import GradientValues, SwappedGradient
 
 _LEAVING = 4  # the share of the budget for gradients that are being written
 
 Path = str | os.PathLike[str]
 
 
-class _Gradient:
-    """The gradient of one parameter.
+class _Places:
+    """Where the gradients of a parameter are written: each over the one before, unless somebody still has that.
 
-    While it is on storage the parameter's ``grad`` is ``placeholder``: NaN of its shape in the memory of one element.
-    So all that asks whether there is a gradient, or resets it, works as usual.
+    Args:
+        residents: have them.
+        name: of the first; those of other parameters have others.
+        parameter: of which they are.
     """
 
-    def __init__(self, owner: SwappedGradients, parameter: torch.Tensor, resident: Resident) -> None:
-        self.owner, self.resident = owner, resident
-        self.parameter = weakref.ref(parameter)
-        self.placeholder = torch.empty(0)
-        self.renew()
-        self.norm: torch.Tensor | None = None
-        self.adds = False  # the next one is to be added to the one on storage
+    def __init__(self, residents: Residents, name: str, parameter: torch.Tensor) -> None:
+        self._residents, self._name = residents, name
+        self._values: dict[Resident, Callable[[], GradientValues | None]] = {}
+        self.first = self.free(parameter)
 
-    def renew(self) -> None:
-        """Makes another placeholder: another gradient is on storage."""
-        nan = torch.full((), math.nan, dtype=self.resident.dtype, device=self.resident.device)
-        self.placeholder = nan.expand(self.resident.shape)
-        self.version = self.placeholder._version
+    def free(self, like: torch.Tensor) -> Resident:
+        """Returns one that nobody uses, for a gradient of the shape, strides and dtype of ``like``."""
+        made = Resident(f"{self._name}.{len(self._values)}", like)
+        for each, values in self._values.items():
+            same = (each.shape, each.stride, each.dtype) == (made.shape, made.stride, made.dtype)
+            if same and values() is None and not each.is_used():
+                return each
+        self._residents.add(made)
+        self._values[made] = lambda: None
+        return made
+
+    def put(self, resident: Resident, grad: torch.Tensor, norm: torch.Tensor) -> GradientValues:
+        """Starts to write a gradient."""
+        resident.scale = None
+        self._residents.replace(resident, grad)
+        values = GradientValues(self._residents, resident, norm)
+        self._values[resident] = weakref.ref(values)
+        return values
+
+
+class _Leaving(NamedTuple):
+    """A gradient that is being written; its memory is free when that has ended."""
+
+    resident: Resident
+    writing: IoFuture
+    values: weakref.ref[GradientValues]
 
 
 _of: Any = WeakIdKeyDictionary()  # of parameters; not of what equals one, as a usual dictionary would have it
@@ -54,67 +78,60 @@ class SwappedGradients:
         self, residents: Residents, every: Sequence[torch.Tensor], large: Sequence[torch.Tensor], most_leaving: int
     ) -> None:
         self._residents, self._every, self._most_leaving = residents, every, most_leaving
-        self._gradients: list[_Gradient] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._leaving: deque[tuple[Resident, int]] = deque()
-        for number, parameter in enumerate(large):
-            resident = Resident(str(number), parameter)
-            residents.add(resident)
-            gradient = _of[parameter] = _Gradient(self, parameter, resident)
-            self._gradients.append(gradient)
-            self._hooks.append(parameter.register_hook(_coming(gradient)))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_came))
-        residents.foresee([(each.resident.place, "step") for each in self._gradients])
+        self._parameters = [weakref.ref(each) for each in large]
+        self._leaving: deque[_Leaving] = deque()
+        self._alone = _uses_by_autograd()
+        places = [_Places(residents, str(number), each) for number, each in enumerate(large)]
+        residents.foresee([(each.first.place, "step") for each in places])
+        for parameter, its in zip(large, places, strict=True):
+            _of[parameter] = self
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._came, its)))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Does what ``torch.nn.utils.clip_grad_norm_`` does, to the gradients of all ``params``.
 
-        Those on storage are scaled when they come back.
+        Of those on storage the norms are known, and they are scaled when they come back: nothing is read for it.
 
         Args:
             max_norm: of all of them together.
-            norm_type: 2.0, the only one that is kept of gradients on storage.
+            norm_type: any; 2.0 is the one that is known.
 
         Returns:
             The norm of all gradients before, a tensor of no dimension.
         """
         if norm_type != 2.0:
-            raise ValueError(f"norm_type must be 2.0, not {norm_type}")
-        self._residents.settle()  # what was changed in ``gathered``
-        norms = []
-        for each in self._every:
-            if has_swapped_gradient(each):
-                norms.append(_of[each].norm)
-            elif each.grad is not None:
-                norms.append(torch.linalg.vector_norm(each.grad))
-        if not norms:
+            return torch.nn.utils.clip_grad_norm_(self._every, max_norm, norm_type)
+        grads = [each.grad for each in self._every if each.grad is not None]
+        if not grads:
             return torch.tensor(0.0)
+        norms = [
+            each.shared.norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each)
+            for each in grads
+        ]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for each in self._every:
-            if has_swapped_gradient(each):
-                gradient = _of[each]
-                before = gradient.resident.scale
-                gradient.resident.scale = scale.to(each.dtype) if before is None else before * scale
-                gradient.norm = gradient.norm * scale
-                self._residents.forget(gradient.resident)
-            elif each.grad is not None:
-                each.grad.mul_(scale)
+        for grad in grads:
+            if isinstance(grad, SwappedGradient) and grad.shared.scale(scale):
+                torch.autograd.graph.increment_version(grad)
+            else:
+                grad.mul_(scale)
         return total
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Lets the block find, and change, the gradients of some parameters in ``grad``.
+        """Lets the block find usual tensors in ``grad`` of some parameters, which it may change: fetched once for all.
 
-        They have to fit the budget at once.
+        They have to fit the budget at once, and are written again.
         """
         with contextlib.ExitStack() as uses:
             for each in params:
-                gradient = _of.get(each)
-                if gradient is not None and _is_on_storage(gradient):
-                    each.grad = uses.enter_context(self._residents.used(gradient.resident, "step", change=True))
-                    uses.callback(_put_away, each, gradient, each.grad, each.grad._version)
+                grad = each.grad
+                if isinstance(grad, SwappedGradient):
+                    values = uses.enter_context(grad.lent(change=True))  # `data` may be written to unseen
+                    uses.callback(_put_away, each, grad, values)
+                    each.grad = values
             yield
 
     def stats(self) -> SwapStats:
@@ -125,14 +142,13 @@ class SwappedGradients:
         """Removes the files. Gradients that are there are lost, and set to None. Once or more."""
         for hook in self._hooks:
             hook.remove()
-        for each in self._gradients:
-            parameter = each.parameter()
-            if parameter is not None:
-                if parameter.grad is each.placeholder:
+        for reference in self._parameters:
+            parameter = reference()
+            if parameter is not None and _of.get(parameter) is self:
+                if isinstance(parameter.grad, SwappedTensor):
                     parameter.grad = None
-                if _of.get(parameter) is each:
-                    del _of[parameter]
-        self._gradients.clear()
+                del _of[parameter]
+        self._leaving.clear()
         self._residents.close()
 
     def __enter__(self) -> SwappedGradients:
@@ -143,33 +159,51 @@ class SwappedGradients:
 
     # Below
 
-    def _leave(self, gradient: _Gradient, parameter: torch.Tensor) -> None:
-        """Writes a gradient that is complete, and lets go of it."""
-        grad, resident = parameter.grad, gradient.resident
-        if grad is None:
-            return
+    def _came(self, places: _Places, parameter: torch.Tensor) -> None:
+        """Is called by autograd, of one thread at a time, when it has set ``grad`` or added to it."""
+        alone = all(uses <= most for uses, most in zip(_uses_of_grad(parameter), self._alone, strict=True))
+        grad = parameter.grad
+        if isinstance(grad, SwappedGradient):
+            grad.shared.norm()  # of values that are in memory now
+        # What others have stays theirs, and what has a graph is differentiated again, as one in memory would be.
+        elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
+            self._leave(places, parameter, grad)
+
+    @torch.no_grad()
+    def _leave(self, places: _Places, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Writes a gradient from where it is, and has ``grad`` stand for it."""
         if grad.layout != torch.strided:
             raise RuntimeError("swap_gradients does not support sparse gradients")
-        if grad.dtype != resident.dtype:
-            raise RuntimeError(f"a gradient is {grad.dtype}, and its parameter {resident.dtype}")
-        with torch.no_grad():
-            grad = grad.detach()
-            if gradient.adds:
-                with self._residents.used(resident, "backward") as before:
-                    grad.add_(before)
-            gradient.norm = torch.linalg.vector_norm(grad)
-            resident.scale = None
-            if grad.stride() != resident.stride:
-                grad = torch.empty_strided(resident.shape, resident.stride, dtype=grad.dtype, device=grad.device).copy_(
-                    grad
-                )
-            self._residents.replace(resident, grad)
-        gradient.adds = False
-        gradient.renew()
-        parameter.grad = gradient.placeholder
-        self._leaving.append((resident, resident.nbytes))
-        while sum(nbytes for _, nbytes in self._leaving) > self._most_leaving:
-            self._residents.require_written(self._leaving.popleft()[0])
+        if grad.dtype != parameter.dtype:
+            raise RuntimeError(f"a gradient is {grad.dtype}, and its parameter {parameter.dtype}")
+        if grad.device != self._residents.device:
+            raise RuntimeError(f"a parameter was moved to {grad.device} after swap_gradients, which is to come last")
+        resident = places.free(grad)
+        norm = torch.linalg.vector_norm(grad)
+        grad = grad.detach().resolve_conj().resolve_neg()
+        if grad.stride() != resident.stride:
+            dense = torch.empty_strided(resident.shape, resident.stride, dtype=grad.dtype, device=grad.device)
+            grad = dense.copy_(grad)
+        values: Any = places.put(resident, grad, norm)
+        writing = resident.writing
+        parameter.grad = SwappedGradient(values, resident)
+        if writing is not None:
+            self._leaving.append(_Leaving(resident, writing, weakref.ref(values)))
+            self._wait_for_some()
+
+    def _wait_for_some(self) -> None:
+        """Waits for the oldest that are being written, until these are few. Raises OSError for one that is lost."""
+        waiting = tuple(self._leaving)  # threads add to it
+        nbytes = sum(each.resident.nbytes for each in waiting)
+        for each in waiting:
+            if nbytes <= self._most_leaving:
+                return
+            failure = each.writing.exception()  # if interrupted, it is still in the queue
+            with contextlib.suppress(ValueError):  # another thread has waited as well
+                self._leaving.remove(each)
+            nbytes -= each.resident.nbytes
+            if failure is not None and each.values() is not None and each.resident.writing is each.writing:
+                raise failure
 
 
 def swap_gradients(
@@ -189,9 +223,11 @@ def swap_gradients(
         optimizer.step()
         optimizer.zero_grad()
 
-    Several backward passes add up, as usual. Meanwhile ``parameter.grad`` is a tensor of NaN that takes no memory;
-    other optimizers find the gradients in ``gathered``. Where every backward pass is followed by a step,
-    ``NvmeOptimizer(overlap="backward", free_gradients=True)`` needs no storage for gradients.
+    Several backward passes add up, as usual. Meanwhile ``parameter.grad`` is a tensor without memory, which fetches its
+    values for each operation and keeps what is written to it: ``GradScaler``, ``torch.nn.utils.clip_grad_norm_`` and
+    other optimizers work, only slower than ``clip_grad_norm_`` here and ``NvmeOptimizer``. A gradient that the program
+    has another reference to, and one of ``create_graph=True``, stay in memory. Where every backward pass is followed
+    by a step, ``NvmeOptimizer(overlap="backward", free_gradients=True)`` needs no storage for gradients.
 
     Args:
         params: of a module; after ``swap_params``, if that is used.
@@ -256,49 +292,41 @@ def require_one_rank(params: Sequence[torch.Tensor]) -> None:
 @contextlib.contextmanager
 def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
     """Lets the block compute with a gradient, which is in ``grad`` or on storage; None without one."""
-    gradient = _of.get(parameter)
-    if gradient is None or not _is_on_storage(gradient):
-        yield parameter.grad
+    grad = parameter.grad
+    if not isinstance(grad, SwappedTensor):
+        yield grad
         return
-    with gradient.owner._residents.used(gradient.resident, "step") as values:
+    with grad.lent() as values:
         yield values
 
 
 def has_swapped_gradient(parameter: torch.Tensor) -> bool:
     """Whether the gradient of a parameter is on storage now."""
-    gradient = _of.get(parameter)
-    return gradient is not None and _is_on_storage(gradient)
+    return isinstance(parameter.grad, SwappedTensor)
 
 
-def _is_on_storage(gradient: _Gradient) -> bool:
-    """Whether the parameter has the placeholder, and nobody has set that to zero."""
-    parameter, placeholder = gradient.parameter(), gradient.placeholder
-    return parameter is not None and parameter.grad is placeholder and placeholder._version == gradient.version
+def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """Returns how many use ``grad``: in Python, in C++, and its memory."""
+    grad: Any = parameter.grad
+    if not _is_usual(grad):
+        return 0, 0, 0
+    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
 
 
-def _coming(gradient: _Gradient) -> Any:
-    """Returns a hook that is called with a gradient which is about to be added to ``grad``."""
-
-    def hook(_: torch.Tensor) -> None:
-        parameter = gradient.parameter()
-        if parameter is None:
-            return
-        if _is_on_storage(gradient):
-            gradient.adds, parameter.grad = True, None
-        elif parameter.grad is gradient.placeholder:
-            parameter.grad = parameter.grad.contiguous()
-
-    return hook
+def _is_usual(tensor: object) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided
 
 
-def _came(parameter: torch.Tensor) -> None:
-    gradient = _of.get(parameter)
-    if gradient is not None:
-        gradient.owner._leave(gradient, parameter)
+def _uses_by_autograd() -> tuple[int, int, int]:
+    """Returns what ``_uses_of_grad`` is in a hook, of a gradient that nobody else has: each torch has its own."""
+    found: list[tuple[int, int, int]] = []
+    sample = torch.ones(1, requires_grad=True)
+    sample.register_post_accumulate_grad_hook(lambda each: found.append(_uses_of_grad(each)))
+    with torch.enable_grad():
+        (sample * 2.0).sum().backward()
+    return found[0]
 
 
-def _put_away(parameter: torch.Tensor, gradient: _Gradient, values: torch.Tensor, version: int) -> None:
-    if values._version != version:
-        gradient.norm = torch.linalg.vector_norm(values.detach())
+def _put_away(parameter: torch.Tensor, grad: SwappedGradient, values: torch.Tensor) -> None:
     if parameter.grad is values:
-        parameter.grad = gradient.placeholder
+        parameter.grad = grad

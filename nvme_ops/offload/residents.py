@@ -82,6 +82,9 @@ class Resident:
 
     def is_used(self) -> bool:
         """Whether others have tensors over the memory of the values: they compute with it, or may write to it."""
+        for transfer in (self.arriving, self.writing):
+            if transfer is not None:
+                transfer.done()  # one that has ended gives its tensors back when it is asked
         return self.values is not None and _tensors_over(self.values) > self.own
 
     def require_apart(self, change: bool) -> None:
@@ -242,10 +245,21 @@ class Residents:
                 gc.collect()  # a traceback may keep memory, in a cycle
             self._stats.seconds_waited += time.perf_counter() - begin
 
-    def forget(self, resident: Resident) -> None:
-        """Releases values in memory, which are not changed: they are fetched again."""
+    def scale(self, resident: Resident, by: torch.Tensor) -> bool:
+        """Has values that are on storage multiplied when they arrive. Returns False where those in memory are newer."""
+        with self._lock:
+            if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
+                return False
+            self._forget(resident)
+            resident.scale = by
+            return True
+
+    def clear(self, resident: Resident) -> None:
+        """Lets go of the values: they are undefined until others are given, and nothing is read."""
         with self._lock:
             self._forget(resident)
+            resident.writing = resident.scale = None
+            resident.stored = False
 
     def settle(self) -> None:
         """Writes all changes and waits for it. Raises OSError; the values then stay in memory."""
@@ -470,6 +484,8 @@ class Residents:
 
     def _forget(self, resident: Resident) -> None:
         """Lets go of the values in memory. What is on its way keeps its memory until it has arrived."""
+        if resident.arriving is not None and not resident.is_used():  # nobody waits for it, nor will ask how it ended
+            resident.arriving.request_cancel()
         resident.values = resident.memory = resident.arriving = None
         resident.changed = False
         self._to_write.pop(resident, None)

@@ -63,7 +63,8 @@ class Kept:
     def value(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified in place."""
         if self._tensor._version != self._version:
-            raise modified(self._tensor.dtype, self._tensor.shape)
+            has_shape = not self._tensor.is_nested or self._tensor.layout != torch.strided
+            raise modified(self._tensor.dtype, self._tensor.shape if has_shape else ())
         return self._tensor
 
 

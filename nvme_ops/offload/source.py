@@ -13,6 +13,7 @@ from nvme_ops._native import native
 from nvme_ops.errors import FormatError
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.file_state import FileState
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -33,7 +34,7 @@ class WeightFile:
     def __init__(self, fd: int, path: str, handle: aio_handle, checked: bool = True) -> None:
         self._fd, self.path, self.handle = fd, path, handle
         self.file: OpenFile = native().OpenFile(fd)
-        self._seen = self._state() if checked else None
+        self._seen = FileState(os.fstat(fd), fd) if checked else None
         self.note_size()
 
     def note_size(self) -> None:
@@ -42,7 +43,7 @@ class WeightFile:
 
     def require_unchanged(self) -> None:
         """Raises FormatError when the file was written or cut since it was opened."""
-        if self._seen is not None and self._state() != self._seen:
+        if self._seen is not None and not self._seen.holds(os.fstat(self._fd), self._fd):
             raise FormatError(f"{self.path} was changed while its weights were in use")
 
     def close(self) -> None:
@@ -51,10 +52,6 @@ class WeightFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _state(self) -> tuple[int, int]:
-        state = os.fstat(self._fd)
-        return state.st_size, state.st_mtime_ns
 
 
 class Extent(NamedTuple):
@@ -84,6 +81,7 @@ class Source:
         if len(self.extents) == 1 and self.nbytes >= PAGE and self.extents[0].start % PAGE % dtype.itemsize == 0:
             self.skipped = self.extents[0].start % PAGE
             self.span = -(-(self.skipped + self.nbytes) // PAGE) * PAGE
+        self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes: whole pages
         self.copies: dict[Any, Any] = {}  #: in memory, that were pickled; references that do not keep them
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[int, ...], Source] = {}

@@ -63,7 +63,7 @@ class Window:
     def __init__(
         self, budget: int, device: torch.device, foreseen: Sequence[Source], others: Sequence[Source] = ()
     ) -> None:
-        sizes = [source.span for source in (*foreseen, *others)]
+        sizes = [source.room for source in (*foreseen, *others)]
         self._device, self._process = device, os.getpid()
         self._lock = threading.RLock()
         nbytes = max(PAGE, min(budget // PAGE * PAGE, sum(sizes)))
@@ -188,7 +188,7 @@ class Window:
     def _choose(self) -> None:
         """Decides anew what stays in memory."""
         self._order.forget_threads()
-        weights = [(source, uses, source.span) for source, uses in self._order.by_uses() if uses > 0]
+        weights = [(source, uses, source.room) for source, uses in self._order.by_uses() if uses > 0]
         self._order.forget_some()
         total = sum(nbytes for _, _, nbytes in weights)
         if total <= self._memory.nbytes:
@@ -202,10 +202,10 @@ class Window:
         """Holds what is kept, what is in use and what comes next, as far as there is memory; lets go of the rest."""
         wanted: list[Source] = []
         always = self._keep | self._order.current()
-        room = self._memory.nbytes - sum(source.span for source in always)
+        room = self._memory.nbytes - sum(source.room for source in always)
         for source in self._order.ahead():
             if source not in always:
-                room -= source.span
+                room -= source.room
                 if room < 0:
                     break
             wanted.append(source)
@@ -217,7 +217,10 @@ class Window:
                 break
 
     def _release(self, source: Source) -> None:
-        del self._held[source]  # what is on its way keeps its memory until it has arrived
+        held = self._held.pop(source)  # what is on its way keeps its memory until it has arrived
+        if held.ahead:  # and nobody else will ask how it ended; a thread that waits for it reads it again
+            for transfer in held.transfers:
+                transfer.request_cancel()
 
     def _begin_evicting(self, source: Source) -> _Held | None:
         """Makes room: by what is read ahead, from the end, and then by what is kept."""
@@ -275,7 +278,7 @@ class Window:
 
 def least_budget(sources: Sequence[Source]) -> int:
     """Returns the bytes that weights need at least: what one operation takes at once, a matrix and a bias."""
-    spans = [(source.span, len(source.shape)) for source in sources]
+    spans = [(source.room, len(source.shape)) for source in sources]
     largest = max((size for size, _ in spans), default=0)
     return largest + max((size for size, dimensions in spans if dimensions < 2), default=0)
 

@@ -14,6 +14,7 @@ import pytest
 
 from nvme_ops.data import SampleStore
 from nvme_ops.errors import FormatError
+from nvme_ops.storage.file_state import FileState
 from tests.data.test_foreign import ENCODINGS, SIZES, mds_bytes, mds_sample, same_mds, shard, write_mds
 
 
@@ -72,7 +73,7 @@ def test_pipes_beside_tars_are_not_waited_for(folder: Path) -> None:
     assert len(SampleStore(folder)) == 1
 
 
-def test_a_header_of_a_tar_whose_checksum_is_no_number(folder: Path) -> None:
+def test_a_header_of_a_tar_whose_checksum_is_no_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tar = folder / "a.tar"
     with tarfile.open(tar, "w") as made:
         member = tarfile.TarInfo("0.bin")
@@ -82,8 +83,9 @@ def test_a_header_of_a_tar_whose_checksum_is_no_number(folder: Path) -> None:
     times = os.stat(tar)
     with open(tar, "r+b") as file:
         file.seek(148)
-        file.write(b"9")  # no octal digit; nothing else tells of the damage
+        file.write(b"9")  # no octal digit
     os.utime(tar, ns=(times.st_atime_ns, times.st_mtime_ns))
+    monkeypatch.setattr(FileState, "holds", lambda *_: True)  # as where the device did it: nothing else tells
     with pytest.raises(FormatError, match="not part of a tar"):
-        SampleStore(folder)[0]
+        store[0]
     store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,23 @@ from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
 from tests.data.test_foreign import write_tar
 
 
-def write_over(path: Path) -> None:
+def write_over(path: Path, later: int = 1_000_000) -> None:
     """Other bytes in place, as many as before."""
     before = path.stat()
     with path.open("r+b") as file:
         file.write(b"other" * 100)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))  # clocks of file systems may be coarse
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + later))  # clocks of file systems may be coarse
     assert path.stat().st_size == before.st_size
 
 
+@pytest.mark.parametrize("later", [0, 1_000_000])
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_data_file_that_is_written_to_in_place(folder: Path, verify: bool) -> None:
+def test_a_data_file_that_is_written_to_in_place(folder: Path, verify: bool, later: int) -> None:
     write_fixed(folder / "store", 64)
     store = SampleStore(folder / "store", verify=verify)
     assert torch.equal(store[3], fixed(3))
-    write_over(data_files(folder / "store")[0])
+    time.sleep(0.02)  # the clock of file systems ticks that slowly
+    write_over(data_files(folder / "store")[0], later)
     with pytest.raises(FormatError, match="was replaced or changed while the store was open"):
         store[3]
     assert torch.equal(store[63], fixed(63)), "other files are what they were"
@@ -43,6 +46,39 @@ def test_a_data_file_that_is_written_to_while_it_is_read(folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(FormatError, match="was replaced or changed while the store was open"):
             reading.samples()
+
+
+@pytest.mark.parametrize("change", ["rename", "link", "chmod", "unlink"])
+def test_a_data_file_whose_bytes_stay_is_the_same(folder: Path, change: str) -> None:
+    write_fixed(folder / "store", 64)
+    store = SampleStore(folder / "store")
+    assert torch.equal(store[3], fixed(3))
+    path = data_files(folder / "store")[0]
+    time.sleep(0.02)
+    if change == "rename":
+        path.rename(path.with_suffix(".moved"))
+    elif change == "link":
+        os.link(path, folder / "link")
+    elif change == "chmod":
+        path.chmod(0o640)
+    else:
+        path.unlink()
+    assert torch.equal(store[3], fixed(3))
+    assert torch.equal(store[4], fixed(4))
+
+
+def test_the_index_of_a_tar_is_made_again_when_it_was_written_to(folder: Path) -> None:
+    write_tar(folder / "x.tar", range(10))
+    SampleStore(folder).close()
+    before = (folder / "x.tar").stat()
+    time.sleep(0.02)
+    content = bytearray((folder / "x.tar").read_bytes())
+    content[: len(b"00000000")] = b"renamed0"
+    with (folder / "x.tar").open("r+b") as file:
+        file.write(content)
+    os.utime(folder / "x.tar", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(FormatError, match="checksum"):
+        SampleStore(folder)
 
 
 def test_a_tar_that_is_written_to_in_place(folder: Path) -> None:

@@ -140,6 +140,13 @@ def test_pieces_are_written_where_they_belong(folder: Path, start: int) -> None:
         assert found[at : at + piece.numel()] == piece.numpy().tobytes()
 
 
+def test_a_neighbour_whose_elements_would_begin_between_two_is_written_apart(folder: Path) -> None:
+    bytes_, floats = pattern(3), torch.arange(10, dtype=torch.float32)
+    for _ in Ring(buffer=SMALL).write(aio_handle(), folder / "file", [(0, bytes_), (3, floats)]):
+        pass
+    assert (folder / "file").read_bytes() == bytes_.numpy().tobytes() + floats.numpy().tobytes()
+
+
 def test_neighbours_are_written_together(folder: Path) -> None:
     handle = Counting()
     pieces = [(1000 * number, pattern(1000, seed=number)) for number in range(100)]
@@ -262,6 +269,22 @@ def test_all_have_ended_before_a_failure_is_raised() -> None:
     with pytest.raises(OSError, match="first"):
         run(transfers)
     assert all(transfer.waited for transfer in transfers)
+
+
+def test_a_wait_that_is_interrupted_is_repeated_at_the_end() -> None:
+    """Ctrl-C comes in the middle of a wait, and the memory of the transfer is still in use."""
+
+    class Interrupted(Transfer):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            super().exception(timeout)
+            if self.waited == 1:
+                raise KeyboardInterrupt
+            return None
+
+    transfer = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run([transfer])
+    assert transfer.waited == 2
 
 
 def test_an_exception_in_the_block_waits_for_all_and_stays() -> None:

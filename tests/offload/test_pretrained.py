@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,19 +261,21 @@ def test_a_truncated_file_is_refused(folder: Path) -> None:
         from_pretrained(path, memory_budget="3M")
 
 
-@pytest.mark.parametrize("change", ["written", "truncated"])
+@pytest.mark.parametrize("change", ["written", "written, and its time put back", "truncated"])
 def test_a_file_that_is_changed_meanwhile_is_told(change: str, folder: Path) -> None:
     path = saved(folder)
     file = path / "model.safetensors"
     with from_pretrained(path, memory_budget="2M") as model:
         output(model)
+        before = file.stat()
+        time.sleep(0.02)  # the clock of file systems ticks that slowly
         if change == "truncated":
             os.truncate(file, 100 * KIB)
         else:
             with file.open("r+b") as stream:
                 stream.seek(-4, os.SEEK_END)
                 stream.write(b"xxxx")
-            os.utime(file, ns=(1, 1))
+            os.utime(file, ns=(1, before.st_mtime_ns if "back" in change else 1))
         with pytest.raises(FormatError, match="changed while its weights were in use"):
             output(model)
 
@@ -281,6 +284,11 @@ def test_a_file_that_is_replaced_meanwhile_stays_what_it_was(folder: Path) -> No
     path = saved(folder)
     wanted = output(in_memory(path))
     with from_pretrained(path, memory_budget="2M") as model:
+        file = path / "model.safetensors"
+        for change in (lambda: os.link(file, folder / "link"), lambda: file.chmod(0o640)):
+            time.sleep(0.02)
+            change()
+            assert torch.equal(output(model), wanted)
         (folder / "other").write_bytes(b"nothing")
         os.replace(folder / "other", path / "model.safetensors")
         assert torch.equal(output(model), wanted)

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.offload import save_on_nvme
-from nvme_ops.offload.saved_tensors import Copied, kept
+from nvme_ops.offload.saved_tensors import Copied, Layout, Saved, is_changed, kept
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a row": lambda h: h[3],
@@ -78,3 +78,25 @@ def test_a_copy_has_the_strides_of_the_part(part: str) -> None:
     assert first.stride() == mine.stride()
     assert torch.equal(first, mine)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_what_a_backward_writes_to_a_saved_tensor_is_noticed_in_the_memory_it_came_to(needs_gradient: bool) -> None:
+    """One that needs no gradient has a version of its own, since a backward may return it as a gradient."""
+    tensor = torch.ones(4, requires_grad=needs_gradient)
+    memory = torch.zeros(16, dtype=torch.uint8)
+    value = Saved(Layout.of(tensor), lambda: memory, tensor).value()
+    version = memory._version
+    assert not is_changed(memory, version)
+    value.add_(1)
+    assert is_changed(memory, version)
+
+
+def test_a_nested_tensor_that_was_changed_is_told(folder: Path) -> None:
+    x = torch.randn(5, 8, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0):
+        nested = torch.nested.as_nested_tensor([x[:2] * 2, x[2:] * 2])
+        loss = (nested * nested).to_padded_tensor(0.0).sum()
+        nested.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

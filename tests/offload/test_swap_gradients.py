@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import math
 import os
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,9 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
+from nvme_ops.offload.gradients import has_swapped_gradient
 from tests.conftest import MIB, run_python
+from tests.offload.random_gradients import program
 from tests.offload.test_optimizer import Failing
 from tests.offload.test_swap_params import KIB, network, words
 from tests.offload.training import equal, values
@@ -50,7 +56,7 @@ def test_accumulated_and_clipped_gradients_have_the_same_bits(
                 for model in (mine, other):
                     model(words(2 * step + number)).float().square().mean().backward()
             large = [each for each in mine.parameters() if each.nbytes >= 4 * KIB]
-            assert all(each.grad is not None and each.grad.stride() == (0, 0) for each in large)
+            assert all(has_swapped_gradient(each) for each in large)
             norms = [gradients.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)]
             assert torch.equal(*norms)
             assert same(gather(mine, gradients), [each.grad for each in other.parameters()])
@@ -66,27 +72,197 @@ def test_accumulated_and_clipped_gradients_have_the_same_bits(
     assert not list(folder.iterdir())
 
 
-def test_a_gradient_on_storage_is_nan_to_those_who_do_not_know_of_it(folder: Path) -> None:
+def test_a_gradient_on_storage_is_read_and_changed_like_any_other(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
         model(torch.ones(1, 64)).sum().backward()
         grad = model.weight.grad
         assert grad is not None
+        assert has_swapped_gradient(model.weight)
         assert grad.shape == (64, 64)
-        assert bool(grad.isnan().all())
-        assert math.isnan(torch.nn.utils.get_total_norm([grad]).item())
-        with pytest.raises(RuntimeError, match="single memory location"):
-            grad.mul_(2)
+        assert torch.equal(grad, torch.ones(64, 64))
+        grad.mul_(2)
+        grad[0] += 1
+        grad.data[1].zero_()
+        assert grad.sum().item() == 2 * 64 * 64 + 64 - 2 * 64
+        assert torch.nn.utils.get_total_norm([grad]).item() == grad.clone().norm().item()
         with gradients.gathered(model.parameters()):
-            assert model.weight.grad is not None
-            assert torch.equal(model.weight.grad, torch.ones(64, 64))
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.weight.grad.add_(1)
+            assert type(model.weight.grad) is torch.Tensor
+            assert model.weight.grad[0, 0].item() == 3
+            model.weight.grad.data.fill_(5)
         assert model.weight.grad is grad
-        found = gather(model, gradients)
-        assert found[0] is not None
-        assert torch.equal(found[0], torch.full((64, 64), 2.0))
-        assert model.weight.isfinite().all()
+        assert torch.equal(copy.deepcopy(grad), torch.full((64, 64), 5.0))
+
+
+def gathered_gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def test_a_gradient_that_is_asked_for_in_between_is_not_added_and_takes_nothing_away(folder: Path) -> None:
+    """Tensor hooks run for ``torch.autograd.grad`` too: the gradients before it were lost, and the step did nothing."""
+    mine, other = network(), network()
+    with swap_gradients(mine.parameters(), folder, min_bytes=1 * KIB):
+        for model in (mine, other):
+            model(words(0)).square().mean().backward()
+            torch.autograd.grad(model(words(1)).square().mean(), list(model.parameters()))
+            assert all(each.grad is not None for each in model.parameters())
+            torch.autograd.grad(model(words(1)).square().mean(), list(model.parameters()))
+            model(words(2)).square().mean().backward()
+        assert same(gathered_gradients(mine), gathered_gradients(other))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_gradient_is_not_added_to_one_that_was_reset_after_a_hook_failed(folder: Path, first: bool) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    mine, other = network(), network()
+    with swap_gradients(mine.parameters(), folder, min_bytes=1 * KIB):
+        mine(words(0)).square().mean().backward()
+        parameter = list(mine.parameters())[0 if first else -1]
+        hook = parameter.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            mine(words(1)).square().mean().backward()
+        hook.remove()
+        mine.zero_grad()
+        for model in (mine, other):
+            model(words(2)).square().mean().backward()
+        assert same(gathered_gradients(mine), gathered_gradients(other))
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("how", ["norm", "largest", "value", "ours"])
+def test_functions_that_clip_work(folder: Path, how: str, foreach: bool | None) -> None:
+    """Not all gradients fit the budget at once."""
+    mine, other = network(), network()
+    with swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
+        for model in (mine, other):
+            model(words(0)).square().mean().backward()
+            for most in (0.1, 0.01):
+                if how == "value":
+                    torch.nn.utils.clip_grad_value_(model.parameters(), most / 10, foreach=foreach)
+                elif how == "ours" and model is mine:
+                    gradients.clip_grad_norm_(most)
+                else:
+                    norm_type = math.inf if how == "largest" else 2.0
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), most, norm_type, foreach=foreach)
+        assert same(gathered_gradients(mine), gathered_gradients(other))
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_scaler_unscales_and_skips_steps_that_are_not_finite(folder: Path, unscale: bool, ours: bool) -> None:
+    mine, other = network(), network()
+    gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB)
+    optimizers: list[Any] = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (mine, other)]
+    if ours:
+        optimizers[0] = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in optimizers]
+    with gradients:
+        for number in range(3):
+            for model, optimizer, scaler in zip((mine, other), optimizers, scalers, strict=True):
+                optimizer.zero_grad()
+                loss = model(words(number)).square().mean()
+                scaler.scale(loss * (math.inf if number == 1 else 1.0)).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+            assert equal(values(mine), values(other))
+    assert [each.get_scale() for each in scalers] == [512.0, 512.0]
+    if ours:
+        optimizers[0].close()
+
+
+def test_gradients_of_several_threads_add_up(folder: Path) -> None:
+    """An error that was no error came of it, and gradients of 18 to 36 where it is 80."""
+    weights = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                torch.stack([each.sum() for each in weights]).sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    with swap_gradients(weights, folder, memory_budget=100 * KIB, min_bytes=1 * KIB):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert not failures
+        found = [each.grad for each in weights]
+        assert all(each is not None and torch.equal(each, torch.full((64, 64), 80.0)) for each in found)
+
+
+def test_a_gradient_with_a_graph_is_differentiated_again(folder: Path) -> None:
+    mine, other = network(), network()
+    with swap_gradients(mine.parameters(), folder, min_bytes=1 * KIB):
+        for model in (mine, other):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model(words(0)).square().mean().backward(create_graph=True)
+            grads = [each.grad for each in model.parameters() if each.grad is not None]
+            assert all(each.requires_grad for each in grads)
+            model.zero_grad()
+            torch.stack([each.square().sum() for each in grads]).sum().backward()
+        assert same(gathered_gradients(mine), gathered_gradients(other))
+
+
+@pytest.mark.parametrize("take", [lambda each: each, lambda each: each.data, lambda each: each[1:], torch.t])
+def test_a_gradient_that_somebody_keeps_is_not_the_next_one(folder: Path, take: Callable[..., torch.Tensor]) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
+        kept = []
+        for number in range(4):
+            model.zero_grad()
+            (model.weight * number).sum().backward()
+            kept.append(take(model.weight.grad))
+        assert [each.mean().item() for each in kept] == [0, 1, 2, 3]
+        kept.clear()
+        before = gradients.stats().bytes_stored
+        for _ in range(4):
+            model.zero_grad()
+            model.weight.sum().backward()
+            assert model.weight.grad is not None
+            model.weight.grad[0].sum()  # a view, which is gone
+        assert gradients.stats().bytes_stored <= before
+
+
+def test_a_gradient_that_the_program_gave_is_added_to(folder: Path) -> None:
+    model, mine = torch.nn.Linear(64, 64), torch.zeros(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
+        for number in range(2):
+            model.weight.grad = mine
+            model.weight.sum().backward()
+            assert model.weight.grad is mine
+            assert mine.mean().item() == number + 1
+
+
+def test_a_conjugated_gradient_is_one(folder: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+    factor = torch.randn(64, 64, dtype=torch.complex64)
+    expected = torch.autograd.grad((weight * factor).sum().abs(), weight)[0]
+    with swap_gradients([weight], folder, min_bytes=1):
+        (weight * factor).sum().abs().backward()
+        assert has_swapped_gradient(weight)
+        assert weight.grad is not None
+        assert torch.equal(weight.grad.resolve_conj(), expected)
+
+
+def test_parameters_that_get_another_dtype_have_such_gradients(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
+        model(torch.ones(1, 64)).sum().backward()
+        model.zero_grad()
+        model.to(torch.bfloat16)
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        assert has_swapped_gradient(model.weight)
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, torch.ones(64, 64, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -97,7 +273,8 @@ def test_gradients_that_were_set_to_zero_are_zero(folder: Path, foreach: bool) -
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
             optimizer.zero_grad(set_to_none=False)
-            assert same(gather(model, gradients), [torch.zeros(64, 64), torch.zeros(64)])
+            assert gradients.stats().bytes_read == 0
+        assert same(gathered_gradients(model), [torch.zeros(64, 64), torch.zeros(64)])
         model(torch.ones(1, 64)).sum().backward()
         assert same(gather(model, gradients), [torch.ones(64, 64), torch.ones(64)])
 
@@ -156,11 +333,9 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         swap_gradients(model.parameters(), folder)
     with pytest.raises(MemoryError, match=r"16 KiB, .* does not fit a memory_budget"):
         swap_gradients(model.parameters(), folder, memory_budget="8K", min_bytes=1)
-    with swap_gradients(model.parameters(), folder, min_bytes=1) as gradients:
-        with pytest.raises(ValueError, match="swapped already"):
-            swap_gradients(model.parameters(), folder, min_bytes=1)
-        with pytest.raises(ValueError, match=r"norm_type must be 2.0, not inf"):
-            gradients.clip_grad_norm_(1.0, math.inf)
+    gradients = swap_gradients(model.parameters(), folder, min_bytes=1)
+    with gradients, pytest.raises(ValueError, match="swapped already"):
+        swap_gradients(model.parameters(), folder, min_bytes=1)
     gradients.close()
     words_of = torch.nn.Embedding(64, 64, sparse=True)
     loss = words_of(torch.tensor([1])).sum()
@@ -233,3 +408,64 @@ def test_a_gradient_that_cannot_be_read_fails_the_step_which_goes_on(folder: Pat
             mine_s.step()
             plain.step()
             assert equal(values(mine), values(other))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_see_what_they_see_without(seed: int) -> None:
+    program(seed)
+
+
+def interrupted(line: int, work: Callable[[], None]) -> bool:
+    """Interrupts ``work`` at a line, counted over those of the two files. Returns False where there are not so many."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("offload/gradients.py", "offload/swapped_gradient.py")):
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interruption_at_any_line_leaves_gradients_old_or_new(folder: Path) -> None:
+    def loss(model: torch.nn.Module, number: int) -> torch.Tensor:
+        return model(torch.full((2, 64), number + 1.0)).square().mean()
+
+    def network_of_three() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+
+    plain = network_of_three()
+    first, second = (torch.autograd.grad(loss(plain, number), list(plain.parameters())) for number in range(2))
+    for line in range(1, 2000, 11):
+        model = network_of_three()
+        with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
+            loss(model, 0).backward()
+
+            def work(model: torch.nn.Module = model, gradients: Any = gradients) -> None:
+                loss(model, 1).backward()
+                gradients.clip_grad_norm_(1e9)
+                model.zero_grad(set_to_none=False)
+
+            if not interrupted(line, work):
+                return
+            for found, one, two in zip(gathered_gradients(model), first, second, strict=True):
+                assert found is not None
+                assert any(torch.equal(found, each) for each in (one, one + two, torch.zeros_like(one)))
+            model.zero_grad(set_to_none=line % 2 == 0)
+            loss(model, 1).backward()
+            assert same(gathered_gradients(model), list(second))
+            assert not any(each.is_used() for each in gradients._residents._all.values())
+    raise AssertionError("it has not ended")
