@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map
 
 from nvme_ops._native import native
 
@@ -26,6 +25,8 @@ _VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split
 _WRITES = dict.fromkeys(
     ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
 )
+_MOST_VIEWS = 64  # of one tensor, whose outlines are kept
+_RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
 _SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage, aten.set_.source_Tensor)
 
 Made = TypeVar("Made", bound="OffloadedTensor")
@@ -83,9 +84,14 @@ class OffloadedTensor(torch.Tensor):
             dtype=outline.dtype,
             device=device,
         )
-        native().deny_memory(made, _NO_MEMORY.format(instead=cls.instead))
+        native().deny_memory(made, cls._denied())
         made._outline, made._steps = outline, steps
         return made
+
+    @classmethod
+    @functools.cache
+    def _denied(cls) -> str:
+        return _NO_MEMORY.format(instead=cls.instead)
 
     # What derived classes say
 
@@ -227,7 +233,7 @@ class OffloadedTensor(torch.Tensor):
         return _computed(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
-        outlines = func(self._outline, *args, **kwargs)
+        outlines = _outlines(self._outline, func, args, kwargs)
         if func is aten.as_strided.default:
             func, args, kwargs = _as_strided, _relative(self._outline, *args, **kwargs), {}
         if isinstance(outlines, torch.Tensor):
@@ -243,9 +249,38 @@ def outline_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) 
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
 
 
+def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a view makes of an outline; what was asked before is kept with that."""
+    known: dict[Any, Any] = vars(outline).setdefault("_nvme_ops_views", {})
+    key = (func, *args) if not kwargs else None
+    try:
+        found = known.get(key)
+    except TypeError:  # a list among the arguments
+        key = found = None
+    if found is None:
+        found = func(outline, *args, **kwargs)
+        if key is not None and len(known) < _MOST_VIEWS:
+            known[key] = found
+    return found
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields what is in lists and tuples: all that operators take."""
+    for each in value:
+        if isinstance(each, list | tuple):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _mapped(function: Callable[[Any], Any], values: Any) -> list[Any]:
+    return [_mapped(function, each) if isinstance(each, list | tuple) else function(each) for each in values]
+
+
 def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Calls an operation with the values in memory; what it writes to is changed on storage."""
-    lent = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, OffloadedTensor)}
+    named = list(kwargs.values())
+    lent = {id(each): each for each in _leaves((args, named)) if isinstance(each, OffloadedTensor)}
     written, listed = _written(func, args, kwargs)
     values: dict[int, torch.Tensor] = {}
     try:
@@ -257,7 +292,10 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             def in_memory(value: Any) -> Any:
                 return values[id(value)] if isinstance(value, OffloadedTensor) else value
 
-            result = func(*tree_map(in_memory, tuple(args)), **tree_map(in_memory, dict(kwargs)))
+            options = dict(zip(kwargs, _mapped(in_memory, named), strict=True))
+            result = func(*_mapped(in_memory, args), **options)
+            if func.namespace in ("c10d", "_c10d_functional"):
+                _wait(result)
             for key, each in written.items():
                 if values[key].shape != each.shape:
                     raise RuntimeError(
@@ -271,6 +309,16 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             return _apart(result, back, {each.untyped_storage()._cdata for each in values.values()})
     finally:
         values.clear()  # which a traceback would keep
+
+
+def _wait(result: Any) -> None:
+    """Waits for collectives: they use memory that is only lent."""
+    for each in _leaves((result,)):
+        if isinstance(each, torch.Tensor):
+            if type(each) is torch.Tensor:
+                torch.ops._c10d_functional.wait_tensor(each)
+        elif hasattr(each, "wait"):
+            each.wait()
 
 
 def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> Any:
@@ -302,7 +350,8 @@ def _writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
         (number, argument.name, isinstance(argument.type, torch.ListType))
         for number, argument in enumerate(func._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
-        or (argument.name in _WRITES.get(func._schema.name, ()))
+        or argument.name in _WRITES.get(func._schema.name, ())
+        or (argument.name in _RECEIVED and func.namespace == "c10d" and func._schema.name.endswith("_"))
     )
 
 
@@ -321,7 +370,7 @@ def _written(
         if func._schema.name in _WRITES and not _is_training(func, args, kwargs):
             continue
         value = args[number] if number < len(args) else kwargs.get(name)
-        for each in tree_leaves(value):
+        for each in _leaves((value,)):
             if isinstance(each, OffloadedTensor):
                 if torch.Tag.inplace_view in func.tags or func in _SHAPE_CHANGES:
                     raise RuntimeError(

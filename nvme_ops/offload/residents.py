@@ -133,7 +133,7 @@ class Residents:
         self._memory: Memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
-        self._at: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()  # by place in the order
+        self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
         self._nbytes = 0  # of all, in whole pages
         # In memory, in the order in which they came; and changed, in this order. Who has none any more needs neither.
         self._resident: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
@@ -164,7 +164,8 @@ class Residents:
             )
         nbytes = -(-resident.nbytes // PAGE) * PAGE
         with self._lock:
-            self._all[resident.key] = self._at[resident.place] = resident
+            self._all[resident.key] = resident
+            self._at[resident.place] = weakref.ref(resident)
             self._nbytes += nbytes
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
@@ -375,9 +376,11 @@ class Residents:
         return True
 
     def _read_ahead(self) -> None:
+        if len(self._resident) == len(self._all):
+            return
         room = max(_AHEAD, self._memory.nbytes // 4)
         for number, (place, _) in enumerate(self._order.ahead()):
-            resident = self._at.get(place)
+            resident = self._at[place]()
             if resident is None:
                 continue
             room -= resident.nbytes
@@ -402,7 +405,7 @@ class Residents:
         after = -1 if place is None else place
 
         def when(each: Resident) -> int:
-            return next_use.get(each.place, _NEVER) if self._at.get(each.place) is each else _NEVER
+            return next_use.get(each.place, _NEVER) if self._at[each.place]() is each else _NEVER
 
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         free = [each for each in list(self._resident) if when(each) > after]
