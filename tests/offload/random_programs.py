@@ -666,9 +666,13 @@ def snapshot(value: Any) -> Any:
     """Returns what a tensor is now."""
     if not isinstance(value, torch.Tensor):
         return value
+    try:
+        leaf = value.is_leaf
+    except RuntimeError:  # a view that was changed and may not be
+        leaf = False
     kept = value.detach().clone().resolve_conj().resolve_neg()
     strides = tuple(each for each, size in zip(value.stride(), value.shape, strict=True) if size > 1)
-    return kept.contiguous(), tuple(value.shape), strides * bool(value.numel()), value.requires_grad, value.is_leaf
+    return kept.contiguous(), tuple(value.shape), strides * bool(value.numel()), value.requires_grad, leaf
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -901,7 +905,7 @@ class Comparison:
                         return
         self.ours.forget_all()
         self.plain.forget_all()
-        residents._PATIENCE = window._PATIENCE = 10.0  # of a device that is slow, and of nobody else
+        residents._PATIENCE = window._PATIENCE = 3.0  # of a device that is slow, and of nobody else
         for (name, mine), its in zip(self.ours.model.named_parameters(), self.plain.model.parameters(), strict=True):
             try:
                 with torch.no_grad():
@@ -927,7 +931,8 @@ def run_program(
     if capability == "NvmeOptimizer":
         from tests.offload import random_optimizers
 
-        return random_optimizers.run_program(seed, program, folder, without)
+        with tempfile.TemporaryDirectory(dir=folder) as folder:
+            return random_optimizers.run_program(seed, program, folder, without)
     ours, plain = model_of(capability, seed, without), model_of(capability, seed, without)
     with opened(capability, ours, folder, random.Random(seed)) as (saving, used):
         compared = Comparison(Side(ours, saving), Side(plain, contextlib.nullcontext()))
