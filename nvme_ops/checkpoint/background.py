@@ -138,7 +138,7 @@ def save_async(
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, Borrowed(lent))
         arguments = (future, place, plan, turn, durable, handle, copies)
-        thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}")
+        thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}", daemon=False)
         thread.start()
     except BaseException:
         if thread is None or thread.ident is None:  # otherwise the thread saves and ends the turn itself

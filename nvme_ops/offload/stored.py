@@ -119,12 +119,16 @@ class StoredTensor(OffloadedTensor):
         """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""
         return not self._steps and self._scale is None
 
-    def like(
-        self, source: Source, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None, part: bool = False
-    ) -> StoredTensor:
-        """Another one of the same weights, without steps; ``part``: of this one."""
+    def like(self, source: Source, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None) -> StoredTensor:
+        """Another one of the same weights, without steps."""
         made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale)
-        made._is_part = part or self._is_part
+        made._is_part = self._is_part
+        return made
+
+    def part(self, source: Source, outline: torch.Tensor, scale: torch.Tensor | None = None) -> StoredTensor:
+        """A part of this one, of which its own ``source`` alone is read."""
+        made = StoredTensor(self._weights, source, self._converted, self._device, scale, outline)
+        made._is_part = True
         return made
 
     def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
@@ -166,10 +170,11 @@ class StoredTensor(OffloadedTensor):
         """Calls the function as it is, but for one that would expand a weight that takes no gradient.
 
         ``matmul`` of an input of three dimensions that is not contiguous repeats the weight for each of the first
-        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp).
+        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
+        that the last bits may be others.
         """
         if func in (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            args = tuple(each.contiguous() if type(each) is torch.Tensor else each for each in args)
+            args = tuple(each.contiguous() if type(each) is torch.Tensor and each.dim() > 2 else each for each in args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -221,7 +226,8 @@ def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
     scale = tensor._scale
     if scale is not None and (scale.dim() != tensor.dim() or tensor.dim() < 3):
         return NotImplemented
-    return tensor.like(part, scale=None if scale is None else scale[index if scale.shape[0] > 1 else 0], part=True)
+    scale = None if scale is None else scale[index if scale.shape[0] > 1 else 0]
+    return tensor.part(part, tensor._outline.select(dim, index), scale)
 
 
 StoredTensor.lazy[aten.select.int] = _select
@@ -232,7 +238,8 @@ def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: in
     dim %= tensor.dim()
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
-    return NotImplemented if part is None else tensor.like(part, part=True)
+    outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)
+    return NotImplemented if part is None else tensor.part(part, outline)
 
 
 @_lazily(aten.split.Tensor)
@@ -245,13 +252,19 @@ def _split(tensor: StoredTensor, size: int, dim: int = 0) -> Any:
 
 @_lazily(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
-    resolved = torch.empty(tensor.shape, device="meta").view(tuple(shape)).shape
-    return tensor.like(tensor.source.view(tuple(resolved)))
+    return _reshaped(tensor, tensor._outline.view(tuple(shape)))
 
 
 @_lazily(aten.unsqueeze.default)
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
-    return _view(tensor, torch.empty(tensor.shape, device="meta").unsqueeze(dim).shape)
+    return _reshaped(tensor, tensor._outline.unsqueeze(dim))
+
+
+def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
+    source = tensor.source.view(tuple(outline.shape))
+    made = StoredTensor(tensor._weights, source, tensor._converted, tensor._device, None, outline)
+    made._is_part = tensor._is_part
+    return made
 
 
 @_lazily(aten.stack.default)

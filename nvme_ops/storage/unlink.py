@@ -52,7 +52,7 @@ def wait() -> None:
 
 
 def _close_by_thread(fd: int, size: int) -> None:
-    thread = threading.Thread(target=_close, args=[fd], name="nvme_ops.storage.unlink")
+    thread = threading.Thread(target=_close, args=[fd], name="nvme_ops.storage.unlink", daemon=False)
     with _lock:
         _under_way[thread] = size
         try:

@@ -64,7 +64,7 @@ def checkpoints(folder: Path, nbytes: int, handle: aio_handle | None = None) -> 
         except Exception as error:
             failures.append(error)
 
-    thread = threading.Thread(target=save, name="nvme_ops.checkpoints")
+    thread = threading.Thread(target=save, name="nvme_ops.checkpoints", daemon=False)
     thread.start()
     try:
         yield saved

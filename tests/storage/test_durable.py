@@ -1,0 +1,197 @@
+"""What is kept is found again, or refused by name: after damage, short reads, and syncs that failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops._native import native
+from nvme_ops.storage import Session, TensorStore
+from tests.conftest import MIB, pattern, run_python, takes_direct_io
+
+VALUES = {f"key {number}": pattern(3000 + number, number) for number in range(200)}
+
+
+def kept(folder: Path) -> Session:
+    return Session(folder, name="job", keep=True)
+
+
+@pytest.fixture
+def left(folder: Path) -> Path:
+    """The folder of a session that has kept ``VALUES``."""
+    with kept(folder) as session, TensorStore(session) as store:
+        for key, value in VALUES.items():
+            store.put(key, value).result()
+        store.sync()
+        return Path(session.folders[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 400], ids=["empty", "zeros"])
+def test_an_owner_that_was_lost_is_no_licence_to_delete(content: bytes, left: Path, folder: Path) -> None:
+    before = {each.name: each.stat().st_size for each in left.iterdir()}
+    owner = (left / "owner").read_bytes()
+    (left / "owner").write_bytes(content)
+    Session(folder, name="another").close()  # which removes what was abandoned
+    with pytest.raises(FileExistsError, match="may have what was kept"):
+        kept(folder)
+    (left / "owner").write_bytes(owner)
+    assert {each.name: each.stat().st_size for each in left.iterdir()} == before
+    with kept(folder) as session, TensorStore(session) as store:
+        assert sorted(store) == sorted(VALUES)
+
+
+def test_an_owner_that_was_being_made_is_made_anew(folder: Path) -> None:
+    with kept(folder) as session:
+        left = Path(session.folders[0])
+    (left / "owner").write_bytes(b"")
+    assert not kept(folder).found
+
+
+def test_what_changes_in_an_owner_lies_in_one_sector(folder: Path) -> None:
+    long = "x" * 3000
+    with Session(folder, name=long, keep=True, fingerprint=long) as session:
+        owner = Path(session.folders[0]) / "owner"
+        open_ = owner.read_bytes()
+    closed = owner.read_bytes()
+    assert open_ != closed
+    assert open_[512:] == closed[512:]
+    with Session(folder, name=long, keep=True, fingerprint=long) as session:
+        assert session.found
+
+
+def short(read: Callable[..., bytes]) -> Callable[..., bytes]:
+    """Reads that return less than was asked, as before a page that cannot be read."""
+    return lambda fd, nbytes, offset: read(fd, min(nbytes, 1000), offset)
+
+
+def test_a_journal_that_is_read_in_parts_is_not_cut(left: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", short(os.pread))
+        with kept(folder) as session, TensorStore(session) as store:
+            assert sorted(store) == sorted(VALUES)
+    with kept(folder) as session, TensorStore(session) as store:
+        assert sorted(store) == sorted(VALUES)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, call: str, path: str) -> list[int]:
+    """Lets the next ``call`` for the file fail, once; returns the list of those that did."""
+    real, failed = getattr(os, call), list[int]()
+
+    def fail(fd: int) -> None:
+        if not failed and os.path.samefile(f"/proc/self/fd/{fd}", path):
+            failed.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, call, fail)
+    return failed
+
+
+def test_a_sync_that_failed_stays_failed_until_the_values_are_put_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kept(folder) as session, TensorStore(session) as store:
+        slab = session.path(0, "slab")
+        store.put("old", torch.ones(5))
+        store.sync()
+        store.put("new", torch.ones(6))
+        store.put("gone", torch.ones(7))
+        assert failing(monkeypatch, "fdatasync", slab) == []
+        with pytest.raises(OSError, match="fdatasync") as caught:
+            store.sync()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, slab)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"2 tensors put before it may be lost.*'gone', 'new'"):
+                store.sync()
+        store.put("new", torch.ones(6))
+        store.drop("gone")
+        store.sync()
+
+
+def test_a_journal_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept(folder) as session, TensorStore(session) as store:
+        store.put("a", torch.ones(5)).result()
+        journal = session.path(0, "index")
+        before = os.stat(journal).st_ino
+        failing(monkeypatch, "fdatasync", journal)
+        with pytest.raises(OSError, match="fdatasync") as caught:
+            store.sync()
+        assert caught.value.filename == journal
+        store.put("a", torch.ones(5))
+        store.sync()
+        assert os.stat(journal).st_ino != before
+    with kept(folder) as session, TensorStore(session) as store:
+        assert list(store) == ["a"]
+
+
+def test_the_last_page_of_a_tensor_does_not_wait_in_the_page_cache(folder: Path) -> None:
+    if not takes_direct_io(folder):
+        pytest.skip("no O_DIRECT here")
+    with Session(folder, name="job") as session, TensorStore(session) as store:
+        for key, value in {"small": pattern(100), "large": pattern(MIB + 100), "odd": pattern(5000)[1:]}.items():
+            store.put(key, value).result()
+            got = store.get(key)
+            got.result()
+            assert torch.equal(got.tensor, value)
+        fd = os.open(session.path(0, "slab"), os.O_RDONLY)
+        try:
+            assert native().cached_pages(fd, 0, 0) in (0, None)
+        finally:
+            os.close(fd)
+
+
+# Files of nvme_ops.open
+
+
+def test_a_file_whose_sync_failed_stays_failed_until_it_is_written_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "file"
+    with nvme_ops.open(path, "w") as file:
+        file.write(b"abc")
+        file.flush()
+        failing(monkeypatch, "fsync", str(path))
+        with pytest.raises(OSError, match="fsync") as caught:
+            file.sync()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
+        with pytest.raises(OSError, match="an earlier sync has failed"):
+            file.sync()
+        file.seek(0)
+        file.truncate(0)
+        file.write(b"abc")
+        file.sync()
+    assert path.read_bytes() == b"abc"
+
+
+def test_a_short_read_is_not_the_end_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = pattern(20_000).numpy().tobytes()
+    (folder / "file").write_bytes(content)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real(fd, [parts[0][:3000]], offset))
+    with nvme_ops.open(folder / "file") as file:
+        assert file.read() == content
+
+
+# The end of the program
+
+
+def test_a_save_begun_by_a_daemon_thread_is_waited_for(folder: Path) -> None:
+    program = """
+import sys, threading, torch, nvme_ops
+slow = nvme_ops.aio_handle(block_size=4096, queue_depth=1)
+def begin():
+    nvme_ops.save_async({"a": torch.arange(1_000_000)}, sys.argv[1], handle=slow)
+    begun.set()
+    threading.Event().wait()
+begun = threading.Event()
+threading.Thread(target=begin, daemon=True).start()
+begun.wait()
+"""
+    run_python(program, folder / "a.safetensors")
+    assert nvme_ops.load(folder / "a.safetensors")["a"].tolist() == list(range(1_000_000))
