@@ -7,6 +7,7 @@ states or the new ones, or is called again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -141,11 +142,11 @@ class OptimizerWriter:
             self.used, self.later = self.used + self.later, []
 
     def saved(self) -> None:
-        self._add(f"sd = {self.rng.choice(['o.state_dict()', 'through_file(o.state_dict())'])}")
+        self._add("sd = through_file(o.state_dict())")
 
     def loaded(self) -> None:
         if any(each.code.startswith("sd = ") for each in self.program):
-            self._add("o.load_state_dict(sd)", "load")
+            self._add("o.load_state_dict(copy.deepcopy(sd))", "load")
 
     def file(self) -> None:
         if any(each.code == "save(o)" for each in self.program) and self.rng.random() < 0.6:
@@ -167,7 +168,10 @@ class OptimizerWriter:
 
     def schedule(self) -> None:
         known = any("lr_scheduler" in each.code for each in self.program)
-        made = ["s = torch.optim.lr_scheduler.StepLR(o, 1, 0.9)", "s = torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False)"]
+        made = [
+            "s = torch.optim.lr_scheduler.StepLR(o, 1, 0.9)",
+            "s = torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False)",
+        ]
         self._add("s.step()" if known else made[0], "many")
 
 
@@ -198,7 +202,9 @@ class _Plain:
         self.files = programs.through_file(optimizer.state_dict()["state"])
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.load_state_dict({"state": self.files, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": copy.deepcopy(self.files), "param_groups": optimizer.state_dict()["param_groups"]}
+        )
 
     def close(self) -> None:
         pass
