@@ -1,4 +1,4 @@
-"""Random programs over tensors whose values are on storage, each run on plain torch as well: the same bits, or a refusal.
+"""Random programs over tensors on storage, each run on plain torch as well: the same bits, or a refusal.
 
     python -m tests.offload.random_programs swap_params --programs 20000 --seed 0 --processes 2
 
@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops._native import native
@@ -104,13 +104,13 @@ def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
         return [each.result() for each in [pool.submit(work, number) for number in range(count)]]
 
 
-class Raised(Exception):
+class HookError(Exception):
     """What hooks of programs raise."""
 
 
 def failing(*_: Any) -> Any:
     """A hook that fails."""
-    raise Raised("a hook")
+    raise HookError("a hook")
 
 
 def through_file(value: Any) -> Any:
@@ -157,14 +157,14 @@ class Model(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.emb(words)
-        x = x + self.down(F.gelu(self.up(x)))
+        x = x + self.down(functional.gelu(self.up(x)))
         return torch.as_tensor(self.head(self.norm(x)))
 
 
 def namespace(model: nn.Module, see: Callable[..., None], saving: Any) -> Namespace:
     """Returns the names that statements know."""
     return {
-        "torch": torch, "F": F, "nn": nn, "copy": copy, "pickle": pickle, "checkpoint": checkpoint, "m": model,
+        "torch": torch, "F": functional, "nn": nn, "copy": copy, "pickle": pickle, "checkpoint": checkpoint, "m": model,
         "T": values, "I": indices, "S": scalar, "G": _generator, "see": see, "saving": saving,
         "in_threads": in_threads, "failing": failing, "through_file": through_file,
         "amp": functools.partial(torch.autocast, "cpu", torch.bfloat16),
@@ -370,10 +370,10 @@ class Writer:
             found += [f"{name}[{at}] = {some}", f"{name}.index_copy_(0, torch.tensor([{row}]), {some}[:1])"]
         if len(shape) == 2:
             found += [f"{name}.t()[0].mul_(3)", f"{name}.diagonal().fill_(1)", f"{name}.mT[0] = 7"]
-            found += [f"{name}.unbind(1)[0].zero_()", f"{name}.addmm_(T(1, {shape[0]}, 2, dtype={dtype}), T(2, 2, {shape[1]}, dtype={dtype}))"]  # fmt: skip
+            found += [f"{name}.unbind(1)[0].zero_()"]
+            found += [f"{name}.addmm_(T(1, {shape[0]}, 2, dtype={dtype}), T(2, 2, {shape[1]}, dtype={dtype}))"]
             found += [f"{name}.copy_({same}.t().contiguous().t())", f"{name}.view(-1)[::2].add_(1)"]
-        made = rng.choice(found)
-        return made
+        return rng.choice(found)
 
     def change(self) -> Any:
         made = self._written()
@@ -412,7 +412,8 @@ class Writer:
         kinds += [f"torch.tanh({same}, out={name})", f"torch.sum({same}, 0, keepdim=True, out={name}[:1])"]
         if value.dim() == 2:
             rows, columns = value.shape
-            kinds += [f"torch.mm(T(1, {rows}, 3, dtype={value.dtype}), T(2, 3, {columns}, dtype={value.dtype}), out={name})"]  # fmt: skip
+            dtype = value.dtype
+            kinds += [f"torch.mm(T(1, {rows}, 3, dtype={dtype}), T(2, 3, {columns}, dtype={dtype}), out={name})"]
         return f"with torch.no_grad(): {self.rng.choice(kinds)}", "write"
 
     def _forward(self) -> str:
@@ -462,7 +463,8 @@ class Writer:
         loss, found = self._new(), self._new()
         forward = f"{loss} = S({parts if self.rng.random() < 0.6 else self._forward()})"
         with_saving = "with saving: " if self.capability == "save_on_nvme" else ""
-        end = self.rng.choice([f"S(*{found}).backward()", f"see(*torch.autograd.grad(S(*{found}), {self._wrt()}, allow_unused=True))"])  # fmt: skip
+        again = f"see(*torch.autograd.grad(S(*{found}), {self._wrt()}, allow_unused=True))"
+        end = self.rng.choice([f"S(*{found}).backward()", again])
         return (
             f"{with_saving}{forward}\n{with_saving}{found} = torch.autograd.grad({loss}, {self._wrt()}, "
             f"create_graph=True, allow_unused=True)\nsee(*{found})\n{end}\ndel {found}, {loss}"
@@ -480,14 +482,17 @@ class Writer:
         hooks = ["lambda g: see(g)", "lambda g: g * 2", "failing", "lambda g: g.clamp(-0.1, 0.1)"]
         found = self.parameter(lambda each: each.requires_grad)
         kinds = [
-            f"{name} = m.{self.rng.choice(['up', 'down', 'norm', 'emb'])}.register_forward_hook(lambda a, b, c: see(c))",
+            f"{name} = m.{self.rng.choice(['up', 'norm', 'emb'])}.register_forward_hook(lambda a, b, c: see(c))",
             f"{name} = m.{self.rng.choice(['up', 'down'])}.register_full_backward_hook(lambda a, b, c: see(*c))",
             f"{name} = m.up.register_forward_pre_hook(lambda a, b: see(a.weight))",
             f"{name} = m.down.register_forward_hook({self.rng.choice(['failing', 'lambda a, b, c: c * 2'])})",
         ]  # fmt: skip
         if found is not None:
             kinds += [f"{name} = {found[0]}.register_hook({self.rng.choice(hooks)})"] * 2
-            kinds += [f"{name} = {found[0]}.register_post_accumulate_grad_hook({self.rng.choice(['lambda p: see(p.grad)', 'lambda p: see(p)', 'failing', 'lambda p: p.grad.mul_(2)'])})"] * 2  # fmt: skip
+            after = self.rng.choice(
+                ["lambda p: see(p.grad)", "lambda p: see(p)", "failing", "lambda p: p.grad.mul_(2)"]
+            )
+            kinds += [f"{name} = {found[0]}.register_post_accumulate_grad_hook({after})"] * 2
         known = [key for key, value in self.names.items() if isinstance(value, torch.utils.hooks.RemovableHandle)]
         if known and self.rng.random() < 0.6:
             return f"{self.rng.choice(known)}.remove()"
@@ -577,7 +582,7 @@ class Writer:
         words = f"I({seed} + i, m.rows, 2, 5)"
         kinds = [
             f"see(*in_threads(lambda i: m({words}), {count}))",
-            f"see(*in_threads(lambda i: torch.autograd.grad(S(m({words})), [m.up.weight], allow_unused=True)[0], {count}))",
+            f"see(*in_threads(lambda i: torch.autograd.grad(S(m({words}), m.up.weight), m.up.weight)[0], {count}))",
             f"see(*in_threads(lambda i: [{self._value()}, {self._value()}][i], 2))",
             f"see(*in_threads(lambda i: list(m.parameters())[i].double(), {count}))",
         ]
@@ -608,11 +613,12 @@ class Writer:
         kinds = [
             f"see(torch.from_numpy({name}.detach().numpy().copy()))", f"{new} = torch.tensor({name}.detach().tolist())",
             f"{new} = torch.from_dlpack({name}.detach())", f"see(torch.equal({name}, {name}.clone()))",
-            f"{new} = float({name}.detach().abs().sum())", f"{name}.share_memory_()", f"{name}.detach().numpy()[...] = 1",
+            f"{new} = float({name}.detach().abs().sum())", f"{name}.share_memory_()",
+            f"{name}.detach().numpy()[...] = 1",
             f"{new} = pickle.loads(pickle.dumps({name}.detach()))", f"see(through_file({name}.detach()))",
             f"{new} = copy.deepcopy({name}.detach())", f"{new} = torch.asarray({name}.detach())",
             f"{new} = torch.Tensor({name}.detach())", f"{new} = {name}.new_tensor({name}.detach())",
-            f"{new} = torch.as_tensor({name}).detach()", f"see({name}.detach().is_contiguous(), tuple({name}.stride()))",
+            f"{new} = torch.as_tensor({name}).detach()", f"see({name}.detach().is_contiguous(), {name}.stride())",
             f"{new} = {name}.detach().cpu()", f"{new} = torch.empty_like({name}).copy_({name})",
             f"{name}.detach().set_(T(3, 5))", f"{new} = nn.Parameter({name}.detach())",
         ]  # fmt: skip
@@ -634,7 +640,8 @@ class Writer:
     def turn(self) -> Any:
         """Changes the shape of a tensor in place."""
         name = self.tensor()[0]
-        return f"with torch.no_grad(): {name}.{self.rng.choice(['t_()', 'unsqueeze_(0)', 'squeeze_()', 'transpose_(0, -1)', 'resize_(3)', 'detach_()'])}", "write"  # fmt: skip
+        kinds = ["t_()", "unsqueeze_(0)", "squeeze_()", "transpose_(0, -1)", "resize_(3)", "detach_()"]
+        return f"with torch.no_grad(): {name}.{self.rng.choice(kinds)}", "write"
 
     def amp(self) -> Any:
         """Changes weights between two uses under autocast."""
@@ -678,7 +685,7 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
     else:
         saving = save_on_nvme(
             folder, min_bytes=1, memory_budget=rng.choice([0, 0, PAGE, 6 * PAGE]), checksum=checksum,
-            policy=rng.choice(["nvme", "auto"]),  # type: ignore[arg-type]
+            policy=rng.choice(["nvme", "auto"]),
         )  # fmt: skip
         with contextlib.closing(saving):
             yield saving, saving
@@ -788,7 +795,7 @@ def interrupted(line: int) -> Iterator[None]:
 class Side:
     """A program's names, and what it has seen."""
 
-    def __init__(self, model: Model, saving: Any) -> None:
+    def __init__(self, model: nn.Module, saving: Any) -> None:
         self.model, self.log = model, list[Any]()
         self.names = namespace(model, self.see, saving)
 

@@ -27,7 +27,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", ["swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer"])
 def test_equal_or_refused(folder: Path, capability: str, count: int) -> None:
     found = run_python(PROGRAM, capability, count, folder, WITHOUT.get(capability, ""), check=False, fresh=True)
