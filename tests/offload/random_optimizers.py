@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from tests.offload import random_programs as programs
-from tests.offload.random_programs import Comparison, Namespace, Outcome, Side, Statement
+from tests.offload.random_comparison import Comparison, Outcome, Side, differences
+from tests.offload.random_model import Namespace, Statement, through_file, values
 
 SIZES = ((1,), (7,), (300, 3), (90, 100), (200, 201), (70_001,))
 OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
@@ -48,7 +48,7 @@ class Trained(nn.Module):
         low = rng.random() < 0.2 and "low" not in without
         for number in range(rng.randint(2, 6)):
             dtype = rng.choice([torch.bfloat16, torch.float16] if low else [torch.float32] * 5 + [torch.float64])
-            made = programs.values(seed + number, *rng.choice(SIZES)).to(dtype)
+            made = values(seed + number, *rng.choice(SIZES)).to(dtype)
             turned = rng.random() < 0.15 and made.dim() == 2
             self.register_parameter(f"p{number}", nn.Parameter(made.t() if turned else made))
 
@@ -57,7 +57,7 @@ def loss_of(model: nn.Module, seed: int, names: Sequence[str]) -> torch.Tensor:
     """A loss of some parameters."""
     found = [getattr(model, name) for name in names]
     return torch.stack(
-        [(each.float() * programs.values(seed, *each.shape)).mean() + each.float().square().mean() for each in found]
+        [(each.float() * values(seed, *each.shape)).mean() + each.float().square().mean() for each in found]
     ).sum()
 
 
@@ -204,7 +204,7 @@ class _Plain:
         return contextlib.nullcontext()
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        self.files = programs.through_file(optimizer.state_dict()["state"])
+        self.files = through_file(optimizer.state_dict()["state"])
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(
@@ -286,7 +286,7 @@ class OptimizerComparison(Comparison):
                 new = dict(enumerate(self.plain.log))
                 for each in (now, old, new):
                     each.pop(len(each) - 1)  # options
-                if (one := programs.differences(now, old)) and (other := programs.differences(now, new)):
+                if (one := differences(now, old)) and (other := differences(now, new)):
                     return self._fail("interrupted, neither old nor new", f"{one}; {other}")
         return self._statement(Statement(statement.code, statement.kind), number)
 
