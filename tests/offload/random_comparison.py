@@ -1,0 +1,317 @@
+"""Runs a program with a capability and on plain torch, and says in what they differ."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import math
+import os
+import random
+import re
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvme_ops.offload import residents, save_on_nvme, stream_weights, swap_params, window
+from tests.offload.random_model import Model, Statement, namespace
+
+PAGE = 4096
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError)
+PRODUCT = str(Path(residents.__file__).parents[1]) + os.sep
+INTERRUPTED = (f"{PRODUCT}offload", f"{PRODUCT}storage{os.sep}")
+
+
+@contextlib.contextmanager
+def opened(capability: str, model: Model, folder: str, rng: random.Random) -> Iterator[tuple[Any, Any]]:
+    """Yields what saves tensors, if anything, and what was opened: with room for all, or for a few."""
+    sizes = [max(1, -(-each.nbytes // PAGE)) for each in [*model.parameters(), *model.buffers()]]
+    pages = rng.choice([max(sizes), max(sizes) + 2, 2 * max(sizes), sum(sizes) // 2, sum(sizes), 2 * sum(sizes)])
+    budget, checksum = PAGE * max(pages, *sizes), rng.random() < 0.3
+    if capability == "swap_params":
+        with swap_params(model, folder, memory_budget=budget, min_bytes=1, checksum=checksum) as swapped:
+            yield contextlib.nullcontext(), swapped
+    elif capability == "stream_weights":
+        while True:
+            with contextlib.suppress(ValueError):  # too small
+                stream_weights(model, folder, memory_budget=budget)
+                break
+            budget += 4 * PAGE
+        with model:  # type: ignore[attr-defined]
+            yield contextlib.nullcontext(), model
+    else:
+        saving = save_on_nvme(
+            folder, min_bytes=1, memory_budget=rng.choice([0, 0, PAGE, 6 * PAGE]), checksum=checksum,
+            policy=rng.choice(["nvme", "auto"]),
+        )  # fmt: skip
+        with contextlib.closing(saving):
+            yield saving, saving
+
+
+def snapshot(value: Any) -> Any:
+    """Returns what a tensor is now."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        leaf = value.is_leaf
+    except RuntimeError:  # a view that was changed and may not be
+        leaf = False
+    kept = value.detach().clone().resolve_conj().resolve_neg()
+    strides = tuple(each for each, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    return kept.contiguous(), tuple(value.shape), strides * bool(value.numel()), value.requires_grad, leaf
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def difference(ours: Any, plain: Any) -> str:
+    """Says in what two snapshots differ; nothing if they do not."""
+    if not (isinstance(ours, tuple) and ours and isinstance(ours[0], torch.Tensor)):
+        same = ours == plain or (isinstance(ours, float) and isinstance(plain, float) and math.isnan(ours + plain))
+        return "" if type(ours) is type(plain) and same else f"{ours!r} is not {plain!r}"[:200]
+    if not isinstance(plain, tuple):
+        return "a tensor, and none in torch"
+    one, other = ours[0], plain[0]
+    for name, mine, its in zip(("shape", "strides", "requires_grad", "is_leaf"), ours[1:], plain[1:], strict=True):
+        if mine != its:
+            return f"{name}: {mine} is not {its}"
+    if one.dtype != other.dtype:
+        return f"dtype: {one.dtype} is not {other.dtype}"
+    if not one.numel() or torch.equal(_bytes(one), _bytes(other)):
+        return ""
+    if torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num()):
+        return ""  # bits of what is no number
+    wrong = (one != other) & ~(one.isnan() & other.isnan())
+    return f"values: {int(wrong.sum())} of {one.numel()} differ"
+
+
+@dataclass
+class Outcome:
+    """What became of a program."""
+
+    failure: str = ""
+    at: int = 0
+    detail: str = ""
+    refusals: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kind(self) -> str:
+        """What failures of one cause are likely to have in common."""
+        detail = self.detail.split("\n")[0].split(" (")[0]
+        return re.sub(r"m\.[\w.]+|\d+", "N", f"{self.failure}: {detail}")
+
+
+def said(error: BaseException) -> str:
+    """An error without what differs from one time to the next."""
+    text = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", f"{type(error).__name__}: {error}")
+    return text.split("\n")[0][:160]
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the product's own code raised it, in a sentence."""
+    if "modified by an inplace operation" in str(error):
+        return False  # torch has to say the same
+    if str(error).startswith("Error(s) in loading state_dict"):
+        return "storage" in str(error) or "no memory" in str(error)
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, REFUSALS):
+        return False
+    file = last.tb_frame.f_code.co_filename
+    return file.startswith(PRODUCT) and linecache.getline(file, last.tb_lineno).strip().startswith("raise")
+
+
+@contextlib.contextmanager
+def interrupted(line: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt at the so-manieth line of the product; at none for 0."""
+    left = line
+
+    def local(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return local
+
+    def begin(frame: Any, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename.startswith(INTERRUPTED) else None
+
+    if line:
+        sys.settrace(begin)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+class Side:
+    """A program's names, and what it has seen."""
+
+    def __init__(self, model: nn.Module, saving: Any) -> None:
+        self.model, self.log = model, list[Any]()
+        self.names = namespace(model, self.see, saving)
+
+    def see(self, *observed: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # whose turn it is is nobody's choice
+        with torch.no_grad():
+            self.log += map(snapshot, observed)
+
+    def run(self, statement: Statement, number: int, line: int = 0) -> BaseException | None:
+        """Returns what was raised."""
+        self.log.clear()
+        before = dict(self.names)
+        torch.default_generator.manual_seed(number)
+        code = compile(statement.code, f"<statement {number}>", "exec")
+        try:
+            with interrupted(line):
+                exec(code, self.names)
+        except (Exception, KeyboardInterrupt) as error:
+            self.names.clear()
+            self.names.update(before)
+            return error
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Values of all parameters and variables."""
+        with torch.no_grad():
+            found = dict([*self.model.named_parameters(), *self.model.named_buffers(), *self.names.items()])
+            return {name: snapshot(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+    def forget_graphs(self) -> None:
+        for each in self.model.parameters():
+            each.grad = None
+        for name, value in list(self.names.items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:  # is_leaf raises of some views
+                del self.names[name]
+
+    def forget_all(self) -> None:
+        self.log.clear()
+        self.names.clear()
+        for each in self.model.parameters():
+            each.grad = None
+
+
+def differences(ours: dict[Any, Any], plain: dict[Any, Any]) -> str:
+    """Says what differs."""
+    if ours.keys() != plain.keys():
+        return f"{list(ours)} is not {list(plain)}"
+    return next((f"{found} ({name})" for name in ours if (found := difference(ours[name], plain[name]))), "")
+
+
+class Comparison:
+    """Runs a program on both sides."""
+
+    def __init__(self, ours: Side, plain: Side) -> None:
+        self.ours, self.plain, self.outcome = ours, plain, Outcome()
+
+    def run(self, program: Sequence[Statement]) -> bool:
+        """Returns whether all is known at the end."""
+        for number, statement in enumerate(program):
+            self.outcome.at = number
+            if not self._statement(statement, number):
+                return False
+        return True
+
+    def _fail(self, failure: str, detail: object) -> bool:
+        self.outcome.failure, self.outcome.detail = failure, str(detail)
+        return False
+
+    def _statement(self, statement: Statement, number: int) -> bool:
+        raised = self.ours.run(statement, number, statement.line)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            return self._fail("tensors are saved on storage for ever", said(raised or ValueError()))
+        if isinstance(raised, NameError):
+            return True  # of a statement that was refused
+        if isinstance(raised, KeyboardInterrupt) or (raised is not None and is_refusal(raised)):
+            refused = not isinstance(raised, KeyboardInterrupt)
+            (self.outcome.refusals if refused else self.outcome.counts)[said(raised)] += 1
+            del raised
+            return self._refused(statement, number, refused)
+        error = self.plain.run(statement, number)
+        if raised is None and error is None:
+            self.outcome.counts["equal"] += 1
+            if (found := differences(dict(enumerate(self.ours.log)), dict(enumerate(self.plain.log)))) != "":
+                return self._fail("a difference", found)
+        elif raised is None:
+            assert error is not None
+            return self._fail("torch raises, ours does not", said(error))
+        elif error is None:
+            where = "".join(traceback.format_tb(raised.__traceback__)[-3:])
+            return self._fail("ours raises, torch does not", f"{said(raised)}\n{where}")
+        else:
+            self.outcome.counts["both raise" + (" the same" if said(raised) == said(error) else "")] += 1
+            if statement.kind == "many":
+                return False
+            if statement.kind == "backward":
+                self._forget_graphs()
+        return True
+
+    def _refused(self, statement: Statement, number: int, refused: bool) -> bool:
+        if statement.kind == "many":
+            self.outcome.counts["ended by a refusal"] += 1
+            return False
+        if statement.kind == "backward":
+            self._forget_graphs()
+        if statement.kind == "write":
+            try:
+                now = self.ours.state()
+            except MemoryError:
+                self.outcome.counts["ended by a lack of memory"] += 1
+                return False
+            if (old := differences(now, self.plain.state())) != "":
+                self.plain.run(statement, number)
+                if (new := differences(now, self.plain.state())) != "":
+                    before = "refused" if refused else "interrupted"
+                    return self._fail(f"{before}, neither old nor new", f"{old}; {new}")
+        return True
+
+    def _forget_graphs(self) -> None:
+        self.ours.forget_graphs()
+        self.plain.forget_graphs()
+
+    def end(self, known: bool) -> None:
+        """Looks at all, and at whether all can still be used."""
+        if self.outcome.failure:
+            return
+        self.outcome.at += 1
+        if known:
+            looks = [f"see({name})" for name in sorted(self.ours.names) if name.startswith("v")]
+            looks += [f"see(m.{name}.grad)" for name, _ in self.ours.model.named_parameters()]
+            for look in looks:
+                shown = isinstance(self.plain.names.get(look[4:-1]), torch.Tensor | None)
+                if shown and not self._statement(Statement(look), 0):
+                    self.outcome.detail += f" ({look} at the end)"
+                    return
+        self.ours.forget_all()
+        self.plain.forget_all()
+        residents._PATIENCE = window._PATIENCE = 3.0  # of a device that is slow, and of nobody else
+        for (name, mine), its in zip(self.ours.model.named_parameters(), self.plain.model.parameters(), strict=True):
+            try:
+                with torch.no_grad():
+                    try:
+                        now = snapshot(mine)
+                    except MemoryError:
+                        gc.collect()
+                        now = snapshot(mine)
+                    found = difference(now, snapshot(its))
+            except Exception as error:
+                self._fail("not usable at the end", f"{name}: {said(error)}")
+                return
+            if found and known:
+                self._fail("a difference", f"m.{name} at the end: {found}")
+                return

@@ -1,0 +1,231 @@
+"""What random programs are made of: a model, the names that statements know, and expressions of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+Namespace = dict[str, Any]
+
+
+@dataclass
+class Statement:
+    """A part of a program.
+
+    ``kind`` says what an exception leaves behind: ``read``: nothing. ``write``: nothing either, and an interrupt all or
+    nothing. ``backward``: parts of gradients. ``many``: what nobody knows; the program ends.
+    """
+
+    code: str
+    kind: str = "read"
+    line: int = 0
+
+
+# What programs are made of: names that their statements use
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same values for the same seed."""
+    if dtype.is_floating_point or dtype.is_complex:
+        made = torch.randn(shape, generator=_generator(seed), dtype=torch.cfloat if dtype.is_complex else torch.float)
+        return made.to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=_generator(seed)).to(dtype)
+
+
+def indices(seed: int, bound: int, *shape: int) -> torch.Tensor:
+    """Numbers below a bound."""
+    return torch.randint(0, bound, shape, generator=_generator(seed))
+
+
+def scalar(*tensors: torch.Tensor | None) -> torch.Tensor:
+    """Returns what can be called a loss."""
+    found = [each for each in tensors if each is not None]
+    sums = [(each.abs() if each.is_complex() else each).float().square().mean() for each in found if each.numel()]
+    return torch.stack(sums).sum() if sums else torch.zeros(())
+
+
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Calls in several threads at once; results in the order of numbers."""
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result() for each in [pool.submit(work, number) for number in range(count)]]
+
+
+class HookError(Exception):
+    """What hooks of programs raise."""
+
+
+def failing(*_: Any) -> Any:
+    """A hook that fails."""
+    raise HookError("a hook")
+
+
+def through_file(value: Any) -> Any:
+    """Saves and loads."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    return found.contiguous() if isinstance(found, torch.Tensor) else found  # what has gaps may come without them
+
+
+class Model(nn.Module):
+    """A dozen of parameters of all kinds, some tied, some frozen."""
+
+    def __init__(self, seed: int, without: Sequence[str] = ()) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        torch.default_generator.manual_seed(seed)
+        self.rows = rng.choice([33, 64, 120])
+        self.emb = nn.Embedding(self.rows, 32)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32, bias=rng.random() < 0.5)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, self.rows, bias=False)
+        if rng.random() < 0.6:
+            self.head.weight = self.emb.weight
+        if rng.random() < 0.3:
+            self.to(rng.choice([torch.bfloat16, torch.float64]))
+        others: dict[str, Callable[[], torch.Tensor]] = {
+            "half": lambda: values(seed, 24, 40).bfloat16(),
+            "double": lambda: values(seed, 20, 24).double(),
+            "complex": lambda: values(seed, 12, 20, dtype=torch.complex64),
+            "cube": lambda: values(seed, 4, 12, 16),
+            "turned": lambda: values(seed, 24, 50).t(),
+            "vector": lambda: values(seed, 1500),
+            "one": lambda: values(seed),
+            "kernel": lambda: values(seed, 8, 4, 3, 3),
+        }
+        for name in rng.sample(sorted(others.keys() - set(without)), 3):
+            self.register_parameter("w_" + name, nn.Parameter(others[name](), rng.random() < 0.85))
+        self.register_buffer("buffer", values(seed, 16, 32))
+        for each in self.parameters():
+            if rng.random() < 0.08:
+                each.requires_grad_(False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.emb(words)
+        x = x + self.down(functional.gelu(self.up(x)))
+        return torch.as_tensor(self.head(self.norm(x)))
+
+
+def namespace(model: nn.Module, see: Callable[..., None], saving: Any) -> Namespace:
+    """Returns the names that statements know."""
+    return {
+        "torch": torch, "F": functional, "nn": nn, "copy": copy, "pickle": pickle, "checkpoint": checkpoint, "m": model,
+        "T": values, "I": indices, "S": scalar, "G": _generator, "see": see, "saving": saving,
+        "in_threads": in_threads, "failing": failing, "through_file": through_file,
+        "amp": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    }  # fmt: skip
+
+
+def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model:
+    """The same model for the same seed."""
+    model = Model(seed, without)
+    return model.eval().requires_grad_(False) if capability == "stream_weights" else model
+
+
+class Expressions:
+    """Chooses tensors and views of them, by what they are in plain torch.
+
+    Args:
+        rng: chooses.
+        model: in memory.
+    """
+
+    def __init__(self, rng: random.Random, model: nn.Module) -> None:
+        self.rng, self.number = rng, 0
+        self.names = namespace(model, lambda *_: None, contextlib.nullcontext())
+
+    def _new(self) -> str:
+        self.number += 1
+        return f"v{self.number}"
+
+    def _seed(self) -> int:
+        return self.rng.randrange(1000)
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return [(f"m.{name}", each) for name, each in self.names["m"].named_parameters(remove_duplicate=False)]
+
+    def _variables(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, value) for name, value in self.names.items() if isinstance(value, torch.Tensor)]
+
+    def _losses(self) -> list[str]:
+        return [name for name, each in self._variables() if not each.dim() and each.requires_grad]
+
+    def parameter(self, usable: Callable[[torch.Tensor], bool] = lambda _: True) -> tuple[str, torch.Tensor] | None:
+        found = [each for each in self._parameters() if usable(each[1])]
+        return self.rng.choice(found) if found else None
+
+    def tensor(self) -> tuple[str, torch.Tensor]:
+        """A parameter, a variable, or a view of one."""
+        chance = self.rng.random()
+        variables = self._variables()
+        if variables and chance < 0.35:
+            name, value = self.rng.choice(variables)
+        elif chance < 0.4:
+            name, value = "m.buffer", self.names["m"].buffer
+        else:
+            name, value = self.rng.choice(self._parameters())
+            if self.rng.random() < 0.2:
+                name += self.rng.choice([".data", ".detach()"])
+                value = value.detach()
+        if self.rng.random() < 0.35:
+            name, value = self.seen_through(name, value)
+        return name, value
+
+    def seen_through(self, name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """A view of a tensor."""
+        for _ in range(4):
+            made = self._view(name, value)
+            try:
+                return made, eval(made, self.names)
+            except Exception:
+                continue
+        return name, value
+
+    def _view(self, name: str, value: torch.Tensor) -> str:
+        rng, shape = self.rng, value.shape
+        found = [".detach()", ".unsqueeze(0)", ".view(-1)", ".reshape(-1)", ".flatten()", ".view_as({0})", "[...]"]
+        if value.is_complex():
+            found += [".real", ".imag", ".conj()", ".mH"]
+            if rng.random() < 0.4:
+                return f"torch.view_as_real({name})"
+        elif value.dtype == torch.float32 and rng.random() < 0.05:
+            return f"{name}.detach().view(torch.int32)"
+        if value.dim():
+            dim = rng.randrange(value.dim())
+            size = max(1, shape[dim])
+            at = rng.randrange(size)
+            long = rng.randint(1, size - at)
+            found += [
+                f"[{rng.randrange(max(1, shape[0]))}]", f"[{rng.randrange(max(1, shape[0]))}:]", "[::2]", "[-1]",
+                f"[..., {rng.randrange(max(1, shape[-1]))}]", f"[..., :{rng.randint(1, max(1, shape[-1]))}]",
+                "[..., ::3]", f".select({dim}, {at})", f".narrow({dim}, {at}, {long})", f".unbind({dim})[{at}]",
+                f".split({long}, {dim})[0]", f".split({long}, {dim})[-1]", f".chunk(3, {dim})[0]",
+                f".unfold({dim}, {long}, 2)", f".expand(2, {', '.join(['-1'] * value.dim())})",
+                f".tensor_split(2, {dim})[1]", f".split_with_sizes([{at}, {size - at}], {dim})[1]",
+            ]  # fmt: skip
+        if value.dim() > 1:
+            other = list(range(value.dim()))
+            rng.shuffle(other)
+            turns = [".mT", ".transpose(0, -1)", ".T", f".permute({other})", ".movedim(0, 1)", ".diagonal()", ".t()"]
+            found += turns * 2 + [f".unflatten(0, ({shape[0]}, 1))", ".swapaxes(0, 1)", ".squeeze()"]
+            found += [f".as_strided(({min(3, shape[0])}, {shape[1]}), {tuple(value.stride()[:2])}, 0)"]
+            found += [f".view({shape[-1]}, -1)"]
+        return name + rng.choice(found).format(name)

@@ -1,0 +1,317 @@
+"""Random programs of optimizers: ``NvmeOptimizer`` beside the class of torch that it is given. See ``random_programs``.
+
+A step that is interrupted is called again, as its note says; a ``load_state_dict`` that is interrupted leaves the old
+states or the new ones, or is called again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nvme_ops.offload import NvmeOptimizer, swap_params
+from tests.offload.random_comparison import Comparison, Outcome, Side, differences
+from tests.offload.random_model import Namespace, Statement, through_file, values
+
+SIZES = ((1,), (7,), (300, 3), (90, 100), (200, 201), (70_001,))
+OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
+    "SGD": {"lr": [0.1], "momentum": [0, 0.9], "weight_decay": [0, 0.1], "foreach": [None, True], "maximize": [True]},
+    "Adam": {"betas": [(0.9, 0.99), (0, 0.9)], "amsgrad": [True], "weight_decay": [0, 0.1], "foreach": [None, True]},
+    "AdamW": {"lr": [0.1], "amsgrad": [False, True], "maximize": [False, True], "fused": [None, None, True]},
+    "RMSprop": {"momentum": [0, 0.9], "centered": [False, True], "weight_decay": [0, 0.1], "foreach": [None, True]},
+    "Adagrad": {"lr": [0.1], "lr_decay": [0, 0.1], "initial_accumulator_value": [0, 0.5], "foreach": [None, True]},
+    "Adadelta": {"rho": [0.9, 0.5], "foreach": [None, True]},
+    "Adamax": {"lr": [0.1], "weight_decay": [0, 0.1], "foreach": [None, True]},
+    "ASGD": {"lr": [0.1], "t0": [1, 1e6], "weight_decay": [0, 0.1], "foreach": [None, True]},
+    "NAdam": {"lr": [0.1], "momentum_decay": [0.1], "decoupled_weight_decay": [False, True], "weight_decay": [0.1]},
+    "RAdam": {"lr": [0.1], "weight_decay": [0, 0.1], "foreach": [None, True]},
+    "Rprop": {"lr": [0.1], "etas": [(0.5, 1.2), (0.3, 1.5)], "foreach": [None, True]},
+}  # fmt: skip
+
+
+STEP = "\n# and\n"  # between a backward pass and its step, which alone is interrupted
+
+
+class Trained(nn.Module):
+    """Some parameters: smaller than a chunk of states, and larger."""
+
+    def __init__(self, seed: int, without: Sequence[str] = ()) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        low = rng.random() < 0.2 and "low" not in without
+        for number in range(rng.randint(2, 6)):
+            dtype = rng.choice([torch.bfloat16, torch.float16] if low else [torch.float32] * 5 + [torch.float64])
+            made = values(seed + number, *rng.choice(SIZES)).to(dtype)
+            turned = rng.random() < 0.15 and made.dim() == 2
+            self.register_parameter(f"p{number}", nn.Parameter(made.t() if turned else made))
+
+
+def loss_of(model: nn.Module, seed: int, names: Sequence[str]) -> torch.Tensor:
+    """A loss of some parameters."""
+    found = [getattr(model, name) for name in names]
+    return torch.stack(
+        [(each.float() * values(seed, *each.shape)).mean() + each.float().square().mean() for each in found]
+    ).sum()
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All states, with their names, but for those that Adagrad makes before it has a gradient."""
+    found = optimizer.state_dict()
+    found["state"] = {number: each for number, each in found["state"].items() if each.get("step", 1) != 0}
+    states = [part for number, each in sorted(found["state"].items()) for name, value in sorted(each.items())
+              for part in (f"{number} {name}", value)]  # fmt: skip
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in found["param_groups"]]
+    return [*states, repr(groups)]
+
+
+class OptimizerWriter:
+    """Writes a program: training, and what happens to optimizers besides."""
+
+    def __init__(self, seed: int, without: Sequence[str] = ()) -> None:
+        self.rng, self.without = random.Random(f"NvmeOptimizer {seed}"), without
+        self.names = [name for name, _ in Trained(seed, without).named_parameters()]
+        self.program: list[Statement] = []
+
+    def write(self, count: int) -> list[Statement]:
+        """Returns a program of about so many statements."""
+        rng = self.rng
+        self.kind = rng.choice(sorted(OPTIONS))
+        options = {name: rng.choice(each) for name, each in OPTIONS[self.kind].items() if rng.random() < 0.7}
+        options = {name: value for name, value in options.items() if value is not None}
+        self.overlap, self.keep = rng.random() < 0.3 and "overlap" not in self.without, rng.random() < 0.3
+        ours: dict[str, Any] = {
+            "keep": self.keep,
+            "checksum": rng.random() < 0.3,
+            "free_gradients": rng.random() < 0.25,
+        }
+        ours["overlap"] = "backward" if self.overlap else None
+        self.later = self.names[-1:] if len(self.names) > 2 and rng.random() < 0.4 else []
+        first = [name for name in self.names if name not in self.later]
+        groups = [first] if len(first) < 2 or rng.random() < 0.6 else [first[:1], first[1:]]
+        given = ", ".join(f"{{'params': [{', '.join(f'm.{name}' for name in each)}]}}" for each in groups)
+        words = ", ".join(f"{name}={value!r}" for name, value in {**options, **ours}.items())
+        self.used = first
+        self._add(f"o = make({self.kind!r}, [{given}], {words})", "many")
+        makers: dict[Callable[[], None], float] = {
+            self.train: 8, self.look: 2, self.option: 1.5, self.group: 0.7, self.saved: 1, self.loaded: 1.5,
+            self.file: 1, self.again: 1, self.written: 0.5, self.gradients: 0.7, self.schedule: 0.5,
+        }  # fmt: skip
+        makers = {make: weight for make, weight in makers.items() if make.__name__ not in self.without}
+        while len(self.program) < count:
+            rng.choices(list(makers), list(makers.values()))[0]()
+        self._add("see(*m.parameters())\nsee(*states(o))")
+        return self.program
+
+    def _add(self, code: str, kind: str = "read") -> None:
+        line = 0
+        if kind in ("step", "load") and self.rng.random() < 0.3 and "interrupts" not in self.without:
+            line = int(math.exp(self.rng.uniform(1, 8)))
+        self.program.append(Statement(code, kind, line))
+
+    def train(self) -> None:
+        rng = self.rng
+        chosen = self.used if rng.random() < 0.6 else rng.sample(self.used, rng.randint(1, len(self.used)))
+        seed = rng.randrange(1000)
+        zero = rng.choice(["o.zero_grad()", "o.zero_grad()", "o.zero_grad(set_to_none=False)"])
+        backward = f"loss(m, {seed}, {chosen}).backward()"
+        if rng.random() < 0.15 and not self.overlap:
+            inner = f"o.zero_grad()\n    l = loss(m, {seed}, {chosen})\n    l.backward()\n    return l"
+            self._add(f"def closure():\n    {inner}", "many")
+            self._add("see(o.step(closure).detach())", "many")
+            return
+        if rng.random() < 0.25:
+            zero += f"\nwith accumulate(o): loss(m, {seed + 1}, {rng.sample(self.used, 1)}).backward()"
+        if not self.overlap and rng.random() < 0.2:
+            backward += "\nnn.utils.clip_grad_norm_(m.parameters(), 0.1)"
+        self._add(f"{zero}\n{backward}{STEP}o.step()", "step")
+        if rng.random() < 0.2:
+            self._add("see(*[p.grad for p in m.parameters()])")
+
+    def look(self) -> None:
+        self._add(self.rng.choice(["see(*m.parameters())", "see(*states(o))"]))
+
+    def option(self) -> None:
+        group = f"o.param_groups[{self.rng.choice([0, -1])}]"
+        self._add(f"{group}[{self.rng.choice(['lr', 'weight_decay'])!r}] = {self.rng.choice([0.01, 0.2])}", "many")
+
+    def group(self) -> None:
+        if self.later:
+            self._add(f"o.add_param_group({{'params': [m.{self.later[0]}], 'lr': 0.05}})", "many")
+            self.used, self.later = self.used + self.later, []
+
+    def saved(self) -> None:
+        self._add("sd = through_file(o.state_dict())")
+
+    def loaded(self) -> None:
+        if any(each.code.startswith("sd = ") for each in self.program):
+            self._add("o.load_state_dict(copy.deepcopy(sd))", "load")
+
+    def file(self) -> None:
+        if any(each.code == "save(o)" for each in self.program) and self.rng.random() < 0.6:
+            self._add("load(o)", "many")
+        else:
+            self._add("save(o)", "many")
+
+    def again(self) -> None:
+        if self.keep:
+            self._add("o = again(o)", "many")
+
+    def written(self) -> None:
+        self._add(f"m.{self.rng.choice(self.names)}.data.mul_(0.9)")
+
+    def gradients(self) -> None:
+        name = self.rng.choice(self.used)
+        if not self.overlap:
+            self._add(f"m.{name}.grad = {self.rng.choice(['None', f'torch.ones_like(m.{name})'])}")
+
+    def schedule(self) -> None:
+        known = any("lr_scheduler" in each.code for each in self.program)
+        made = [
+            "s = torch.optim.lr_scheduler.StepLR(o, 1, 0.9)",
+            "s = torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False)",
+        ]
+        self._add("s.step()" if known else made[0], "many")
+
+
+class _Plain:
+    """What programs call, of torch."""
+
+    def __init__(self) -> None:
+        self.files: Any = None
+
+    def make(self, kind: str, groups: list[Any], **options: Any) -> torch.optim.Optimizer:
+        ours = {name: options.pop(name) for name in ("keep", "checksum", "overlap", "free_gradients")}
+        made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, **options)
+        self.made, self.free = (kind, options, ours), ours["free_gradients"]
+        if self.free:
+            made.register_step_post_hook(_free)
+        return made
+
+    def again(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        kind, options, ours = self.made
+        made = self.make(kind, [dict(each) for each in optimizer.param_groups], **options, **ours)
+        made.state = optimizer.state
+        return made
+
+    def accumulate(self, _: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        self.files = through_file(optimizer.state_dict()["state"])
+
+    def load(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.load_state_dict(
+            {"state": copy.deepcopy(self.files), "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def _free(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = None
+
+
+class _Ours:
+    """What programs call, of ``NvmeOptimizer``."""
+
+    def __init__(self, folder: str, seed: int) -> None:
+        self._folder, self._name, self._opened = folder, f"program {seed}", list[NvmeOptimizer]()
+        self._file = f"{folder}/states of {seed}"
+
+    def make(self, kind: str, groups: list[Any], **options: Any) -> NvmeOptimizer:
+        self._made = kind, options
+        made = NvmeOptimizer(
+            getattr(torch.optim, kind), groups, self._folder, memory_budget="1M", master_weights=False,
+            name=self._name, **options,
+        )  # fmt: skip
+        self._opened.append(made)
+        return made
+
+    def again(self, optimizer: NvmeOptimizer) -> NvmeOptimizer:
+        optimizer.close()
+        kind, options = self._made
+        return self.make(kind, [dict(each) for each in optimizer.param_groups], **options)
+
+    def accumulate(self, optimizer: NvmeOptimizer) -> Any:
+        return optimizer.accumulate()
+
+    def save(self, optimizer: NvmeOptimizer) -> None:
+        optimizer.save_states(self._file, durable=False)
+
+    def load(self, optimizer: NvmeOptimizer) -> None:
+        optimizer.load_states(self._file)
+
+    def close(self) -> None:
+        for each in self._opened:
+            each.close()
+
+
+def _names(model: nn.Module, of: _Ours | _Plain) -> Namespace:
+    names = ("make", "again", "accumulate", "save", "load")
+    return {"states": states, "loss": loss_of, **{name: getattr(of, name) for name in names}}
+
+
+class OptimizerComparison(Comparison):
+    """Calls again what was interrupted."""
+
+    def _statement(self, statement: Statement, number: int) -> bool:
+        first, _, then = statement.code.partition(STEP)
+        if not then:
+            return super()._statement(statement, number)
+        before, step = Statement(first, "many"), Statement(then, "step", statement.line)
+        return super()._statement(before, number) and super()._statement(step, number)
+
+    def _refused(self, statement: Statement, number: int, refused: bool) -> bool:
+        if refused or statement.kind not in ("step", "load"):
+            self.outcome.counts["ended by a refusal"] += refused
+            return not refused
+        if statement.kind == "load":
+            look = Statement("see(*states(o))")
+            if self.ours.run(look, number) is None:
+                now = dict(enumerate(self.ours.log))
+                self.plain.run(look, number)
+                old = dict(enumerate(self.plain.log))
+                self.plain.run(statement, number)
+                self.plain.run(look, number)
+                new = dict(enumerate(self.plain.log))
+                for each in (now, old, new):
+                    each.pop(len(each) - 1)  # options
+                if (one := differences(now, old)) and (other := differences(now, new)):
+                    return self._fail("interrupted, neither old nor new", f"{one}; {other}")
+        return self._statement(Statement(statement.code, statement.kind), number)
+
+
+def run_program(seed: int, program: Sequence[Statement], folder: str, without: Sequence[str] = ()) -> Outcome:
+    """Runs a program with ``NvmeOptimizer`` and with torch's optimizers."""
+    ours, plain = Trained(seed, without), Trained(seed, without)
+    with _maybe_swapped(ours, seed, folder, without):
+        one, other = _Ours(folder, seed), _Plain()
+        sides = Side(ours, None), Side(plain, None)
+        sides[0].names.update(_names(ours, one))
+        sides[1].names.update(_names(plain, other))
+        compared = OptimizerComparison(*sides)
+        try:
+            compared.run(program)
+            return compared.outcome
+        finally:
+            sides[0].forget_all()
+            one.close()
+
+
+@contextlib.contextmanager
+def _maybe_swapped(model: nn.Module, seed: int, folder: str, without: Sequence[str]) -> Iterator[None]:
+    if random.Random(seed).random() < 0.2 and "swapped" not in without:
+        with swap_params(model, folder, memory_budget="2M", min_bytes=1):
+            yield
+    else:
+        yield

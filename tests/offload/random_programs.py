@@ -1,0 +1,281 @@
+"""Random programs over tensors on storage, each run on plain torch as well: the same bits, or a refusal.
+
+    python -m tests.offload.random_programs swap_params --programs 20000 --seed 0 --processes 2
+
+A program is a list of statements of Python over one small model. It is written from a seed, on plain torch alone, so
+that a seed is the same program whatever is tested. Each statement runs with the capability first. What that refuses, in
+a sentence of its own, plain torch skips; what it raises otherwise, plain torch has to raise too; what both compute is
+compared bit for bit. A statement with a ``line`` is interrupted (Ctrl-C) at that line of nvme_ops: a write has then
+happened as a whole, or not at all. A program that fails is printed without the statements that it fails without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.offload import residents, streamed, window
+from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened, said
+from tests.offload.random_model import Statement, model_of
+from tests.offload.random_statements import Writer
+
+CAPABILITIES = ("swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer")
+LONGEST = 20  # seconds that a program may take
+
+
+def run_program(
+    capability: str, seed: int, program: Sequence[Statement], folder: str, without: Sequence[str] = ()
+) -> Outcome:
+    """Runs a program with a capability and on plain torch."""
+    _be_quick()
+    if capability == "NvmeOptimizer":
+        from tests.offload import random_optimizers
+
+        with tempfile.TemporaryDirectory(dir=folder) as folder:
+            return random_optimizers.run_program(seed, program, folder, without)
+    ours, plain = model_of(capability, seed, without), model_of(capability, seed, without)
+    with opened(capability, ours, folder, random.Random(seed)) as (saving, used):
+        compared = Comparison(Side(ours, saving), Side(plain, contextlib.nullcontext()))
+        known = compared.run(program)
+        compared.end(known)
+        if capability == "stream_weights" and not compared.outcome.failure:
+            compared.outcome.counts["bytes read"] += used.stats().bytes_read
+        if capability == "swap_params" and not compared.outcome.failure and random.Random(seed).random() < 0.2:
+            used.restore()
+            if known and (found := differences(compared.ours.state(), compared.plain.state())) != "":
+                compared._fail("a difference", f"restored: {found}")
+        return compared.outcome
+
+
+def _be_quick() -> None:
+    """Memory that others hold is given up soon, and small weights are streamed too."""
+    for module, name, value in (
+        (residents, "_PATIENCE", 0.03), (residents, "_LONG", 0.01), (window, "_PATIENCE", 0.03),
+        (streamed, "_SMALL", 0),
+    ):  # fmt: skip
+        if hasattr(module, name):
+            setattr(module, name, value)
+    torch.set_num_threads(1)
+
+
+# Many programs run
+
+
+def write_program(capability: str, seed: int, without: Sequence[str] = ()) -> list[Statement]:
+    """Returns the program of a seed; ``without`` some kinds of statements."""
+    if capability == "NvmeOptimizer":
+        from tests.offload.random_optimizers import OptimizerWriter
+
+        return OptimizerWriter(seed, without).write(random.Random(seed).randint(6, 30))
+    return Writer(capability, seed, without).write(random.Random(seed).randint(6, 30))
+
+
+def _child(seeds: Sequence[int], work: Callable[[int], Outcome], report: int) -> None:
+    """Runs programs in this process, which may crash, and writes lines about them."""
+    native()  # which may have to be compiled
+    with open(report, "w") as file:
+        for seed in seeds:
+            print(json.dumps({"begin": seed}), file=file, flush=True)
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
+            try:
+                outcome = work(seed)
+            except BaseException as error:
+                last = traceback.format_exception(error)[-6:]
+                outcome = Outcome("the harness raises", 0, said(error) + "\n" + "".join(last))
+            print(json.dumps(vars(outcome)), file=file, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def in_children(seeds: Sequence[int], work: Callable[[int], Outcome], batch: int = 50) -> Iterator[tuple[int, Outcome]]:
+    """Runs programs in children, a batch each; a crash or a hang is an outcome."""
+    left = list(seeds)
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  (for as long as children are)
+    while left:
+        reading, writing = os.pipe()
+        errors.truncate(0)
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(errors.fileno(), 2)
+            faulthandler.enable()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            try:
+                _child(left[:batch], work, writing)
+            finally:
+                os._exit(0)
+        os.close(writing)
+        done, begun = 0, None
+        with open(reading) as lines:
+            for line in lines:
+                found = json.loads(line)
+                if "begin" in found:
+                    begun = found["begin"]
+                else:
+                    for name in ("refusals", "counts"):
+                        found[name] = Counter(found[name])
+                    yield left[done], Outcome(**found)
+                    done, begun = done + 1, None
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if begun is not None or done < min(batch, len(left)):
+            errors.seek(0)
+            stacks = errors.read().decode(errors="replace").strip("\0")[-3000:]
+            yield left[done], Outcome("hangs" if status == 1 else f"crashes with {status}", detail="\n" + stacks)
+            done += 1
+        del left[:done]
+
+
+def shrunk(
+    capability: str, seed: int, program: list[Statement], kind: str, folder: str, without: Sequence[str]
+) -> list[Statement]:
+    """Returns the program without the statements that it fails without."""
+
+    def fails(tried: list[Statement]) -> bool:
+        found = in_children([seed], lambda seed: run_program(capability, seed, tried, folder, without))
+        return next(found)[1].kind == kind
+
+    end = time.monotonic() + 60
+    for size in (8, 4, 2, 1, 1):
+        at = len(program) - size
+        while at >= 0 and time.monotonic() < end and not kind.startswith("hangs"):
+            tried = program[:at] + program[at + size :]
+            if fails(tried):
+                program = tried
+            at -= size
+    plain = [Statement(each.code, each.kind) for each in program]
+    return plain if fails(plain) else program
+
+
+def printed(program: Sequence[Statement]) -> str:
+    """A program as it is shown."""
+    lines = [f"{each.code}{f'  # Ctrl-C at line {each.line}' if each.line else ''}" for each in program]
+    return "\n".join("    " + line for each in lines for line in each.split("\n"))
+
+
+@dataclass
+class Summary:
+    """What became of many programs."""
+
+    programs: int = 0
+    failures: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Summary) -> None:
+        self.programs += other.programs
+        self.failures += other.failures
+        for name in ("kinds", "refusals", "counts"):
+            getattr(self, name).update(getattr(other, name))
+
+
+def run_many(
+    capability: str,
+    seeds: Sequence[int],
+    folder: str,
+    *,
+    without: Sequence[str] = (),
+    shrink: int = 1,
+    show: bool = False,
+) -> Summary:
+    """Runs the programs of seeds; of each kind of failure, the first ``shrink`` are shown."""
+    _be_quick()
+    for seed in range(30):  # what torch imports when it is used first
+        write_program(capability, seed, without)
+    gc.collect()
+    gc.freeze()
+    summary = Summary()
+
+    def work(seed: int) -> Outcome:
+        return run_program(capability, seed, write_program(capability, seed, without), folder, without)
+
+    for seed, outcome in in_children(seeds, work):
+        summary.programs += 1
+        summary.refusals += outcome.refusals
+        summary.counts += outcome.counts
+        if not outcome.failure:
+            continue
+        kind = outcome.kind
+        summary.kinds[kind] += 1
+        if summary.kinds[kind] <= shrink:
+            program = write_program(capability, seed, without)
+            if outcome.at:
+                del program[outcome.at + 1 :]
+            program = shrunk(capability, seed, program, kind, folder, without)
+            text = f"{capability}, seed {seed}: {outcome.failure}: {outcome.detail}\n{printed(program)}"
+            summary.failures.append(text)
+            if show:
+                print(text, flush=True)
+    return summary
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs programs and prints what failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.offload.random_programs", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("capability", choices=CAPABILITIES)
+    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--shrink", type=int, default=1, help="failures of each kind that are shown")
+    parser.add_argument(
+        "--without",
+        default="",
+        help="kinds of statements to leave out: names of Writer, or parameters of Model, with commas",
+    )
+    parser.add_argument("--folder", help="where tensors go; a new one when left out")
+    parser.add_argument("--print", action="store_true", help="print the programs, and run none")
+    given = parser.parse_args(words)
+    seeds = range(given.seed, given.seed + given.programs)
+    without = given.without.split(",")
+    if given.print:
+        for seed in seeds:
+            print(f"seed {seed}\n{printed(write_program(given.capability, seed, without))}")
+        return 0
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        workers = []
+        for number in range(given.processes):
+            child = os.fork()
+            if child == 0:
+                try:
+                    mine = seeds[number :: given.processes]
+                    found = run_many(given.capability, mine, folder, without=without, shrink=given.shrink, show=True)
+                    Path(folder, f"summary {number}").write_bytes(pickle.dumps(found))
+                finally:
+                    os._exit(0)
+            workers.append(child)
+        total = Summary()
+        for number, child in enumerate(workers):
+            os.waitpid(child, 0)
+            total.add(pickle.loads(Path(folder, f"summary {number}").read_bytes()))
+    seconds = time.perf_counter() - begin
+    print(f"\n{total.programs} programs of {given.capability} in {seconds:.0f} s; {sum(total.kinds.values())} failed")
+    for title, counter in (("failures", total.kinds), ("refusals", total.refusals), ("statements", total.counts)):
+        print(f"{title}:")
+        for text, count in counter.most_common(60):
+            print(f"  {count:7} {text}")
+    return int(bool(total.kinds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Random programs compute the same with tensors on storage as with tensors in memory, or are refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_python
+
+PROGRAM = """
+    import sys
+    from tests.offload.random_programs import run_many
+    capability, count, folder, without = sys.argv[1:]
+    found = run_many(capability, range(int(count)), folder, without=without.split(","))
+    print(*found.failures, sep="\\n")
+    assert found.programs == int(count)
+    assert found.counts["equal"] > 10 * found.programs, "the programs are trivial"
+    sys.exit(bool(found.kinds))
+"""
+
+#: Kinds of statements, and parameters, that are known to differ.
+WITHOUT = {
+    "stream_weights": "turned",  # comes back with other strides
+    "save_on_nvme": "interrupts",  # in __enter__ and __exit__: the hooks stay
+    "NvmeOptimizer": "overlap,interrupts",
+}
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", ["swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer"])
+def test_equal_or_refused(folder: Path, capability: str, count: int) -> None:
+    found = run_python(PROGRAM, capability, count, folder, WITHOUT.get(capability, ""), check=False, fresh=True)
+    assert found.returncode == 0, found.stdout + found.stderr
