@@ -18,7 +18,7 @@ from nvme_ops.offload.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
 from nvme_ops.offload.pager import CacheStats as CacheStats
 from nvme_ops.offload.pretrained import from_pretrained as from_pretrained
-from nvme_ops.offload.residents import SwapStats as SwapStats
+from nvme_ops.offload.resident import SwapStats as SwapStats
 from nvme_ops.offload.save_on_nvme import save_on_nvme as save_on_nvme
 from nvme_ops.offload.states import OptimizerStats as OptimizerStats
 from nvme_ops.offload.stream_weights import stream_weights as stream_weights

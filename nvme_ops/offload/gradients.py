@@ -16,7 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.residents import Resident, Residents, SwapStats
+from nvme_ops.offload.resident import Resident, SwapStats
+from nvme_ops.offload.residents import Residents
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.swapped import SwappedTensor
 from nvme_ops.offload.swapped_gradient import GradientValues, SwappedGradient

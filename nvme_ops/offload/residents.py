@@ -12,8 +12,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 
@@ -21,9 +19,9 @@ from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import dense_strides
 from nvme_ops.offload.device_memory import Memory, memory_on
 from nvme_ops.offload.order import Order
+from nvme_ops.offload.resident import Phase, Resident, SwapStats, Use, tensors_over
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
@@ -35,74 +33,6 @@ _CHANGING = 2  # tensors that may be changed in turns: an optimizer's chunk has 
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the place of what no use is foreseen of
 _numbers = itertools.count()
-
-Phase = Literal["forward", "backward", "step"]
-
-
-@dataclass
-class SwapStats:
-    """What was moved since the tensors went to storage."""
-
-    bytes_read: int = 0
-    bytes_on_demand: int = 0  #: of these, what was not foreseen
-    bytes_written: int = 0
-    bytes_stored: int = 0  #: the space that the tensors take
-    seconds_waited: float = 0.0  #: by computation, for reads and for memory
-    peak_bytes: int = 0  #: the most memory that they had at once
-
-
-class Resident:
-    """A tensor on storage, with its values in memory at times.
-
-    Args:
-        key: its name in the store.
-        like: has its shape, strides, dtype and device; may be on the meta device.
-        device: where its values come to; that of ``like`` when None.
-    """
-
-    def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None) -> None:
-        self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
-        self.place = key  #: in the order of uses, which one that replaces another takes over
-        self.stride = dense_strides(like)
-        self.nbytes = like.numel() * like.itemsize
-        self.device = device or like.device
-        self.values: torch.Tensor | None = None  #: in memory, or on their way there
-        self.memory: torch.Tensor | None = None  #: its bytes
-        self.own = 0  #: tensors over this memory that are ours
-        self.arriving: IoFuture | None = None
-        self.writing: IoFuture | None = None
-        self.stored = False  #: there are values, on storage or on their way there
-        self.changed = False  #: the values in memory are not those on storage
-        self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet
-        self.changes = 0  #: counts those who were given the values to change them
-        self.pickled: dict[Any, Any] = {}  #: copies in memory by ``changes``; references that do not keep them
-        self.demanded = False
-        self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
-        self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: whose values it took, in which version
-
-    def is_used(self) -> bool:
-        """Whether others have tensors over the memory of the values: they compute with it, or may write to it."""
-        for transfer in (self.arriving, self.writing):
-            if transfer is not None:
-                transfer.done()  # one that has ended gives its tensors back when it is asked
-        return self.values is not None and _tensors_over(self.values) > self.own
-
-    def require_apart(self, change: bool) -> None:
-        """Raises RuntimeError where a tensor that shares memory with this one in torch would now differ from it."""
-        if self.assigned is None:
-            return
-        tensor, version = self.assigned[0](), self.assigned[1]
-        if tensor is None:
-            self.assigned = None
-        elif change or tensor._version != version:
-            which = "this parameter, to which it was assigned," if change else "the tensor that was assigned to .data"
-            raise RuntimeError(
-                f"{which} is changed, and both share memory only where parameters are in memory: assign a clone(), or "
-                "delete the other one before"
-            )
-
-
-Use = tuple[str, Phase]  # of the resident at a place
 
 
 class Residents:
@@ -372,7 +302,7 @@ class Residents:
             if memory is None:
                 return False
             values = memory.view(resident.dtype).as_strided(resident.shape, resident.stride).detach()
-        resident.own = _tensors_over(values)
+        resident.own = tensors_over(values)
         resident.demanded = priority is Priority.DEMAND
         if resident.stored:
             try:
@@ -497,11 +427,6 @@ class Residents:
             f"no memory in one piece for a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}: "
             f"others in use have {taken} of {nbytes}"
         )
-
-
-def _tensors_over(tensor: torch.Tensor) -> int:
-    """Returns how many tensors, of any kind, share the memory of this one; and those who hold that as a storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _free_frames(error: BaseException) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.resident import Resident, SwapStats, Use
+from nvme_ops.offload.residents import Residents
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.swapped import SwappedTensor
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from nvme_ops.offload.residents import Phase, Resident, Residents
+from nvme_ops.offload.resident import Phase, Resident
+from nvme_ops.offload.residents import Residents
 from nvme_ops.offload.swapped import SwappedTensor
 
 aten = torch.ops.aten
