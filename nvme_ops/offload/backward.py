@@ -18,7 +18,7 @@ class BackwardPass:
     Args:
         states: has the chunks.
         order: of the chunks, that in which their gradients were ready the last time.
-        update: changes a chunk's parameters and states.
+        update: changes a chunk's parameters and states, or leaves that to ``step``.
         most: bytes of gradients that may wait for their update before the backward pass waits for it; None: it never
             does.
     """
@@ -44,11 +44,16 @@ class BackwardPass:
         self._arrived: set[int] = set()
         self._lock = threading.Lock()  # several threads may run backward
         self._ready = {chunk: threading.Event() for chunk in order}
-        self._over = False  # given up
+        self._over = False
+        #: Whether ``give_up`` was called, and was perhaps interrupted.
+        self.given_up = False
         self._failure: BaseException | None = None
         #: The chunks in the order in which their gradients were ready.
         self.found: list[Chunk] = []
         self._thread = threading.Thread(target=self._work, name="nvme_ops-optimizer", daemon=True)
+
+    def start(self) -> None:
+        """Begins. Once."""
         self._thread.start()
 
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -91,25 +96,29 @@ class BackwardPass:
             self._awaited = None
 
     def finish(self) -> None:
-        """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure."""
+        """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure.
+
+        If it is interrupted, call ``give_up``: nothing may use the states beside the program.
+        """
         for event in self._ready.values():
             event.set()
-        try:
-            self._thread.join()
-        except BaseException:  # Ctrl-C: nothing may use the states beside the program
-            self.give_up()
-            raise
+        self._join()
         if self._failure is not None:
             raise self._failure
 
     def give_up(self) -> None:
-        """Leaves chunks that were not updated as they are."""
+        """Leaves chunks that were not updated as they are. If it is interrupted, call it again."""
+        self.given_up = True
         with self._moves:
             self._over = True
             self._moves.notify_all()
         for event in self._ready.values():
             event.set()
-        self._thread.join()
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:  # else it could not be started
+            self._thread.join()
 
     def order(self) -> list[Chunk]:
         """Returns the order for the next pass: those without all gradients come last."""
@@ -128,8 +137,9 @@ class BackwardPass:
             with contextlib.closing(self._states.update(self._waiting())) as updates:
                 for chunk, buffer in updates:
                     self._await(chunk)
-                    if not self._over:
-                        self._update(chunk, buffer)
+                    if self._over:
+                        break
+                    self._update(chunk, buffer)
         except BaseException as error:
             self._failure = error
         finally:
