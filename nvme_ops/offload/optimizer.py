@@ -404,6 +404,9 @@ class NvmeOptimizer(torch.optim.Optimizer):
         on_host = chunk.device.type == "cpu"
         views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.version(chunk).scalars
         options = copied(self.param_groups[chunk.group])
+        nesterov = self._class is torch.optim.SGD and options["nesterov"]
+        # These change gradients, which a step that fails leaves as they were.
+        spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for each in slices:
             gradient = each.gradient()
@@ -418,6 +421,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 if each not in before:
                     target.copy_(values)
                 gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
+            elif spoils:
+                gradient = gradient.clone()
             target.grad = gradient
             given.append((each, values, target))
         if not given:
