@@ -47,6 +47,7 @@ class BackwardPass:
         self._over = False
         #: Whether ``give_up`` was called, and was perhaps interrupted.
         self.given_up = False
+        self._ended = threading.Event()  # the thread
         self._failure: BaseException | None = None
         #: The chunks in the order in which their gradients were ready.
         self.found: list[Chunk] = []
@@ -83,7 +84,7 @@ class BackwardPass:
 
     def _may_go_on(self) -> bool:
         """Whether the backward pass need not, or must not, wait: the thread may wait for what it is to bring."""
-        if self._most is None or self._waiting_bytes <= self._most or self._over or not self._thread.is_alive():
+        if self._most is None or self._waiting_bytes <= self._most or self._over:
             return True
         return self._awaited is not None and not self._ready[self._awaited].is_set()
 
@@ -117,8 +118,15 @@ class BackwardPass:
         self._join()
 
     def _join(self) -> None:
-        if self._thread.ident is not None:  # else it could not be started
-            self._thread.join()
+        """Waits for the thread.
+
+        ``Thread.join`` alone would not do: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for
+        ended (bpo-45274).
+        """
+        while not self._ended.wait(1):
+            if self._thread.ident is None:  # it was not started
+                return
+        self._thread.join()
 
     def order(self) -> list[Chunk]:
         """Returns the order for the next pass: those without all gradients come last."""
@@ -146,3 +154,4 @@ class BackwardPass:
             with self._moves:
                 self._over = True
                 self._moves.notify_all()
+            self._ended.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import linecache
 import os
 import random
 import signal
@@ -38,7 +39,9 @@ class Line:
         code = frame.f_code
         if code.co_filename not in TRACED or code.co_name == "_work":  # Ctrl-C never comes to that
             return None
-        if event == "line" and (self.main or threading.current_thread() is not threading.main_thread()):
+        # An exception at the end of a with block, before the lock is released, is one that Python itself never raises.
+        lock = linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with self._")
+        if event == "line" and not lock and (self.main or threading.current_thread() is not threading.main_thread()):
             self.count += 1
             if self.count == self.number:
                 self.where = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
