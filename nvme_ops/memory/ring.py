@@ -294,8 +294,8 @@ class Ring:
             items: of any kind, each with its bytes in one place.
             read: starts to fill a buffer with an item's bytes; None when there is nothing to read.
             write: starts to write them; None when there is nothing to write.
-            ended: called once for each item that was yielded, in order, when its write has ended or was not started,
-                with what it failed with, or None. The buffer is not reused before.
+            ended: called for each item that was yielded, in order, when its write has ended or was not started, with
+                what it failed with, or None. The buffer is not reused before. If it is interrupted it is called again.
 
         Raises what the reads and writes fail with.
         """
@@ -305,9 +305,9 @@ class Ring:
 
         def end_oldest() -> None:
             item, buffer, transfer = writing[0]
-            failure = transfer.exception() if transfer else None  # if interrupted, it is still in the queue
-            writing.popleft()
+            failure = transfer.exception() if transfer else None
             ended(item, buffer, failure)
+            writing.popleft()  # if interrupted before, it is still in the queue
             if failure is not None:
                 raise failure
 
@@ -320,7 +320,8 @@ class Ring:
                 yield item, buffer
                 writing.append((item, buffer, write(item, buffer)))
             except BaseException as error:
-                ended(item, buffer, error)
+                if not writing or writing[-1][1] is not buffer:
+                    ended(item, buffer, error)
                 raise
 
         self._prepare()
@@ -345,5 +346,9 @@ class Ring:
                 if transfer:
                     transfer.exception()
             while writing:
-                with suppress(Exception):
+                oldest = writing[0]
+                try:
                     end_oldest()
+                except Exception:
+                    if writing and writing[0] is oldest:  # it is ``ended`` that fails
+                        writing.popleft()

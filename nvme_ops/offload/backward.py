@@ -18,7 +18,7 @@ class BackwardPass:
     Args:
         states: has the chunks.
         order: of the chunks, that in which their gradients were ready the last time.
-        update: changes a chunk's parameters and states.
+        update: changes a chunk's parameters and states, or leaves that to ``step``.
         most: bytes of gradients that may wait for their update before the backward pass waits for it; None: it never
             does.
     """
@@ -44,11 +44,17 @@ class BackwardPass:
         self._arrived: set[int] = set()
         self._lock = threading.Lock()  # several threads may run backward
         self._ready = {chunk: threading.Event() for chunk in order}
-        self._over = False  # given up
+        self._over = False
+        #: Whether ``give_up`` was called, and was perhaps interrupted.
+        self.given_up = False
+        self._ended = threading.Event()  # the thread
         self._failure: BaseException | None = None
         #: The chunks in the order in which their gradients were ready.
         self.found: list[Chunk] = []
         self._thread = threading.Thread(target=self._work, name="nvme_ops-optimizer", daemon=True)
+
+    def start(self) -> None:
+        """Begins. Once."""
         self._thread.start()
 
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -78,7 +84,7 @@ class BackwardPass:
 
     def _may_go_on(self) -> bool:
         """Whether the backward pass need not, or must not, wait: the thread may wait for what it is to bring."""
-        if self._most is None or self._waiting_bytes <= self._most or self._over or not self._thread.is_alive():
+        if self._most is None or self._waiting_bytes <= self._most or self._over:
             return True
         return self._awaited is not None and not self._ready[self._awaited].is_set()
 
@@ -91,24 +97,35 @@ class BackwardPass:
             self._awaited = None
 
     def finish(self) -> None:
-        """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure."""
+        """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure.
+
+        If it is interrupted, call ``give_up``: nothing may use the states beside the program.
+        """
         for event in self._ready.values():
             event.set()
-        try:
-            self._thread.join()
-        except BaseException:  # Ctrl-C: nothing may use the states beside the program
-            self.give_up()
-            raise
+        self._join()
         if self._failure is not None:
             raise self._failure
 
     def give_up(self) -> None:
-        """Leaves chunks that were not updated as they are."""
+        """Leaves chunks that were not updated as they are. If it is interrupted, call it again."""
+        self.given_up = True
         with self._moves:
             self._over = True
             self._moves.notify_all()
         for event in self._ready.values():
             event.set()
+        self._join()
+
+    def _join(self) -> None:
+        """Waits for the thread.
+
+        ``Thread.join`` alone would not do: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for
+        ended (bpo-45274).
+        """
+        while not self._ended.wait(1):
+            if self._thread.ident is None:  # it was not started
+                return
         self._thread.join()
 
     def order(self) -> list[Chunk]:
@@ -128,11 +145,13 @@ class BackwardPass:
             with contextlib.closing(self._states.update(self._waiting())) as updates:
                 for chunk, buffer in updates:
                     self._await(chunk)
-                    if not self._over:
-                        self._update(chunk, buffer)
+                    if self._over:
+                        break
+                    self._update(chunk, buffer)
         except BaseException as error:
             self._failure = error
         finally:
             with self._moves:
                 self._over = True
                 self._moves.notify_all()
+            self._ended.set()

@@ -74,8 +74,6 @@ class Slice:
     begin: int
     end: int
     at: int
-    scalars: dict[str, Any] | None = None  #: states that have no element for each of these; None before the first step
-    pending: dict[str, Any] | None = None  #: those after the step that is being written
     loan: Loan | None = None  #: the parameter and its gradient, if these are on storage themselves
 
     def values(self) -> torch.Tensor:
@@ -149,6 +147,17 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return dense_bytes(tensor).view(tensor.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Version:
+    """The states of a chunk at one time; which one counts, ``States.now`` says."""
+
+    slot: int | None = None  #: which of the chunk's values in the store has them; None: there are none
+    #: What has no element for each of a slice's, and None for a state of the chunk that the slice does not have yet.
+    #: Slices without any states are not in it.
+    scalars: Mapping[Slice, dict[str, Any]] = field(default_factory=dict)
+    attempt: int = -1  #: that has made it; see ``States.attempt``
+
+
 @dataclass(eq=False)
 class Chunk:
     """Slices of parameters of one group, dtype and device, whose states lie in one value of the store."""
@@ -159,8 +168,13 @@ class Chunk:
     dtype: torch.dtype
     device: torch.device
     slices: list[Slice] = field(default_factory=list)
-    slot: int | None = None  #: which of the two values is the last step's; None before the first one
-    updated: list[Slice] = field(default_factory=list)  #: whose parameters have changed, and are in the backup
+    updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may have changed
+    scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: those of the version to come
+    pending: Version | None = None  #: what is being written
+
+    def begin(self) -> None:
+        """Forgets the last pass."""
+        self.updated, self.scalars, self.pending = [], {}, None
 
     def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
         """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
@@ -213,12 +227,17 @@ class Chunk:
         return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
 
     @property
-    def other_slot(self) -> int:
-        """The value that the next step writes."""
-        return 0 if self.slot is None else 1 - self.slot
+    def has_master(self) -> bool:
+        """Whether a copy of the parameters in float32 is among the states."""
+        return bool(self.regions) and self.regions[0].name == MASTER
+
+    @property
+    def names(self) -> list[str]:
+        """The states that the optimizer itself keeps of each element."""
+        return [region.name for region in self.regions if region.name != MASTER]
 
     def key(self, slot: int) -> str:
-        """Returns the name of one of the two values in the store."""
+        """Returns the name of one of the chunk's values in the store."""
         return f"{self.number}/{slot}"
 
 

@@ -12,7 +12,7 @@ import ctypes
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -27,6 +27,7 @@ from nvme_ops.offload.chunks import (
     Chunk,
     Region,
     Slice,
+    Version,
     copied,
     divide,
     is_on_storage,
@@ -42,7 +43,10 @@ from nvme_ops.text import MIB, size_words
 _LEAST = 1 * MIB  # bytes of a budget
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
+_LOW = (torch.bfloat16, torch.float16)
+
 Path = str | os.PathLike[str]
+_Kind = tuple[int, torch.dtype, torch.device]  # group, dtype and device of chunks
 
 
 class NvmeOptimizer(torch.optim.Optimizer):
@@ -106,14 +110,15 @@ class NvmeOptimizer(torch.optim.Optimizer):
         budget = budget_of(memory_budget)
         if budget < _LEAST:
             raise ValueError(f"memory_budget must be at least {size_words(_LEAST)}, not {size_words(budget)}")
-        self._divided = 0  # groups that are in chunks
         self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
+        self._late: tuple[int, set[_Kind]] = (-1, set())  # of an attempt at a step; see _late_kinds
+        self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see _switches
         self._overlap = overlap is not None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass: BackwardPass | None = None
         self._order: list[Chunk] = []  # of the last backward pass
         self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
-        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}
+        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # once gradients are to be freed
         self._handle = handle or shared_handle()
         super().__init__(params, optimizer([torch.zeros(1)], **kwargs).defaults)
         with contextlib.ExitStack() as undo:
@@ -134,8 +139,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
                 self._states.resume(record)
-                self._show_states()
-                self._states.stats.steps = record["steps"]
+                self._show_states(self._states.now)
             undo.pop_all()
 
     def _fitting(self, record: dict[str, Any], name: str) -> int:
@@ -183,32 +187,47 @@ class NvmeOptimizer(torch.optim.Optimizer):
         states = self._states
         self._require_open()
         self._arrange()
-        begun, self._pass = self._pass, None
-        if not self._same_gradients() and begun is None:
-            states.done.clear()
-        concerned = [chunk for chunk in states.chunks if _has_gradient(chunk)]
+        self._require_room()
+        if self._pass is not None and self._pass.given_up:
+            self._give_up()
+        begun, concerned, under_way = self._pass, [], False
         try:
+            if begun is None and not self._same_gradients():
+                states.begin()
+            under_way = True
+            concerned = [chunk for chunk in states.chunks if _has_gradient(chunk)]
             if begun is not None:
                 self._order = begun.order()
                 begun.finish()
-            waiting = [chunk for chunk in concerned if chunk not in states.done]
+                self._pass = None
+            if self._late[0] != states.attempt:
+                self._late = (states.attempt, self._late_kinds(early=False))
+            waiting = [chunk for chunk in concerned if not states.is_done(chunk)]
             with contextlib.closing(states.update(waiting)) as updates:
                 for chunk, buffer in updates:
                     self._update(chunk, buffer)
-            self._commit(states.stats.steps + 1)
+            for chunk in concerned:
+                states.when_done(chunk)  # those of an attempt that was interrupted
+            self._show_states(states.now)
+            states.commit(self._record(self.steps + (states.ended != states.attempt)))
+            if _malloc_trim is not None and any(is_on_storage(each) for each in self._parameters()):
+                _malloc_trim(0)  # what a library allocates for a matrix leaves holes in the heap, more each step
+            states.stats.seconds += time.perf_counter() - begin
+            self._failed_with = []
+            return loss
         except BaseException as error:
-            self._failed_with = _identities(self._parameters())
-            done = sum(chunk in states.done for chunk in concerned)
-            error.add_note(
-                f"step {self.steps + 1} of NvmeOptimizer: {done} of {len(concerned)} chunks of parameters are updated, "
-                "the others are as they were; step() with the same gradients goes on with these"
-            )
+            try:
+                self._give_up()
+            finally:
+                if under_way:
+                    self._failed_with = _identities(self._parameters())
+                done = sum(states.is_done(chunk) for chunk in concerned)
+                error.add_note(
+                    f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
+                    f"{len(concerned)} chunks of parameters are updated, the others are as they were; step() with the "
+                    "same gradients goes on with these"
+                )
             raise
-        if _malloc_trim is not None and any(is_on_storage(each) for each in self._parameters()):
-            _malloc_trim(0)  # what a library allocates for a matrix leaves holes in the heap, more of them each step
-        states.stats.steps += 1
-        states.stats.seconds += time.perf_counter() - begin
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients. A step that has begun during a backward pass, and was not ended, is given up."""
@@ -230,7 +249,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Removes the files, or leaves kept ones to the next program. Further calls do nothing."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._give_up()
         self._states.close()
@@ -259,27 +278,40 @@ class NvmeOptimizer(torch.optim.Optimizer):
         try:
             return super().state_dict()
         finally:
-            self._show_states()
+            self._show_states(self._states.now)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces the groups' options and all states, for example by those that the optimizer itself has saved.
 
-        Parameters are to be loaded before: where ``master_weights`` are missing they begin with these.
+        Parameters are to be loaded before: where ``master_weights`` are missing they begin with these. If it fails, or
+        is interrupted, all options and states are those of before.
 
         Raises:
-            ValueError: groups of other sizes; a state of another shape than its parameter, or one that is missing.
+            ValueError: groups of other sizes; a state of another shape than its parameter, or one that is missing;
+                states or options, such as ``momentum``, for which this optimizer was made without room.
             OSError: the device fails or is full.
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        found = state_dict["state"]
-        super().load_state_dict({**state_dict, "state": {}})
         self._arrange()
-        numbers: dict[int, int] = {}
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            numbers.update(zip(map(id, group["params"]), saved["params"], strict=True))
-        load_states(self._states, lambda parameter: found.get(numbers[id(parameter)]))
-        self._commit(self.steps)
+        found, before = state_dict["state"], self.param_groups
+        versions: dict[Chunk, Version] | None = None
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+            self._require_room(ValueError)
+            numbers: dict[int, int] = {}
+            for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+                numbers.update(zip(map(id, group["params"]), saved["params"], strict=True))
+            versions = load_states(
+                self._states, lambda parameter: found.get(numbers[id(parameter)]), self.param_groups, self._needed
+            )
+            self._show_states(versions)
+            self._states.commit(self._record(self.steps), versions)
+        except BaseException:
+            if self._states.now is not versions:
+                self.param_groups = before
+                self._show_states(self._states.now)
+            raise
 
     def save_states(self, path: Path, *, durable: bool = True) -> bool:
         """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
@@ -313,34 +345,50 @@ class NvmeOptimizer(torch.optim.Optimizer):
         Raises:
             FormatError: a file that ``save_states`` has not written.
             ValueError: states of other parameters, of another optimizer, or saved with another ``memory_budget``.
-            OSError: the device fails or is full; some of the states may then be replaced.
+            OSError: the device fails or is full. All states are then those of before.
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
         self._arrange()
-        record = saved_states.load(self._states, os.fspath(path), self._made())
-        self._states.stats.steps = record["steps"]
-        self._commit(self.steps)
+        record, versions = saved_states.load(self._states, os.fspath(path), self._made())
+        self._states.commit(self._record(record["steps"]), versions)
+        self._show_states(self._states.now)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Raises TypeError: the states are in files of this optimizer."""
+        raise TypeError(
+            "an NvmeOptimizer cannot be copied or pickled: its states are in files, which have one owner. Use "
+            "state_dict() or save_states() for another NvmeOptimizer"
+        )
 
     # A step
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         """Is called when a gradient is complete."""
         if self._overlap:
+            if self._pass is not None and self._pass.given_up:
+                self._give_up()
             if self._pass is None:
-                self._states.done.clear()
+                self._states.begin()
                 order = self._order or self._states.chunks[::-1]
-                self._pass = BackwardPass(self._states, order, self._update, self._most_gradients)
+                self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
+                self._pass.start()
             self._pass.arrived(parameter)
 
     def _give_up(self) -> None:
-        begun, self._pass = self._pass, None
-        if begun is not None:
-            begun.give_up()
+        """Ends a step that has begun in the backward pass. If it is interrupted, it is to be called again."""
+        if self._pass is not None:
+            self._pass.give_up()
+            self._pass = None
+
+    def _update_early(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Updates a chunk during the backward pass, unless its bits depend on which other gradients will come."""
+        if _kind_of(chunk) not in self._late_kinds(early=True):
+            self._update(chunk, buffer)
 
     def _update(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk's parameters, and its states in the buffer."""
-        first = any(each.scalars is None for each in chunk.slices)
+        first = len(self._states.version(chunk).scalars) < len(chunk.slices)
         host = buffer[: chunk.nbytes]
         memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
         with contextlib.closing(chunk.borrowed()) as parts:
@@ -354,7 +402,11 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _compute(self, chunk: Chunk, buffer: torch.Tensor, memory: torch.Tensor, slices: Sequence[Slice]) -> None:
         """Updates some slices, with the chunk's states in ``memory`` of its device."""
         on_host = chunk.device.type == "cpu"
-        views, backup = chunk.views(memory), chunk.backup(buffer)
+        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.version(chunk).scalars
+        options = copied(self.param_groups[chunk.group])
+        nesterov = self._class is torch.optim.SGD and options["nesterov"]
+        # These change gradients, which a step that fails leaves as they were.
+        spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for each in slices:
             gradient = each.gradient()
@@ -363,53 +415,90 @@ class NvmeOptimizer(torch.optim.Optimizer):
             values = target = each.values()
             backup[each.place].copy_(values)
             chunk.updated.append(each)
+            self._states.changed[chunk] = buffer
             if MASTER in views:
                 target = views[MASTER][each.place]
-                if each.scalars is None:
+                if each not in before:
                     target.copy_(values)
                 gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
+            elif spoils:
+                gradient = gradient.clone()
             target.grad = gradient
             given.append((each, values, target))
         if not given:
             return
         targets = [target for _, _, target in given]
-        inner = self._class([{**copied(self.param_groups[chunk.group]), "params": targets}], **self._options)
+        if _kind_of(chunk) in self._late[1]:  # one without states, as torch's optimizer would see among all
+            targets.append(torch.zeros_like(targets[0][:1]))
+            targets[-1].grad = torch.zeros_like(targets[-1])
+        inner = self._class([{**options, "params": targets}], **self._options)
         for each, _, target in given:
-            if each.scalars is not None:
-                states = {name: view[each.place] for name, view in views.items() if name != MASTER}
-                inner.state[target] = {**states, **{name: own(value) for name, value in each.scalars.items()}}
+            if each in before:
+                found = {name: views[name][each.place] for name in chunk.names}
+                found |= {name: own(value) for name, value in before[each].items()}
+                inner.state[target] = {name: value for name, value in found.items() if value is not None}
         inner.step()
         for each, values, target in given:
-            each.pending = {}
+            scalars: dict[str, Any] = dict.fromkeys(chunk.names)
             for name, value in inner.state[target].items():
                 if name not in views:
-                    each.pending[name] = value
-                elif value.data_ptr() != (view := views[name][each.place]).data_ptr():
-                    view.copy_(value)
+                    scalars[name] = value
+                elif value is not None:
+                    del scalars[name]
+                    if value.data_ptr() != (view := views[name][each.place]).data_ptr():
+                        view.copy_(value)
+            chunk.scalars[each] = scalars
             if target is not values:
                 values.copy_(target)
             target.grad = None
         inner.state.clear()
         inner.param_groups.clear()  # torch's optimizers are in cycles, and would keep the parameters' memory
 
-    def _show_states(self) -> None:
+    def _late_kinds(self, *, early: bool) -> set[_Kind]:
+        """Returns kinds of chunks that torch's optimizer updates in its slower way, since some have no states yet.
+
+        ``SGD(momentum, foreach=True)`` changes all momentum buffers one by one until all parameters with a gradient
+        have one. In bfloat16 and float16 that rounds otherwise. ``early``: it is not known which will have a gradient.
+        """
+        found: set[_Kind] = set()
+        if self._class is not torch.optim.SGD:
+            return found
+        for chunk in self._states.chunks:
+            options = self.param_groups[chunk.group]
+            foreach = options["foreach"] or (
+                options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]
+            )
+            if not (foreach and options["momentum"]) or chunk.dtype not in _LOW or chunk.has_master:
+                continue
+            scalars = self._states.version(chunk).scalars
+            if any(
+                (early or each.parameter.grad is not None)
+                and (each not in scalars or "momentum_buffer" in scalars[each])  # where it is None
+                for each in chunk.slices
+            ):
+                found.add(_kind_of(chunk))
+        return found
+
+    def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
         """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
         self.state.clear()
-        for chunk in self._states.chunks:
-            self.state.update({each.parameter: {} for each in chunk.slices if each.scalars is not None})
-
-    def _commit(self, steps: int) -> None:
-        self._show_states()
-        self._states.commit(self._record(steps))
+        for version in list(versions.values()):
+            self.state.update({each.parameter: {} for each in version.scalars})
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._made()}
 
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients of parameters of which all chunks are updated."""
+        if chunk.slices[0].parameter not in self._chunks_of:
+            found: dict[torch.Tensor, list[Chunk]] = {}
+            for other in self._states.chunks:
+                for each in other.slices:
+                    found.setdefault(each.parameter, []).append(other)
+            self._chunks_of = found
         for each in chunk.slices:
             gradient = each.parameter.grad
-            if gradient is not None and self._states.done.issuperset(self._chunks_of[each.parameter]):
+            if gradient is not None and all(map(self._states.is_done, self._chunks_of[each.parameter])):
                 each.parameter.grad = None
                 if self._pass is not None:
                     self._pass.freed(gradient.nbytes)
@@ -419,34 +508,63 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     def _arrange(self) -> None:
         """Divides the groups that were added since into chunks."""
-        for number in range(self._divided, len(self.param_groups)):
+        for number in range(self._states.groups, len(self.param_groups)):
             group = self.param_groups[number]
             found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
             layouts = {}
             for each in group["params"]:
                 kind = (each.dtype, each.device)
                 if kind not in found:
-                    low = self._master and each.dtype in (torch.bfloat16, torch.float16)
-                    found[kind] = regions_of(self._class, group, each, low)
+                    found[kind] = self._regions(group, each)
                 layouts[each] = found[kind]
-            before = len(self._states.chunks)
-            self._states.add(divide(group["params"], number, layouts, self._buffer))
-            for chunk in self._states.chunks[before:]:
-                for parameter in {each.parameter for each in chunk.slices}:
-                    self._chunks_of.setdefault(parameter, []).append(chunk)
-            self._divided = number + 1
-            self._order = []
+            chunks = list(divide(group["params"], number, layouts, self._buffer))
             if self._overlap:
                 require_one_rank(group["params"])
                 hook = _hook_of(weakref.ref(self))
-                self._hooks += [each.register_post_accumulate_grad_hook(hook) for each in group["params"]]
+                for each in group["params"]:
+                    if each not in self._hooks:
+                        self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
+            self._switches[number] = _switches(group)
+            self._order = []
+            self._states.add(chunks, number + 1)
+
+    def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
+        """Returns the elementwise states that the optimizer keeps of a parameter with the group's options of now."""
+        low = self._master and parameter.dtype in _LOW
+        return regions_of(self._class, group, parameter, low)
+
+    def _needed(self, chunk: Chunk) -> Collection[str]:
+        """Returns the states without which the optimizer cannot update parameters that have any."""
+        if self._class is torch.optim.SGD:  # which begins with a momentum buffer at any step
+            return ()
+        regions = self._regions(self.param_groups[chunk.group], chunk.slices[0].parameter)
+        return [region.name for region in regions if region.name != MASTER]
+
+    def _require_room(self, error: type[Exception] = RuntimeError) -> None:
+        """Raises an error if options were changed so that there are states which the chunks have no room for."""
+        for number, group in enumerate(self.param_groups):
+            switches, before = _switches(group), self._switches[number]
+            if switches == before:
+                continue
+            for chunk in self._states.chunks:
+                if chunk.group != number or set(self._regions(group, chunk.slices[0].parameter)) <= set(chunk.regions):
+                    continue
+                changed = ", ".join(
+                    f"{name}={group[name]!r}" for name, value in switches.items() if value and not before.get(name)
+                )
+                raise error(
+                    f"a parameter group has {changed} now, and NvmeOptimizer has made no room for the states that "
+                    f"{self._class.__name__} keeps with it: give it that option when it is made"
+                )
+            self._switches[number] = switches
 
     def _same_gradients(self) -> bool:
         """Whether the gradients are those of the step that failed."""
-        failed, self._failed_with = self._failed_with, []
+        failed = self._failed_with
         now = _identities(self._parameters())
+        freed = self._most_gradients is not None  # by what was still at it
         return len(failed) == len(now) and all(
-            old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())
+            (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
             for old, new in zip(failed, now, strict=True)
         )
 
@@ -483,6 +601,15 @@ def _ranked(name: str) -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return f"{name} of rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
     return name
+
+
+def _kind_of(chunk: Chunk) -> _Kind:
+    return chunk.group, chunk.dtype, chunk.device
+
+
+def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns which options of a group are on: what decides which states there are."""
+    return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
 
 
 def _has_gradient(chunk: Chunk) -> bool:

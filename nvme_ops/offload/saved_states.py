@@ -19,7 +19,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.chunks import Chunk
+from nvme_ops.offload.chunks import Chunk, Version
 from nvme_ops.offload.states import States, read_back
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.atomic import replacing
@@ -29,7 +29,7 @@ _METADATA = "nvme_ops.optimizer"
 
 def save(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
     """Writes ``path``; see ``NvmeOptimizer.save_states``."""
-    stored = [chunk for chunk in states.chunks if chunk.slot is not None and chunk.nbytes]
+    stored = [chunk for chunk in states.chunks if states.version(chunk).slot is not None and chunk.nbytes]
     header = _header(stored, record)
     places, size = {}, len(header)
     for chunk in stored:
@@ -62,8 +62,8 @@ def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def load(states: States, path: str, made: Any) -> dict[str, Any]:
-    """Replaces all states by those in ``path``, without a commit; returns what ``save`` was given.
+def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chunk, Version]]:
+    """Writes the states in ``path`` beside those of now; returns what ``save`` was given, and what to commit.
 
     Raises:
         FormatError: it is no such file.
@@ -84,22 +84,16 @@ def load(states: States, path: str, made: Any) -> dict[str, Any]:
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             entry = header.entries.get(f"chunk.{chunk.number}")
             if entry is None:
-                chunk.slot = None
                 return None
             if entry.end - entry.start != chunk.nbytes:
                 raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
             return shared_handle().submit_pread(buffer[: chunk.nbytes], fd, entry.start)
 
-        with contextlib.closing(states.fill(read)) as updates:
-            for chunk, buffer in updates:
-                _, scalars = record["chunks"][chunk.number]
-                with contextlib.closing(chunk.borrowed()) as parts:
-                    for each in (each for slices in parts for each in slices):
-                        written = scalars[chunk.slices.index(each)]
-                        if written is None:
-                            each.scalars = None
-                            continue
-                        chunk.backup(buffer)[each.place].copy_(each.values())
-                        chunk.updated.append(each)
-                        each.pending = read_back(written, chunk.device)
-    return record
+        versions: dict[Chunk, Version] = {}
+        with contextlib.closing(states.fill(read, versions)) as updates:
+            for chunk, _ in updates:
+                for each, written in zip(chunk.slices, record["chunks"][chunk.number][1], strict=True):
+                    scalars = read_back(written, chunk.device)
+                    if scalars is not None:
+                        chunk.scalars[each] = scalars
+    return record, versions

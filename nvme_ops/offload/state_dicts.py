@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.chunks import MASTER, Chunk, Region, Slice, flat, local, outline, sharded
+from nvme_ops.offload.chunks import MASTER, Chunk, Region, Slice, Version, flat, local, outline, sharded
 from nvme_ops.offload.states import States
 from nvme_ops.settings import PAGE
 
@@ -27,11 +27,15 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for chunk in states.chunks:
-        for each in chunk.slices:
-            if each.scalars is None or each.parameter in found or not (each.scalars or chunk.regions):
+        for each, scalars in states.version(chunk).scalars.items():
+            if each.parameter in found:
                 continue
-            found[each.parameter] = {name: own(value) for name, value in each.scalars.items()}
-            for region in chunk.regions:
+            there = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
+            kept = {name: own(value) for name, value in scalars.items() if name not in chunk.names}
+            if not (there or kept):
+                continue
+            found[each.parameter] = kept
+            for region in there:
                 places[each.parameter, region.name] = size, region
                 size += -(-outline(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
     if not size:
@@ -41,9 +45,9 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             views, tensors, offsets = chunk.views(buffer), [], []
-            for each in chunk.slices:
+            for each in states.version(chunk).scalars:
                 for name, view in views.items():
-                    if each.scalars is not None:
+                    if (each.parameter, name) in places:
                         tensors.append(view[each.place])
                         offsets.append(places[each.parameter, name][0] + each.begin * view.itemsize)
             return handle.submit_pwritev(tensors, fd, offsets) if tensors else None
@@ -61,53 +65,88 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
     return found
 
 
-def load_states(states: States, saved_of: Callable[[torch.Tensor], dict[str, Any] | None]) -> None:
-    """Replaces the states of all parameters, without a commit. ``saved_of`` returns those of one, or None.
+def load_states(
+    states: States,
+    saved_of: Callable[[torch.Tensor], dict[str, Any] | None],
+    groups: Sequence[Mapping[str, Any]],
+    needed: Callable[[Chunk], Collection[str]],
+) -> dict[Chunk, Version]:
+    """Writes the states of all parameters beside those of now, and returns what to commit.
 
-    Raises ValueError before anything is changed.
+    Args:
+        states: has the chunks.
+        saved_of: returns the states of one parameter, or None.
+        groups: of parameters, with their options.
+        needed: returns the names of states without which the optimizer cannot update a chunk.
+
+    Raises ValueError before anything is written.
     """
     for chunk in states.chunks:
         for each in chunk.slices:
-            _require(saved_of(each.parameter) or {}, chunk, each)
-    with contextlib.closing(states.update(map(_emptied, states.chunks))) as updates:
+            _require(saved_of(each.parameter) or {}, chunk, each, needed(chunk))
+    versions: dict[Chunk, Version] = {}
+    with contextlib.closing(states.fill(lambda *_: None, versions)) as updates:
         for chunk, buffer in updates:
-            with contextlib.closing(chunk.borrowed()) as parts:
-                for each in (each for slices in parts for each in slices):
-                    _load(saved_of(each.parameter), chunk, each, buffer)
+            for each in chunk.slices:
+                saved = saved_of(each.parameter)
+                if saved is not None:
+                    chunk.scalars[each] = _load(saved, chunk, each, buffer, groups[chunk.group])
+    return versions
 
 
-def _emptied(chunk: Chunk) -> Chunk:
-    """Returns the chunk, of which nothing is to be read."""
-    chunk.slot = None
-    return chunk
-
-
-def _require(saved: dict[str, Any], chunk: Chunk, each: Slice) -> None:
+def _require(saved: dict[str, Any], chunk: Chunk, each: Slice, needed: Collection[str]) -> None:
     """Raises ValueError unless ``saved`` is empty or has the states of the parameter."""
-    for name, _ in chunk.regions if saved else ():
-        shape = tuple(each.parameter.shape)
-        if name not in saved and name != MASTER:
-            raise ValueError(f"the state dict has no {name!r} of a parameter of shape {shape}")
-        if name in saved and local(saved[name]).shape != outline(each.parameter).shape:
-            raise ValueError(f"{name!r} of shape {tuple(saved[name].shape)} is for a parameter of shape {shape}")
-
-
-def _load(saved: dict[str, Any] | None, chunk: Chunk, each: Slice, buffer: torch.Tensor) -> None:
-    """Fills the states of a slice in the buffer; they become its own when they are written."""
-    if saved is None:
-        each.scalars = None
-        return
-    whole = outline(each.parameter)
-    values = each.values()
-    chunk.backup(buffer)[each.place].copy_(values)
-    chunk.updated.append(each)
-    names = {region.name for region in chunk.regions}
-    each.pending = {name: own(value) for name, value in saved.items() if name not in names}
-    for name, view in chunk.views(buffer).items():
-        state = local(saved[name]) if name in saved else None
-        if state is None:
-            view[each.place].copy_(values)
+    shape = tuple(each.parameter.shape)
+    if saved:
+        for name in needed:
+            if saved.get(name) is None:
+                raise ValueError(f"the state dict has no {name!r} of a parameter of shape {shape}")
+    for name, value in saved.items():
+        if not isinstance(value, torch.Tensor):
             continue
+        if name in (MASTER, *chunk.names):
+            if local(value).shape != outline(each.parameter).shape:
+                raise ValueError(f"{name!r} of shape {tuple(value.shape)} is for a parameter of shape {shape}")
+        elif value.dim():
+            raise ValueError(
+                f"the state dict has {name!r} of a parameter of shape {shape}, which this NvmeOptimizer has no room "
+                "for: make it with the options of the optimizer that was saved, or leave these states out"
+            )
+
+
+def _load(
+    saved: dict[str, Any], chunk: Chunk, each: Slice, buffer: torch.Tensor, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fills the states of a slice in the buffer, and returns its scalar ones."""
+    whole = outline(each.parameter)
+    scalars = {
+        name: _as_loaded(name, value, chunk, options)
+        for name, value in saved.items()
+        if name not in (MASTER, *chunk.names)
+    }
+    for name, view in chunk.views(buffer).items():
+        if saved.get(name) is None:
+            if name == MASTER:
+                with contextlib.closing(chunk.borrowed([each])) as parts:
+                    for _ in parts:
+                        view[each.place].copy_(each.values())
+            else:
+                scalars[name] = None
+            continue
+        state = local(saved[name])
         if state.stride() != whole.stride():
-            state = torch.empty_like(whole, dtype=state.dtype).copy_(state)
+            state = torch.empty_like(whole, dtype=state.dtype, device=state.device).copy_(state)
         view[each.place].copy_(flat(state)[each.begin : each.end])
+    return scalars
+
+
+def _as_loaded(name: str, value: Any, chunk: Chunk, options: Mapping[str, Any]) -> Any:
+    """Returns a scalar state as torch's ``load_state_dict`` has it: in the parameter's dtype, but for its steps."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name == "step":
+        if options.get("capturable") or options.get("fused"):
+            return value.to(dtype=torch.float32, device=chunk.device, copy=True)
+        return own(value)
+    dtype = torch.float32 if chunk.has_master else chunk.dtype
+    return value.to(dtype=dtype if dtype.is_floating_point else value.dtype, device=chunk.device, copy=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload.replaced import note_replaced
 from nvme_ops.offload.resident import Resident, SwapStats, Use
 from nvme_ops.offload.residents import Residents
 from nvme_ops.offload.stream_weights import budget_of
@@ -56,6 +57,7 @@ class SwappedParams:
                     usual[id(each)] = torch.nn.Parameter(each.to_memory(), each.requires_grad)
                     usual[id(each)].grad = each.grad
                 setattr(module, name, usual[id(each)])
+                note_replaced([each])
         self.close()
 
     def close(self) -> None:
@@ -149,8 +151,9 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, tor
 
 
 def _put(
-    places: Iterable[tuple[torch.nn.Module, str, torch.nn.Parameter]], made: dict[int, torch.nn.Parameter]
+    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]], made: dict[int, torch.nn.Parameter]
 ) -> None:
+    note_replaced(each for _, _, each in places if id(each) in made)
     for module, name, each in places:
         if id(each) in made:
             setattr(module, name, made[id(each)])  # as an RNN has to know of it
@@ -189,6 +192,7 @@ def _initialize(
         for name, parameter in list(each._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 concerned = True
+                note_replaced([parameter])
                 if id(parameter) not in made:
                     usual = torch.empty_like(parameter, device=device)
                     made[id(parameter)] = torch.nn.Parameter(usual, parameter.requires_grad)

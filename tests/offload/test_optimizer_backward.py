@@ -195,6 +195,52 @@ def test_ctrl_c_while_the_step_waits(folder: Path) -> None:
         assert equal(values(mine), values(other))
 
 
+class Held(aio_handle):
+    """Holds one write up until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.begun.set()
+            self.go.wait(60)
+        return super().submit_pwrite(*arguments, **options)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(("times", "later"), [(1, True), (1, False), (2, False)])
+def test_ctrl_c_while_the_disk_is_slow(folder: Path, number: int, free: bool, times: int, later: bool) -> None:
+    """Nothing is updated behind the program's back or twice, and what was given up is not done."""
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    with make(mine, folder, handle=(handle := Held()), free_gradients=free, memory_budget="2M") as optimizer:
+        for step in range(3):
+            handle.left = number if step == 1 else 0
+            for model in (mine, other):
+                backward(model, step)
+            plain.step()
+            if step == 1:
+                assert handle.begun.wait(60)
+                for wait in range(times):  # the second one comes while the thread is waited for
+                    main = threading.main_thread().ident
+                    threading.Timer(0.3 * (1 + wait), signal.pthread_kill, [main, signal.SIGINT]).start()
+                threading.Timer(1.2, handle.go.set).start()
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+                if later:
+                    handle.go.wait(60)
+                    time.sleep(0.5)
+            optimizer.step()
+        assert equal(values(mine), values(other))
+        found, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert all(torch.equal(found[each]["step"], expected[each]["step"]) for each in found)
+
+
 def test_closed_in_between(folder: Path) -> None:
     model = network()
     optimizer = make(model, folder)

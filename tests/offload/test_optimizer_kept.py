@@ -76,13 +76,13 @@ def one_step(folder: Path) -> None:
     step = optimizer.steps
     model.load_state_dict(torch.load(folder / f"{step}.pt"))
     pull(model, step)
-    commit = optimizer._commit
+    commit = optimizer._states.commit
 
-    def save_and_commit(steps: int) -> None:
-        torch.save(model.state_dict(), folder / f"{steps}.pt")
-        commit(steps)
+    def save_and_commit(about: dict[str, Any], *arguments: Any) -> None:
+        torch.save(model.state_dict(), folder / f"{about['steps']}.pt")
+        commit(about, *arguments)
 
-    optimizer._commit = save_and_commit  # type: ignore[method-assign]
+    optimizer._states.commit = save_and_commit  # type: ignore[method-assign, assignment]
     optimizer.step()
     optimizer.close()
 
