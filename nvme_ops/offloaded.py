@@ -27,6 +27,8 @@ _WRITES = dict.fromkeys(
 )
 _MOST_VIEWS = 64  # of one tensor, whose outlines are kept
 _RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
+# Views that set a bit of the tensor, which operations below the dispatcher's do not look at: what they mean, as a copy.
+_BITS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 _SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage, aten.set_.source_Tensor)
 
 Made = TypeVar("Made", bound="OffloadedTensor")
@@ -237,6 +239,8 @@ class OffloadedTensor(torch.Tensor):
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
         outlines = _outlines(self._outline, func, args, kwargs)
+        if func in _BITS:
+            return self._derived(func(self._outline).resolve_conj().resolve_neg(), Step(_BITS[func], (), {}))
         if func is aten.as_strided.default:
             func, args, kwargs = _as_strided, _relative(self._outline, *args, **kwargs), {}
         if isinstance(outlines, torch.Tensor):
@@ -407,6 +411,8 @@ def _written(
                         "its .data, or do it in memory before"
                     )
                 each._require_writable(func)
+                if any(step.function in _BITS.values() for step in each._steps):
+                    raise RuntimeError(f"{func}: of a conjugated or negated view: change the tensor that it is a view of")
                 found[id(each)] = each
                 if is_list and not func._schema.name.startswith(("aten::_fused_", "aten::_amp_")):
                     listed.append(each)

@@ -33,7 +33,7 @@ def _require_present(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for each in group["params"]:
             found = _replaced.get(id(each))
-            if each is not None and found is not None and found() is each and each.requires_grad:
+            if found is not None and found() is each and each.requires_grad:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "
