@@ -6,6 +6,7 @@ Bodies that may crash run ``apart``: in forked children, where a signal is one r
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import math
 import os
@@ -134,10 +135,11 @@ def _serve(names: Sequence[str], body: Callable[[str], list[str]], report: int, 
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         for name in names:
             signal.alarm(seconds)
+            faulthandler.dump_traceback_later(seconds - 1)  # says where it hangs
             try:
                 said = body(name)
             except Exception:
-                said = ["0", f"{name}: " + traceback.format_exc()]
+                said = ["0", f"{name}: " + " ".join(traceback.format_exc().split())[-400:]]
             os.write(report, json.dumps(said).encode() + b"\n")
     finally:
         os._exit(0)
