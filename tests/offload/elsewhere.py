@@ -125,21 +125,21 @@ def apart(names: Sequence[str], body: Callable[[str], list[str]], seconds: int =
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if len(found) < len(names):
             name = signal.Signals(-status).name if status < 0 else f"status {status}"
-            found[names[len(found)]] = ["0", f"{names[len(found)]} died of {name}"]
+            found[names[len(found)]] = [f"{names[len(found)]} died of {name}"]
     return found
 
 
 def _serve(names: Sequence[str], body: Callable[[str], list[str]], report: int, seconds: int) -> None:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs
         torch.set_num_threads(1)  # OpenMP's threads are the parent's
         for name in names:
             signal.alarm(seconds)
-            faulthandler.dump_traceback_later(seconds - 1)  # says where it hangs
             try:
                 said = body(name)
             except Exception:
-                said = ["0", f"{name}: " + " ".join(traceback.format_exc().split())[-400:]]
+                said = [f"{name}: " + " ".join(traceback.format_exc().split())[-400:]]
             os.write(report, json.dumps(said).encode() + b"\n")
     finally:
         os._exit(0)

@@ -88,7 +88,7 @@ def check(name: str, dtype: torch.dtype, way: str, most: int, folder: Path) -> l
     warnings.simplefilter("ignore")
     op, said, count = OPERATIONS[name], list[str](), 0
     if dtype not in op.dtypes:
-        return ["0"]
+        return ["0 calls"]
     torch.manual_seed(0)
     random.seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
@@ -106,7 +106,7 @@ def check(name: str, dtype: torch.dtype, way: str, most: int, folder: Path) -> l
                 found = [f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"]
             what = f"{case.name}{f', then {case.then} written,' if case.then else ''}"
             said += [f"{name} {what} sample {number}, {case.mask} of {len(case.tensors)}: {each}" for each in found]
-    return [str(count), *said]
+    return [f"{count} calls", *said]
 
 
 def _cases(op: Any, sample: Sample, way: str) -> Iterator[Case]:
@@ -171,11 +171,11 @@ def main(words: Sequence[str] | None = None) -> int:
         for way in given.ways:
             for dtype in given.dtypes:
                 body = partial(check, dtype=getattr(torch, dtype), way=way, most=given.most, folder=Path(folder))
-                found = apart(given.names, body)
-                for _, *lines in found.values():
-                    for line in lines:
-                        print(f"{way} {dtype}: {line}")
-                print(f"# {way} {dtype}: {sum(int(count) for count, *_ in found.values())} calls", flush=True)
+                lines = [line for said in apart(given.names, body).values() for line in said]
+                calls = [line for line in lines if line.endswith(" calls")]
+                for line in sorted(set(lines) - set(calls)):
+                    print(f"{way} {dtype}: {line}")
+                print(f"# {way} {dtype}: {sum(int(line.split()[0]) for line in calls)} calls", flush=True)
     return 0
 
 
