@@ -102,6 +102,7 @@ class File(_RawFile):
         self._handle = handle or shared_handle()
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
+        self._unsynced: int | None = None  # errno of a sync that failed
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -159,10 +160,22 @@ class File(_RawFile):
         return self._submit(Op.WRITE, tensor, offset)
 
     def sync(self) -> None:
-        """Flushes, waits for pending transfers, then makes everything written durable (``fsync``)."""
+        """Flushes, waits for pending transfers, then makes everything written durable (``fsync``).
+
+        Raises:
+            OSError: the device failed. The kernel does not try again, and what was written may be lost, though it can
+                be read now: each further call raises, until ``truncate(0)``, after which it can be written again.
+        """
         self.flush()
         self._settle()
-        os.fsync(self.fileno())
+        if self._unsynced is not None:
+            what = "an earlier sync has failed, and what was written before it may be lost: write the file anew"
+            raise OSError(self._unsynced, what, self.name)
+        try:
+            os.fsync(self.fileno())
+        except OSError as error:
+            self._unsynced = error.errno
+            raise OSError(error.errno, f"fsync: {error.strerror}", self.name) from error
 
     # The stream
 
@@ -233,6 +246,8 @@ class File(_RawFile):
         self._settle()
         size = self._stream.tell() if size is None else size
         os.ftruncate(self._fd, size)
+        if not size:
+            self._unsynced = None
         return size
 
     def fileno(self) -> int:

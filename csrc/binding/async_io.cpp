@@ -146,6 +146,8 @@ PyMethodDef functions[] = {
      "set_parts(tensors, memory, places, lengths). Gives each a storage of its own: these bytes of the memory."},
     {"set_storages", set_storages, METH_VARARGS,
      "set_storages(tensors, owners, offsets, sizes, strides). Makes each a view of its owner's storage."},
+    {"deny_memory", deny_memory, METH_VARARGS,
+     "deny_memory(tensor, message). Whoever asks for the memory of the tensor's storage gets a RuntimeError."},
     {"scan_pickle", scan_pickle, METH_VARARGS,
      "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
      "its own size; empty when they are one."},

@@ -32,6 +32,18 @@ struct Area {
   }
 };
 
+// Has whoever asks for the storage's memory get an error; in torch's own words where it has no place for others.
+template <class Storage>
+auto deny(Storage& storage, const char* message, int)
+    -> decltype(storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string())) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(message));
+}
+
+template <class Storage>
+void deny(Storage& storage, const char*, long) {
+  storage.set_throw_on_mutable_data_ptr();
+}
+
 Ref sequence(PyObject* objects, const char* name) {
   return tuple_of(objects, std::string(name) + " must be a sequence");
 }
@@ -196,6 +208,17 @@ PyObject* set_storages(PyObject*, PyObject* arguments) {
       tensor->set_storage_keep_dtype(storage);
       tensor->set_sizes_and_strides(size, stride, offset);
     }
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* deny_memory(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject* object;
+    const char* message;
+    if (!PyArg_ParseTuple(arguments, "Os", &object, &message)) throw PythonError();
+    if (!is_tensor(object)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(object));
+    deny(*implementation(object)->storage().unsafeGetStorageImpl(), message, 0);
     Py_RETURN_NONE;
   });
 }

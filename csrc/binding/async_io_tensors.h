@@ -18,4 +18,7 @@ PyObject* set_parts(PyObject*, PyObject* arguments);
 // set_storages(tensors, owners, offsets, sizes, strides): makes each a view of its owner's storage.
 PyObject* set_storages(PyObject*, PyObject* arguments);
 
+// deny_memory(tensor, message): whoever asks for the memory of the tensor's storage gets a RuntimeError.
+PyObject* deny_memory(PyObject*, PyObject* arguments);
+
 }  // namespace nvme_ops

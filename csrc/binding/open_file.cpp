@@ -14,6 +14,7 @@ namespace {
 // The SharedFiles of an open file. Each is claimed, so that it stays open once a transfer has opened it.
 struct Files {
   int fd = -1;  // the owner's; a forked child reopens the file through it
+  bool padded = false;
   unsigned long generation = fork_generation();
   std::map<std::pair<Op, Cache>, std::shared_ptr<SharedFile>> by_use;
 
@@ -39,19 +40,21 @@ PyTypeObject* open_file_type = nullptr;
 Files& files_of(PyObject* self) {
   Files*& files = reinterpret_cast<OpenFileObject*>(self)->files;
   if (files->generation != fork_generation()) {
-    const int fd = files->fd;
+    const Files& before = *files;
     files = new Files;  // the parent's stays as it is: its locks may be held
-    files->fd = fd;
+    files->fd = before.fd;
+    files->padded = before.padded;
   }
   return *files;
 }
 
 PyObject* open_file_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
-    int fd;
-    if (!PyArg_ParseTuple(arguments, "i", &fd)) throw PythonError();
+    int fd, padded = 0;
+    if (!PyArg_ParseTuple(arguments, "i|p", &fd, &padded)) throw PythonError();
     auto files = std::make_unique<Files>();
     files->fd = fd;
+    files->padded = padded != 0;
     Ref self = new_object(type);
     reinterpret_cast<OpenFileObject*>(self.get())->files = files.release();
     return self.release();
@@ -97,7 +100,8 @@ PyType_Slot open_file_slots[] = {{Py_tp_new, reinterpret_cast<void*>(open_file_c
                                  {Py_tp_dealloc, reinterpret_cast<void*>(open_file_deallocate)},
                                  {Py_tp_methods, open_file_methods},
                                  {Py_tp_getset, open_file_properties},
-                                 {Py_tp_doc, const_cast<char*>("OpenFile(fd). A file that stays open across calls.")},
+                                 {Py_tp_doc, const_cast<char*>("OpenFile(fd, padded=False). A file that stays open across calls. "
+                                                   "Padded: writes may overwrite the rest of their last page.")},
                                  {0, nullptr}};
 
 PyType_Spec open_file_spec{"nvme_ops.OpenFile", sizeof(OpenFileObject), 0, Py_TPFLAGS_DEFAULT, open_file_slots};
@@ -122,6 +126,7 @@ std::shared_ptr<SharedFile> share_open_file(PyObject* object, Op op, Cache cache
     return known->second;
   }
   std::shared_ptr<SharedFile> file = share_descriptor(files.fd, op, cache);
+  if (files.padded) file->pad();
   file->claim();
   files.by_use.emplace(std::pair(op, cache), file);
   return file;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
@@ -186,7 +187,8 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
                       file.offset_alignment(),
                       file.edge(),
                       !scattered && (tool.in_place || extent.fast_memory || extent.bytes <= kInPlaceBytes),
-                      extent.device};
+                      extent.device,
+                      extent.file->padded()};
   const std::uint64_t wanted = tool.block_size != 0 ? tool.block_size : block_size_;
   const std::uint64_t block_size = scattered ? std::min(wanted, kStagingBlock) : wanted;
   const Piece piece = next_piece(job.op(), layout, reinterpret_cast<std::uintptr_t>(memory), offset, flight.bytes,
@@ -248,6 +250,7 @@ bool Planner::stage(Flight& flight) {
   const Job& job = *flight.share->share.job;
   if (job.op() == Op::Write) {
     copy_staged(flight, flight.block.data, flight.piece.bytes);
+    std::memset(flight.block.data + flight.piece.bytes, 0, flight.piece.length - flight.piece.bytes);
     copied_ += flight.piece.bytes;
   }
   return true;

@@ -22,6 +22,10 @@ public:
 
   const std::string& path() const { return path_; }
 
+  // Lets writes overwrite what follows them up to the next edge. Call before the first transfer.
+  void pad() noexcept { padded_ = true; }
+  bool padded() const { return padded_; }
+
   // Opens the file if necessary. Every hold needs a release, which returns errno: some file systems report a failed
   // write only at close.
   File& hold();
@@ -46,6 +50,7 @@ private:
 
   const std::string path_;
   const Open open_;
+  bool padded_ = false;
   std::mutex mutex_;
   std::atomic<unsigned> holders_{0};
   unsigned claims_ = 0;

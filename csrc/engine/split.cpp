@@ -45,16 +45,19 @@ Piece next_read(const Layout& layout, std::uintptr_t memory, std::uint64_t offse
 }
 
 // Writes are direct in whole edges; what is left at both ends goes through the page cache, which works in whole pages.
+// Where a write may be padded its end is direct too: nobody waits for the page cache to be written, nor sees that fail.
 Piece next_write(const Layout& layout, std::uintptr_t memory, std::uint64_t offset, std::uint64_t bytes,
                  std::uint64_t block, std::uint64_t staging_block) {
   const std::uint64_t edge = layout.edge;
   if (offset % edge != 0) return plain(Route::Buffered, offset, std::min(bytes, edge - offset % edge));
   const std::uint64_t body = down(bytes, edge);
-  if (body == 0) return plain(Route::Buffered, offset, bytes);
-  if (layout.in_place && memory % layout.memory_alignment == 0) {
+  if (body == 0 && !layout.padded) return plain(Route::Buffered, offset, bytes);
+  if (body != 0 && layout.in_place && memory % layout.memory_alignment == 0) {
     return plain(Route::InPlace, offset, std::min(body, whole(block, edge)));
   }
-  return plain(Route::Staged, offset, std::min(body, whole(std::min(block, staging_block), edge)));
+  const std::uint64_t most = whole(std::min(block, staging_block), edge);
+  const std::uint64_t wanted = std::min(layout.padded ? bytes : body, most);
+  return {Route::Staged, offset, wanted, 0, up(wanted, edge)};
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ enum class Route : std::uint8_t {
 };
 
 // The next request of a range: `bytes` wanted at `offset`. A staged read starts `lead` bytes earlier and is `length`
-// bytes long, as direct I/O must start and end where the device allows.
+// bytes long, as direct I/O must start and end where the device allows; a staged write may be longer where it is padded.
 struct Piece {
   Route route;
   std::uint64_t offset;
@@ -52,6 +52,7 @@ struct Layout {
   std::uint64_t edge;
   bool in_place;        // preferred where alignment allows
   bool device = false;  // in place, whatever the alignment
+  bool padded = false;  // what follows a write up to the edge may be overwritten
 };
 
 // `block`: wanted request size; `staging_block`: the most bytes through staging, a multiple of every alignment.

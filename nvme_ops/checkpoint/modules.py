@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nvme_ops.offloaded import OffloadedTensor, offloaded_in
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns, for each name of a tensor with several names, all of its names, sorted."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and _bytes(tensor):
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.numel():
+            key = (tensor.device, _place(tensor), tensor.dtype, tensor.shape, tensor.stride())
             groups.setdefault(key, []).append(name)
     return {name: sorted(names) for names in groups.values() if len(names) > 1 for name in names}
 
@@ -34,8 +38,32 @@ def covered(tensors: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     return there | {name for name, group in tied(tensors).items() if not there.isdisjoint(group)}
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def state_to_fill(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns the state dict, to be filled. Raises ValueError where that would not change the module."""
+    for name, each in itertools.chain(module.named_parameters(), module.named_buffers()):
+        require_writable(name, each)
+    return dict(module.state_dict())
+
+
+def require_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor on storage that cannot be changed."""
+    found = offloaded_in(tensor)
+    if found is not None and not found.writable:
+        raise ValueError(
+            f"tensor {name!r} cannot be filled: its values are streamed from storage; load into the model in memory "
+            "before, or make another one from the other file"
+        )
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Returns what two tensors with the same values in one place have in common, and no others."""
+    if isinstance(tensor, OffloadedTensor):
+        return tensor.place
+    if is_traceable_wrapper_subclass(tensor):
+        names, about = tensor.__tensor_flatten__()
+        inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
+        return type(tensor), repr(about), *((_place(each), each.dtype, each.shape, each.stride()) for each in inner)
     try:
-        return tensor.untyped_storage().nbytes() and tensor.numel()
-    except RuntimeError:  # a subclass that wraps other tensors
-        return 0
+        return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    except RuntimeError:  # a subclass that has no storage
+        return id(tensor)

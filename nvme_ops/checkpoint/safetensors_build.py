@@ -12,6 +12,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.errors import SharedMemoryError
 from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Entry, Header
+from nvme_ops.offloaded import OffloadedTensor
 
 _PAGE = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,7 +98,7 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
             raise ValueError(f"the name {name!r} is not valid Unicode: {error}") from None
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
             raise ValueError(f"tensor {name!r} has no dense memory: {tensor.layout}, device {tensor.device}")
-        if type(tensor) not in _PLAIN and not _has_memory(tensor):
+        if type(tensor) not in _PLAIN and not isinstance(tensor, OffloadedTensor) and not _has_memory(tensor):
             raise ValueError(
                 f"tensor {name!r} is a {type(tensor).__name__}, which has no memory of its own: save what it holds "
                 "(a DTensor's full_tensor()), or shards of it with nvme_ops.dcp"
@@ -116,9 +117,15 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises for tensors that share memory, as safetensors does: they would be stored and loaded twice."""
-    shared = native().overlapping(list(tensors.values()))
-    if shared is not None:
-        before, name = (list(tensors)[index] for index in shared)
+    in_memory = {name: each for name, each in tensors.items() if not isinstance(each, OffloadedTensor)}
+    shared = native().overlapping(list(in_memory.values()))
+    pair = None if shared is None else [list(in_memory)[index] for index in shared]
+    places: dict[Any, str] = {}
+    for name, each in tensors.items():
+        if isinstance(each, OffloadedTensor) and (first := places.setdefault(each.stored_at, name)) is not name:
+            pair = pair or [first, name]
+    if pair is not None:
+        before, name = pair
         raise SharedMemoryError(
             f"tensors {before!r} and {name!r} share memory, which a safetensors file would hold twice: save one of "
             "them, or a clone, or save as .pt"

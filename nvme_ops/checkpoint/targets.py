@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint.modules import covered
+from nvme_ops.checkpoint.modules import covered, require_writable, state_to_fill
 from nvme_ops.checkpoint.request import Request, lacking
 from nvme_ops.errors import MissingTensorError
 
@@ -16,8 +16,11 @@ class Targets:
     """Tensors by name to be filled. Nothing is filled before everything requested is known to fit."""
 
     def __init__(self, into: Mapping[str, Any] | torch.nn.Module) -> None:
-        found = into.state_dict(keep_vars=False) if isinstance(into, torch.nn.Module) else into
+        """Takes a state dict or a module. Raises ValueError for tensors on storage that cannot be changed."""
+        found = state_to_fill(into) if isinstance(into, torch.nn.Module) else into
         self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        for name, each in self._tensors.items():
+            require_writable(name, each)
 
     def require(self, path: str, names: Iterable[str], request: Request) -> None:
         """Raises KeyError unless each name has a tensor and, without ``keys``, each tensor a name.

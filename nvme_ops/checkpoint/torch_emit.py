@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from nvme_ops.memory.carve import is_dense
+from nvme_ops.offloaded import OffloadedTensor
+
 _MARK, _TUPLE, _REDUCE = pickle.MARK, pickle.TUPLE, pickle.REDUCE
 _BATCH = 1000  # items between MARK and SETITEMS or APPENDS, as in Python's pickler
 _LENGTH = struct.Struct("<I")
@@ -59,7 +62,7 @@ class _Emitter:
         self.out: list[bytes] = [pickle.PROTO + b"\2"]
         self.owners: list[torch.Tensor] = []
         self.sizes: list[int] = []
-        self._keys: dict[int, bytes] = {}  # pickled, by the address of the storage
+        self._keys: dict[Any, bytes] = {}  # pickled, by the address of the storage, or the place on storage
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
         self._memo: dict[int, bytes] = {}  # opcodes that fetch an object again, by its id
         self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
@@ -88,6 +91,8 @@ class _Emitter:
             self.out.append(known)
             return
         kind = self._kinds.get(type(obj))
+        if kind is None and isinstance(obj, OffloadedTensor):
+            kind = self._parameter if isinstance(obj, torch.nn.Parameter) else self._tensor
         if kind is None:
             raise NotPlainError(type(obj).__name__)
         kind(obj)
@@ -188,8 +193,7 @@ class _Emitter:
         return known
 
     def _parameter(self, value: torch.nn.Parameter) -> None:
-        if value.__dict__ or value._backward_hooks:
-            raise NotPlainError("a parameter with more than its data")
+        self._require_bare(value)
         self.out.append(self._constant("torch._utils", "_rebuild_parameter"))
         self._tensor(value.data)
         self.out.append(
@@ -197,6 +201,11 @@ class _Emitter:
             + self._constant("collections", "OrderedDict") + pickle.EMPTY_TUPLE + _REDUCE + pickle.TUPLE3 + _REDUCE
         )  # fmt: skip
         self._remember(value)
+
+    def _require_bare(self, value: torch.Tensor) -> None:
+        """Raises NotPlainError for a tensor with attributes or hooks."""
+        if value._backward_hooks or (value.__dict__ and not isinstance(value, OffloadedTensor)):
+            raise NotPlainError("a tensor with more than its data")
 
     def _tensor(self, value: torch.Tensor) -> None:
         kind = (value.dtype, value.layout, value.device, value.requires_grad)
@@ -206,17 +215,22 @@ class _Emitter:
         if value.is_nested or value.is_conj() or value.is_neg() or _has_names(value):
             raise NotPlainError("a tensor of a kind of its own")
         size, stride, offset = value.size(), value.stride(), int(value.storage_offset())
-        storage = value.untyped_storage()
-        cdata, bytes_ = storage._cdata, storage.nbytes()
+        self._require_bare(value)
+        place: Any
+        if isinstance(value, OffloadedTensor):
+            if not is_dense(value):
+                raise NotPlainError("a part of a tensor on storage, with gaps")
+            place, bytes_, offset, address = (value.place, size, stride), value.nbytes, 0, 0
+        else:
+            storage = value.untyped_storage()
+            place, bytes_, address = storage._cdata, storage.nbytes(), storage.data_ptr()
         ends = self._ends.get((kind, size, stride, offset, bytes_))
-        if value.__dict__ or value._backward_hooks:
-            raise NotPlainError("a tensor with more than its data")
-        key = self._keys.get(cdata)
+        key = self._keys.get(place)
         if key is None:
-            key = self._keys[cdata] = _string(str(len(self.owners)))
+            key = self._keys[place] = _string(str(len(self.owners)))
             self.owners.append(value)
             self.sizes.append(bytes_)
-        if address := storage.data_ptr():
+        if address:
             found = self._dtypes.setdefault((value.device, address), value.dtype)
             if found != value.dtype:
                 raise NotPlainError("views of one memory as two dtypes")

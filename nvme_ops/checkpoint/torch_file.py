@@ -11,6 +11,7 @@ import torch
 from torch.serialization import default_restore_location
 
 from nvme_ops.checkpoint import torch_read
+from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
@@ -49,7 +50,7 @@ def flattened(obj: Any) -> dict[str, torch.Tensor]:
 
     def walk(name: str, each: Any) -> None:
         if isinstance(each, torch.nn.Module):
-            each = each.state_dict()
+            each = state_to_fill(each)
         if isinstance(each, torch.Tensor):
             found[name] = each
         elif isinstance(each, Mapping | list | tuple):

@@ -24,8 +24,10 @@ from nvme_ops.formats import zip_parts
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
+from nvme_ops.memory.carve import dense_bytes, is_plain_on_host
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.memory.ring import InFlight, Ring
+from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import PIECE
 from nvme_ops.storage.atomic import replacing
 
@@ -105,6 +107,11 @@ def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
     """Returns byte tensors over the storages, of these sizes, of these tensors."""
+    stored = {index: dense_bytes(each) for index, each in enumerate(owners) if isinstance(each, OffloadedTensor)}
+    if stored:
+        others = [index for index in range(len(owners)) if index not in stored]
+        found = iter(_all_bytes([owners[index] for index in others], [sizes[index] for index in others]))
+        return [stored[index] if index in stored else next(found) for index in range(len(owners))]
     empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each in owners}}
     made = [empty[each.device].data for each in owners]
     native().set_storages(made, owners, [0] * len(made), [(size,) for size in sizes], [(1,)] * len(made))
@@ -236,7 +243,7 @@ def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
 
 
 def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksum: bool) -> IoFuture:
-    on_host = group[0].data.device.type == "cpu"
+    on_host = all(is_plain_on_host(record.data) for record in group)
     data = [record.data for record in group] if on_host else _copies(group, ring.take())
     if checksum:
         for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):

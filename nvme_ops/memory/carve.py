@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from nvme_ops._native import native
+from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 
 _LEAST_ALIGNMENT = 8  # bytes: what safetensors pads its header to
@@ -19,6 +20,8 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether the memory of ``tensor``, on any device, is its values in row-major order: movable as it is."""
+    if isinstance(tensor, OffloadedTensor):
+        return False
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

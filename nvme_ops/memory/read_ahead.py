@@ -120,7 +120,10 @@ class ReadAhead:
     def _read_directly(self, data: memoryview, offset: int) -> int:
         count = max(0, min(len(data), os.fstat(self._fd).st_size - offset))
         if count < SMALL:
-            return os.preadv(self._fd, [data[:count]], offset) if count else 0
+            done = 0  # a read that returns less has met a page that cannot be read, or the end
+            while done < count and (got := os.preadv(self._fd, [data[done:count]], offset + done)):
+                done += got
+            return done
         lanes = self._handle.get_thread_count()
         engine_of(self._handle).run(Op.READ, data[:count], self._file, offset, False, lanes > 1)
         return count

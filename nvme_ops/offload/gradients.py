@@ -64,7 +64,7 @@ class SwappedGradients:
             self._gradients.append(gradient)
             self._hooks.append(parameter.register_hook(_coming(gradient)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_came))
-        residents.foresee([each.resident.uses["step"] for each in self._gradients])
+        residents.foresee([(each.resident.place, "step") for each in self._gradients])
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -113,8 +113,7 @@ class SwappedGradients:
             for each in params:
                 gradient = _of.get(each)
                 if gradient is not None and _is_on_storage(gradient):
-                    each.grad = uses.enter_context(self._residents.used(gradient.resident, "step"))
-                    self._residents.note_view(gradient.resident, each.grad)
+                    each.grad = uses.enter_context(self._residents.used(gradient.resident, "step", change=True))
                     uses.callback(_put_away, each, gradient, each.grad, each.grad._version)
             yield
 

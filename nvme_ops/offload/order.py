@@ -40,7 +40,7 @@ class Order(Generic[Weight]):
         """Takes note of a use by the calling thread; returns whether it was the one that was predicted."""
         thread = self._thread()
         before, last = self._last.get(thread, (None, None))
-        if last is weight:  # of the same module
+        if last == weight:  # of the same module
             return True
         predicted = self._next(before, last)
         self._after_two[before, last] = weight
@@ -48,7 +48,7 @@ class Order(Generic[Weight]):
         self._last[thread] = last, weight
         self._uses[weight] = self._uses.get(weight, 0.0) + 1
         self._since += 1
-        return predicted is weight
+        return predicted == weight
 
     def current(self) -> set[Weight]:
         """The weights that threads have used last."""

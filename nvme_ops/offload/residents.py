@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
+import itertools
 import os
-import sys
 import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,9 +32,9 @@ from nvme_ops.text import size_words
 _PATIENCE = 30.0  # seconds after which memory that others hold is given up
 _LONG = 0.2  # seconds without an ending of any transfer
 _CHANGING = 2  # tensors that may be changed in turns: an optimizer's chunk has the end of one and the begin of another
-_MANY = 64  # of which some are looked for that are not needed any more
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the place of what no use is foreseen of
+_numbers = itertools.count()
 
 Phase = Literal["forward", "backward", "step"]
 
@@ -62,6 +62,7 @@ class Resident:
 
     def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None) -> None:
         self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
+        self.place = key  #: in the order of uses, which one that replaces another takes over
         self.stride = dense_strides(like)
         self.nbytes = like.numel() * like.itemsize
         self.device = device or like.device
@@ -70,45 +71,42 @@ class Resident:
         self.own = 0  #: tensors over this memory that are ours
         self.arriving: IoFuture | None = None
         self.writing: IoFuture | None = None
-        self.users = 0  #: who compute with the values now
         self.stored = False  #: there are values, on storage or on their way there
         self.changed = False  #: the values in memory are not those on storage
         self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet
+        self.changes = 0  #: counts those who were given the values to change them
+        self.pickled: dict[Any, Any] = {}  #: copies in memory by ``changes``; references that do not keep them
         self.demanded = False
         self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
-        self.viewed: dict[int, tuple[torch.Tensor, int]] = {}  #: tensors of which views were made, and their versions
-        self.uses = {phase: (self, phase) for phase in ("forward", "backward", "step")}
+        self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: whose values it took, in which version
 
-    def look_for_changes(self) -> None:
-        """Takes note of what was written to views of the values."""
-        for tensor, version in self.viewed.values():
-            if tensor._version != version:
-                self.changed = True
-        self.viewed = {id(tensor): (tensor, tensor._version) for tensor, _ in self.viewed.values()}
-
-    def forget_views(self) -> None:
-        """Lets go of tensors that nobody else has, nor a view of: they will not be written to."""
-        self.look_for_changes()
-        held: list[tuple[int, tuple[Any, int]]] = list(self.viewed.items())
-        self.viewed.clear()
-        while held:
-            key, (tensor, version) = held.pop()
-            if tensor._use_count() > 1 or sys.getrefcount(tensor) > 2:  # this name, and the call
-                self.viewed[key] = tensor, version
-
-    def is_held_elsewhere(self) -> bool:
-        """Whether tensors of others share the memory of the values: it would not be free without us."""
+    def is_used(self) -> bool:
+        """Whether others have tensors over the memory of the values: they compute with it, or may write to it."""
         return self.values is not None and _tensors_over(self.values) > self.own
 
+    def require_apart(self, change: bool) -> None:
+        """Raises RuntimeError where a tensor that shares memory with this one in torch would now differ from it."""
+        if self.assigned is None:
+            return
+        tensor, version = self.assigned[0](), self.assigned[1]
+        if tensor is None:
+            self.assigned = None
+        elif change or tensor._version != version:
+            which = "this parameter, to which it was assigned," if change else "the tensor that was assigned to .data"
+            raise RuntimeError(
+                f"{which} is changed, and both share memory only where parameters are in memory: assign a clone(), or "
+                "delete the other one before"
+            )
 
-Use = tuple[Resident, str]
+
+Use = tuple[str, Phase]  # of the resident at a place
 
 
 class Residents:
     """Fetches tensors into a bounded amount of memory, reads ahead what is used next, and writes back what was changed.
 
-    Memory is made free by letting go of what is used last, as far as the order of uses is known: it is that of the
-    last time. A tensor that somebody still has a view of keeps its memory until that is gone. Any thread may call any
+    Memory is made free by releasing what is used last, as far as the order of uses is known: it is that of the last
+    time. Values that somebody still has keep their memory until they are gone. Any thread may call any
     method.
 
     Args:
@@ -134,11 +132,14 @@ class Residents:
         self._lock = threading.RLock()
         self._memory: Memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
         self._order: Order[Use] = Order(together=True)
-        self._all: dict[str, Resident] = {}
+        self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
+        self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
         self._nbytes = 0  # of all, in whole pages
-        self._resident: dict[Resident, None] = {}  # in the order in which they came
-        self._to_write: dict[Resident, None] = {}  # changed, in this order
+        # In memory, in the order in which they came; and changed, in this order. Who has none any more needs neither.
+        self._resident: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
+        self._to_write: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
         self._stats = SwapStats()
+        self._gone: deque[tuple[str, int]] = deque()  # keys of tensors that nobody has any more, and their bytes
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
@@ -161,9 +162,12 @@ class Residents:
                 f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
                 f"of {size_words(self.budget)}"
             )
+        nbytes = -(-resident.nbytes // PAGE) * PAGE
         with self._lock:
             self._all[resident.key] = resident
-            self._nbytes += -(-resident.nbytes // PAGE) * PAGE
+            self._at[resident.place] = weakref.ref(resident)
+            self._nbytes += nbytes
+        weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
             self.replace(resident, values)
 
@@ -172,46 +176,63 @@ class Residents:
         with self._lock:
             self._require_open()
             self._forget(resident)
+            resident.changes += 1
             resident.writing = self._store.put(resident.key, values)
             resident.stored = True
             self._stats.bytes_written += resident.nbytes
 
+    def succeed(self, old: Resident, values: torch.Tensor) -> Resident:
+        """Returns another tensor at the place of an old one, with these values, on storage when this returns.
+
+        The old one leaves storage when nobody has it any more. Raises what ``add`` does.
+        """
+        resident = Resident(f"{old.place}.{next(_numbers)}", values, self.device)
+        resident.place = old.place
+        self.add(resident, values)
+        self.require_written(resident)
+        self._free_gone()
+        return resident
+
+    def _free_gone(self) -> None:
+        """Frees the space of tensors that nobody has any more."""
+        with self._lock:
+            while self._gone:
+                key, nbytes = self._gone[0]
+                if key in self._store:
+                    self._store.drop(key)
+                self._gone.popleft()
+                self._nbytes -= nbytes
+
     @contextlib.contextmanager
     def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
-        """Lets the block compute with the values, see ``acquire``."""
-        values = self.acquire(resident, phase)
+        """Lets the block compute with the values, see ``acquire``. What it does ``change`` is written afterwards."""
+        values = self.acquire(resident, phase, change=change)
         try:
             yield values
         finally:
             del values
-            self.release(resident, change)
+            if change:
+                with self._lock:
+                    self._write_some()
 
-    def acquire(self, resident: Resident, phase: Phase) -> torch.Tensor:
-        """Returns the values, which stay in memory until ``release``, and reads ahead what is likely used next.
+    def acquire(self, resident: Resident, phase: Phase, *, change: bool = False) -> torch.Tensor:
+        """Returns the values, which stay in memory as long as somebody has them, and reads ahead what comes next.
 
         Raises:
             OSError: they cannot be read, or others cannot be written to make room.
             MemoryError: all memory is in use.
             ValueError: it was closed.
+            RuntimeError: see ``Resident.require_apart``.
         """
         deadline = 0.0
-        if resident.values is None:
-            self.require_written(resident)
         while True:
+            resident.require_apart(change)
+            if resident.values is None:
+                self.require_written(resident)
             seen = native().endings()
-            with self._lock:
-                self._require_open()
-                if resident.values is None:
-                    self._begin(resident, Priority.DEMAND, None)
-                if resident.values is not None:
-                    resident.users += 1
-                    try:
-                        self._order.use(resident.uses[phase])
-                        self._read_ahead()
-                    except BaseException:
-                        resident.users -= 1
-                        raise
-                    break
+            values = self._take(resident, phase, change)
+            if values is not None:
+                return values
             begin = time.perf_counter()
             deadline = deadline or begin + _PATIENCE
             if begin > deadline:
@@ -220,42 +241,18 @@ class Residents:
             if native().endings() == seen:
                 gc.collect()  # a traceback may keep memory, in a cycle
             self._stats.seconds_waited += time.perf_counter() - begin
-        try:
-            return self._arrived(resident)
-        except BaseException:
-            self.release(resident)
-            raise
-
-    def release(self, resident: Resident, changed: bool = False) -> None:
-        """Ends a use. What was ``changed`` is written while others are used, unless there is memory for all."""
-        with self._lock:
-            resident.users -= 1
-            if changed:
-                resident.changed = True
-                self._to_write.pop(resident, None)
-                self._to_write[resident] = None
-                self._write_some()
 
     def forget(self, resident: Resident) -> None:
-        """Lets go of values in memory, which are not changed: they are fetched again."""
+        """Releases values in memory, which are not changed: they are fetched again."""
         with self._lock:
-            if not resident.users:
-                self._forget(resident)
-
-    def note_view(self, resident: Resident, viewed: torch.Tensor) -> None:
-        """Keeps an eye on a tensor of which somebody got a view of the values: that may be written to."""
-        with self._lock:
-            if len(resident.viewed) >= _MANY:
-                resident.forget_views()
-            resident.viewed.setdefault(id(viewed), (viewed, viewed._version))
+            self._forget(resident)
 
     def settle(self) -> None:
         """Writes all changes and waits for it. Raises OSError; the values then stay in memory."""
         with self._lock:
-            for each in self._resident:
-                if not each.users:
-                    self._write_back(each)
-            found = list(self._all.values())
+            for each in list(self._resident):
+                self._write_back(each)
+            found = [*self._all.values(), *self._resident]
         for each in found:
             self.require_written(each)
 
@@ -294,35 +291,56 @@ class Residents:
         if self._process != os.getpid():
             raise RuntimeError("these tensors are swapped by the parent process: swap them in this one")
 
-    def _arrived(self, resident: Resident) -> torch.Tensor:
-        arriving = resident.arriving
-        if arriving is not None:
-            begin = time.perf_counter()
-            try:
-                try:
-                    arriving.result()
-                except OSError:
-                    if resident.demanded:
-                        raise
-                    self._again(resident, arriving).result()  # perhaps it does not fail now that it is needed
-            except BaseException as error:
-                arriving = None
-                with self._lock:
-                    self._forget(resident)
-                _free_frames(error)
-                raise
+    def _take(self, resident: Resident, phase: Phase, change: bool) -> torch.Tensor | None:
+        """Returns the values once they have arrived; None while there is no memory for them."""
+        with self._lock:
+            self._require_open()
+            if resident.values is None and not self._begin(resident, Priority.DEMAND, None):
+                return None
+            there, arriving = resident.values, resident.arriving
+            values = None if there is None else there.detach()
+            self._order.use((resident.place, phase))
+            self._read_ahead()
+        try:
+            if arriving is not None:
+                self._await(resident, arriving)
             with self._lock:
-                if resident.arriving is not None:
-                    resident.arriving = None
-                    if resident.scale is not None and resident.values is not None:
-                        resident.values.mul_(resident.scale)
-                self._stats.seconds_waited += time.perf_counter() - begin
-        values = resident.values
-        if values is None:
-            raise OSError(
-                errno.EIO, f"a tensor of shape {resident.shape} could not be read, as another thread was told"
-            )
-        return values
+                if resident.values is not there:  # another thread has released it, since its read failed there
+                    return None
+                if change:
+                    resident.changed = True
+                    resident.changes += 1
+                    self._to_write.pop(resident, None)
+                    self._to_write[resident] = None
+            return values
+        except BaseException:
+            there = values = None  # which the traceback would keep
+            raise
+
+    def _await(self, resident: Resident, arriving: IoFuture) -> None:
+        """Waits until the values are in memory. Raises OSError; they are then fetched again by the next use."""
+        begin = time.perf_counter()
+        try:
+            try:
+                arriving.result()
+            except OSError:
+                if resident.demanded:
+                    raise
+                arriving = self._again(resident, arriving)  # perhaps it does not fail now that it is needed
+                arriving.result()
+        except BaseException as error:
+            with self._lock:
+                if resident.arriving is arriving:
+                    self._forget(resident)
+            del arriving
+            _free_frames(error)
+            raise
+        with self._lock:
+            if resident.arriving is arriving:
+                resident.arriving = None
+                if resident.scale is not None and resident.values is not None:
+                    resident.values.mul_(resident.scale)
+            self._stats.seconds_waited += time.perf_counter() - begin
 
     def _again(self, resident: Resident, failed: IoFuture) -> IoFuture:
         with self._lock:
@@ -333,12 +351,13 @@ class Residents:
 
     def _begin(self, resident: Resident, priority: Priority, place: int | None) -> bool:
         """Starts to fetch it, into memory of what is used after ``place`` from now."""
-        memory = self._memory.allocate(max(1, resident.nbytes))
-        if memory is None:
-            memory = self._make_room(resident.nbytes, place)
-        if memory is None:
-            return False
-        values = memory.view(resident.dtype).as_strided(resident.shape, resident.stride).detach()
+        with torch.inference_mode(False):  # what is read there may be changed elsewhere
+            memory = self._memory.allocate(max(1, resident.nbytes))
+            if memory is None:
+                memory = self._make_room(resident.nbytes, place)
+            if memory is None:
+                return False
+            values = memory.view(resident.dtype).as_strided(resident.shape, resident.stride).detach()
         resident.own = _tensors_over(values)
         resident.demanded = priority is Priority.DEMAND
         if resident.stored:
@@ -357,8 +376,13 @@ class Residents:
         return True
 
     def _read_ahead(self) -> None:
+        if len(self._resident) == len(self._all):
+            return
         room = max(_AHEAD, self._memory.nbytes // 4)
-        for place, (resident, _) in enumerate(self._order.ahead()):
+        for number, (place, _) in enumerate(self._order.ahead()):
+            resident = self._at[place]()
+            if resident is None:
+                continue
             room -= resident.nbytes
             if room < 0:
                 return
@@ -368,27 +392,33 @@ class Residents:
                 continue
             try:
                 self.require_written(resident)
-                if not self._begin(resident, Priority.PREFETCH, place):
+                if not self._begin(resident, Priority.PREFETCH, number):
                     return
             except OSError:  # it is tried again on demand
                 return
 
     def _make_room(self, nbytes: int, place: int | None) -> torch.Tensor | None:
         """Lets go of what is used last, and after ``place``, until there is memory; None where there is none now."""
-        places: dict[Resident, int] = {}
-        for number, (resident, _) in enumerate(self._order.ahead()):
-            places.setdefault(resident, number)
-        least = -1 if place is None else place
+        next_use: dict[str, int] = {}
+        for number, (at, _) in enumerate(self._order.ahead()):
+            next_use.setdefault(at, number)
+        after = -1 if place is None else place
+
+        def when(each: Resident) -> int:
+            return next_use.get(each.place, _NEVER) if self._at[each.place]() is each else _NEVER
+
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
-        free = [each for each in self._resident if not each.users and places.get(each, _NEVER) > least]
-        for each in sorted(free, key=lambda each: places.get(each, _NEVER), reverse=True):
+        free = [each for each in list(self._resident) if when(each) > after]
+        for each in sorted(free, key=when, reverse=True):
+            if each.is_used():
+                continue
             if each.arriving is None:
                 self._write_back(each)
                 if each.writing is not None:
                     if not each.writing.done():
                         continue
                     self.require_written(each)
-                if each.is_held_elsewhere():
+                if each.is_used():
                     continue
             self._forget(each)
             memory = self._memory.allocate(max(1, nbytes))
@@ -401,18 +431,17 @@ class Residents:
         if self._nbytes <= self._memory.nbytes:
             return
         for each in list(self._to_write)[:-_CHANGING]:
-            del self._to_write[each]
+            self._to_write.pop(each, None)
             with contextlib.suppress(OSError):  # it is tried again when memory is needed, and raised then
                 self._write_back(each)
 
     def _write_back(self, resident: Resident) -> None:
-        """Starts to write what was changed."""
-        resident.look_for_changes()
+        """Starts to write what was changed. What others may be changing just now is written once more later."""
         if not resident.changed or resident.values is None:
             return
         if resident.writing is not None and not resident.writing.done():
             return  # it is tried again
-        resident.changed = False
+        resident.changed = resident.is_used()
         self._to_write.pop(resident, None)
         try:
             resident.writing = self._store.put(resident.key, resident.values)
@@ -443,7 +472,6 @@ class Residents:
         """Lets go of the values in memory. What is on its way keeps its memory until it has arrived."""
         resident.values = resident.memory = resident.arriving = None
         resident.changed = False
-        resident.viewed.clear()
         self._to_write.pop(resident, None)
         self._resident.pop(resident, None)
 

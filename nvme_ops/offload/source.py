@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -84,6 +84,7 @@ class Source:
         if len(self.extents) == 1 and self.nbytes >= PAGE and self.extents[0].start % PAGE % dtype.itemsize == 0:
             self.skipped = self.extents[0].start % PAGE
             self.span = -(-(self.skipped + self.nbytes) // PAGE) * PAGE
+        self.copies: dict[Any, Any] = {}  #: in memory, that were pickled; references that do not keep them
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[int, ...], Source] = {}
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from nvme_ops.offload.quantized import expand
 from nvme_ops.offload.source import Source, concatenated, narrowed
 from nvme_ops.offload.window import Window, read_now
+from nvme_ops.offloaded import OffloadedTensor, Step
 
 aten = torch.ops.aten
 
@@ -35,27 +39,32 @@ class Weights:
         return self.window
 
 
-class StoredTensor(torch.Tensor):
-    """Has dtype, shape and device of a weight, and its values in a file.
+class StoredTensor(OffloadedTensor):
+    """A weight whose values are in a file. It cannot be changed, and takes no gradient; gradients flow through it.
 
-    Operations get the values in memory; what they return are usual tensors. Parts along the first dimension, other
-    shapes, other dtypes and what is put together of stored tensors are stored tensors again, of which nothing is read.
-    It cannot be changed, and takes no gradient; gradients flow through it.
+    Parts along the first dimension, other shapes, other dtypes and what is put together of stored tensors are stored
+    tensors again, of which nothing is read; of a part its own bytes alone are.
 
     Args:
         weights: read it.
         source: where its values are.
         dtype: what the stored ones are converted to; as they are when None.
         device: where it is used.
-        turned: whether it is the transpose of the matrix that is stored.
         scale: what the stored values, of 8 bits, are multiplied with.
+        outline: has shape and dtype of this tensor; those of ``source`` when None.
+        steps: from the values to this.
     """
 
     _weights: Weights
     _source: Source
     _device: torch.device
-    _turned: bool
+    _converted: torch.dtype  # to which stored values are, before the steps
     _scale: torch.Tensor | None
+    _is_part: bool  # of a weight, of which the rest is not read
+
+    writable = False
+    lazy: ClassVar[dict[Any, Callable[..., Any]]] = dict(OffloadedTensor.lazy)
+    instead: ClassVar[str] = "copy it by to_memory(), or the model by copy.deepcopy()"
 
     @staticmethod
     def __new__(
@@ -64,24 +73,28 @@ class StoredTensor(torch.Tensor):
         source: Source,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        turned: bool = False,
         scale: torch.Tensor | None = None,
+        outline: torch.Tensor | None = None,
+        steps: tuple[Step, ...] = (),
     ) -> StoredTensor:
         """Makes one; nothing is read."""
-        device = device or torch.device("cpu")
-        shape = torch.empty(source.shape, device="meta")
-        shape = shape.t() if turned else shape
-        made: StoredTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape.shape, strides=shape.stride(), dtype=dtype or source.dtype, device=device
-        )
-        made._weights, made._source, made._device, made._turned = weights, source, device, turned
-        made._scale = scale
+        device, converted = device or torch.device("cpu"), dtype or source.dtype
+        if outline is None:
+            outline = torch.empty(source.shape, dtype=converted, device="meta")
+        made = cls._outlined(outline, steps, device)
+        made._weights, made._source, made._device, made._scale = weights, source, device, scale
+        made._converted, made._is_part = converted, False
         return made
 
     @property
     def source(self) -> Source:
         """Where its values are."""
         return self._source
+
+    @property
+    def stored_at(self) -> Hashable:
+        """What is the same for all tensors over the same stored values."""
+        return id(self._source)
 
     def to_memory(self) -> torch.Tensor:
         """A usual tensor with its values, in memory of its own."""
@@ -95,62 +108,75 @@ class StoredTensor(torch.Tensor):
     def computed(self, values: torch.Tensor) -> torch.Tensor:
         """What stored ``values`` are to whoever computes with them."""
         if self._scale is not None:
-            values = expand(values, self._scale, self.dtype)
-        elif values.dtype != self.dtype:
-            values = values.to(self.dtype)
-        return values.t() if self._turned else values
+            values = expand(values, self._scale, self._converted)
+        elif values.dtype != self._converted:
+            values = values.to(self._converted)
+        for step in self._steps:
+            values = step(values)
+        return values
 
-    def like(
-        self,
-        source: Source,
-        dtype: torch.dtype | None = None,
-        turned: bool = False,
-        scale: torch.Tensor | None = None,
-    ) -> StoredTensor:
-        """Another one of the same weights."""
-        return StoredTensor(self._weights, source, dtype or self.dtype, self._device, turned, scale)
+    def is_plain(self) -> bool:
+        """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""
+        return not self._steps and self._scale is None
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares it without types
-        """For example ``StoredTensor(shape=(4096, 4096), dtype=torch.bfloat16)``."""
-        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A usual tensor, or a parameter where this is one."""
-        values = self.to_memory()
-        made = torch.nn.Parameter(values, False) if isinstance(self, torch.nn.Parameter) else values
-        memo[id(self)] = made
+    def like(self, source: Source, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None) -> StoredTensor:
+        """Another one of the same weights, without steps."""
+        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale)
+        made._is_part = self._is_part
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is pickled as a usual tensor."""
-        values = self.to_memory()
-        made = torch.nn.Parameter(values, False) if isinstance(self, torch.nn.Parameter) else values
-        return made.__reduce_ex__(protocol)
+    def part(self, source: Source, outline: torch.Tensor, scale: torch.Tensor | None = None) -> StoredTensor:
+        """A part of this one, of which its own ``source`` alone is read."""
+        made = StoredTensor(self._weights, source, self._converted, self._device, scale, outline)
+        made._is_part = True
+        return made
+
+    def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
+        of = (self._weights, self._source, self._converted, self._device, self._scale)
+        made = StoredTensor(*of, outline, (*self._steps, *steps))
+        made._is_part = self._is_part
+        return made
+
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredTensor | list[StoredTensor]:
+        if self._is_part and func is aten.as_strided.default:  # which may reach beyond it
+            raise RuntimeError(f"{func}: of a part of a weight that is streamed: apply it to the whole weight")
+        return super()._viewed(func, args, kwargs)
+
+    def _lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
+        del uses, change
+        return self.in_window()
+
+    def _whole(self) -> StoredTensor:
+        return self if not self._steps else self.like(self._source, self._converted, self._scale)
+
+    def _copies(self) -> tuple[dict[Any, StorageWeakRef], Any]:
+        return self._source.copies, self._converted
+
+    def _require_writable(self, function: Any) -> None:
+        if self._converted != self._source.dtype and not isinstance(self, torch.nn.Parameter):
+            raise RuntimeError(
+                f"{function}: a converted copy of a weight that is streamed cannot be changed: clone() it"
+            )
+        raise RuntimeError(f"{function}: weights that are streamed from storage cannot be changed")
+
+    def _assign(self, value: torch.Tensor) -> None:
+        del value
+        self._require_writable("data")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Calls the function as it is, but for one that would expand a weight that takes no gradient.
 
         ``matmul`` of an input of three dimensions that is not contiguous repeats the weight for each of the first
-        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp).
+        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
+        that the last bits may be others.
         """
         if func in (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            args = tuple(each.contiguous() if type(each) is torch.Tensor else each for each in args)
+            args = tuple(each.contiguous() if type(each) is torch.Tensor and each.dim() > 2 else each for each in args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if (lazily := _LAZY.get(func)) is not None and (lazily in _OF_ALL or not _any_unusual(args)):
-            found = lazily(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        if func._schema.is_mutable:
-            _require_not_written(func, args, kwargs)
-        return func(*tree_map(_in_memory, tuple(args)), **tree_map(_in_memory, dict(kwargs)))
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:
@@ -159,53 +185,22 @@ def stored_in(tensor: Any) -> StoredTensor | None:
     return local if isinstance(local, StoredTensor) else None
 
 
-def _any_unusual(args: Any) -> bool:
-    return any(
-        isinstance(each, StoredTensor) and (each._turned or each._scale is not None) for each in tree_leaves(args)
-    )
-
-
-def _in_memory(value: Any) -> Any:
-    return value.in_window() if isinstance(value, StoredTensor) else value
-
-
-def _require_not_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            if any(isinstance(each, StoredTensor) for each in tree_leaves(value)):
-                raise RuntimeError(f"{func}: weights that are streamed from storage cannot be changed")
-
-
-# Operations of which nothing has to be read. Each returns NotImplemented for what it cannot do.
-
-_LAZY: dict[Any, Callable[..., Any]] = {}
+# Operations of which nothing, or a part, has to be read. Each returns NotImplemented for what it cannot do.
 
 
 def _lazily(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a function for weights that are plain; views of others are made by ``OffloadedTensor``."""
+
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        _LAZY.update(dict.fromkeys(operators, function))
+        @functools.wraps(function)
+        def of_plain(*args: Any, **kwargs: Any) -> Any:
+            unusual = any(isinstance(each, StoredTensor) and not each.is_plain() for each in tree_leaves(args))
+            return NotImplemented if unusual else function(*args, **kwargs)
+
+        StoredTensor.lazy.update(dict.fromkeys(operators, of_plain))
         return function
 
     return add
-
-
-@_lazily(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def _same(tensor: StoredTensor) -> StoredTensor:
-    return tensor.like(tensor.source, turned=tensor._turned, scale=tensor._scale)
-
-
-@_lazily(aten.t.default)
-def _t(tensor: StoredTensor) -> Any:
-    """Autograd keeps it for the backward of a linear layer: not the values, which are read again there."""
-    if tensor.dim() != 2:
-        return NotImplemented
-    return tensor.like(tensor.source, turned=not tensor._turned, scale=tensor._scale)
-
-
-@_lazily(aten.transpose.int)
-def _transpose(tensor: StoredTensor, first: int, second: int) -> Any:
-    return _t(tensor) if tensor.dim() == 2 and (first - second) % 2 else NotImplemented
 
 
 @_lazily(aten._to_copy.default)
@@ -222,16 +217,20 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
     return tensor.like(tensor.source, dtype)
 
 
-@_lazily(aten.select.int)
 def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
-    if tensor._turned or dim % max(tensor.dim(), 1) or not -tensor.shape[0] <= index < tensor.shape[0]:
+    """Reads one of the first dimension alone, which of packed experts is one: with its part of the scale."""
+    if tensor._steps or dim % max(tensor.dim(), 1) or not -tensor.shape[0] <= index < tensor.shape[0]:
         return NotImplemented
     index %= tensor.shape[0]
     part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
     scale = tensor._scale
     if scale is not None and (scale.dim() != tensor.dim() or tensor.dim() < 3):
         return NotImplemented
-    return tensor.like(part, scale=None if scale is None else scale[index if scale.shape[0] > 1 else 0])
+    scale = None if scale is None else scale[index if scale.shape[0] > 1 else 0]
+    return tensor.part(part, tensor._outline.select(dim, index), scale)
+
+
+StoredTensor.lazy[aten.select.int] = _select
 
 
 @_lazily(aten.slice.Tensor)
@@ -239,24 +238,33 @@ def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: in
     dim %= tensor.dim()
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
-    return NotImplemented if part is None else tensor.like(part)
+    outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)
+    return NotImplemented if part is None else tensor.part(part, outline)
 
 
 @_lazily(aten.split.Tensor)
 def _split(tensor: StoredTensor, size: int, dim: int = 0) -> Any:
+    if size < 1:
+        return NotImplemented
     parts = [_slice(tensor, dim, at, at + size) for at in range(0, tensor.shape[dim], size)]
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
 @_lazily(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
-    resolved = torch.empty(tensor.shape, device="meta").view(tuple(shape)).shape
-    return tensor.like(tensor.source.view(tuple(resolved)))
+    return _reshaped(tensor, tensor._outline.view(tuple(shape)))
 
 
 @_lazily(aten.unsqueeze.default)
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
-    return _view(tensor, torch.empty(tensor.shape, device="meta").unsqueeze(dim).shape)
+    return _reshaped(tensor, tensor._outline.unsqueeze(dim))
+
+
+def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
+    source = tensor.source.view(tuple(outline.shape))
+    made = StoredTensor(tensor._weights, source, tensor._converted, tensor._device, None, outline)
+    made._is_part = tensor._is_part
+    return made
 
 
 @_lazily(aten.stack.default)
@@ -288,6 +296,3 @@ def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
     if rows is None:
         return NotImplemented
     return rows.to(weight.dtype)[inverse]
-
-
-_OF_ALL = (_same, _t, _transpose, _select)  # which mind a transpose and a scale

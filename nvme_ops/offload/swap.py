@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.residents import Resident, Residents, SwapStats
+from nvme_ops.offload.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.swapped import SwappedTensor
 
@@ -126,8 +126,8 @@ def swap_params(
             residents.add(resident, None if each.is_meta else each.detach())
             made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), each.requires_grad)
         swapped: list[Any] = list(made.values())
-        forward = [each.resident.uses["forward"] for each in swapped]
-        backward = [each.resident.uses["backward"] for each in reversed(swapped)]
+        forward: list[Use] = [(each.resident.place, "forward") for each in swapped]
+        backward: list[Use] = [(each.resident.place, "backward") for each in reversed(swapped)]
         residents.foresee([*forward, *backward])
         if any(each.is_meta for _, _, each in every):
             _initialize(module, made, target, param_init_fn)

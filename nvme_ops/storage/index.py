@@ -6,6 +6,7 @@ A line consists of a CRC-32 and the JSON object that it covers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from nvme_ops.storage.atomic import replacing
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.values import Piece, Value
+from nvme_ops.whole import read_whole
 
 _LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
 
@@ -32,13 +34,14 @@ class Index:
         self._path = session.path(0, name)
         self._fd = session.open(0, name)
         self._end = self._lines = 0
+        self._doubtful = False  # a sync failed: the kernel does not try again
 
     def load(self) -> dict[str, Value]:
         """Returns the values that the last line of each key gives, and cuts off an incomplete last line.
 
         Raises FormatError for any other line that is damaged.
         """
-        content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        content = read_whole(self._fd)
         found: dict[str, Value] = {}
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n") and self._end + len(line) == len(content):
@@ -68,12 +71,25 @@ class Index:
         self._append(_line(key, None))
 
     def sync(self) -> None:
-        """Makes the journal durable."""
-        os.fdatasync(self._fd)
+        """Makes the journal durable. Raises OSError; ``sync_again`` then writes it anew."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._doubtful = True
+            raise OSError(error.errno, f"fdatasync: {error.strerror}", self._path) from error
 
     def is_long(self, values: Mapping[str, Value]) -> bool:
         """Returns whether most lines are obsolete."""
         return self._lines > 2 * len(values) + _LINES
+
+    def sync_again(self, values: Mapping[str, Value]) -> None:
+        """Makes durable what a ``sync`` that failed did not. Raises OSError."""
+        if self._doubtful:
+            before = self._fd
+            self.compact(values)
+            if self._fd == before:
+                raise OSError(errno.EIO, "the journal could not be made durable, nor written anew", self._path)
+            self._doubtful = False
 
     def compact(self, values: Mapping[str, Value]) -> None:
         """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays."""

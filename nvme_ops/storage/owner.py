@@ -10,8 +10,12 @@ import os
 import time
 from pathlib import Path
 
+from nvme_ops.whole import read_whole
+
 OWNER = "owner"
 MAGIC = "nvme_ops session"
+_CHANGING = ("magic", "pid", "boot", "machine")
+_SECTOR = 512  # bytes that a device writes whole or not at all
 _BEGINNING = 86400  # seconds for which an empty owner file may belong to a session that is starting
 
 
@@ -24,7 +28,7 @@ def open_owner(path: str, create: bool = False) -> int:
 
 def read_owner(fd: int) -> dict[str, object] | None:
     """Returns what the file says: an empty dict before the first write, None for any other content."""
-    content = os.pread(fd, os.fstat(fd).st_size, 0)
+    content = read_whole(fd)
     if not content:
         return {}
     with contextlib.suppress(ValueError):
@@ -34,12 +38,20 @@ def read_owner(fd: int) -> dict[str, object] | None:
     return None
 
 
-def write_owner(fd: int, owner: dict[str, object]) -> None:
-    """Overwrites the file in one ``pwrite``: a process that is killed leaves the old content or the new."""
-    content = json.dumps(owner).encode()
-    content = content.ljust(os.fstat(fd).st_size)
+def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> None:
+    """Overwrites the file in one ``pwrite``: a process that is killed leaves the old content or the new.
+
+    So does a power failure: what changes from one program to the next lies in the first sector, and what the files
+    belong to behind it. ``durable``: the content is on the device when this returns.
+    """
+    changing = {key: owner[key] for key in _CHANGING if key in owner}
+    lasting = {key: value for key, value in owner.items() if key not in changing}
+    text = (json.dumps(changing)[:-1] + ", ").ljust(_SECTOR) + json.dumps(lasting)[1:]
+    content = text.encode().ljust(os.fstat(fd).st_size)
     if os.pwrite(fd, content, 0) != len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OWNER)
+    if durable:
+        os.fdatasync(fd)
 
 
 def is_dead(owner: dict[str, object], lock: int) -> bool:

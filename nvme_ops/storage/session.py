@@ -34,6 +34,7 @@ from nvme_ops.storage.owner import (
 
 _PREFIX = ".nvme_ops-"
 _FOLDER = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{16}(?:-[0-9a-f]{16})?")
+_KEPT = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{16}")
 _FILE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -90,7 +91,11 @@ class Session:
             if not self.found:
                 self._begin_anew()
             for number, place in enumerate(self._places):
-                place.write(self._owner(number))
+                place.write(self._owner(number), durable=keep)
+            if keep and not self.found:
+                self.sync()
+                for folder in given:
+                    _sync_folder(os.fspath(folder))
         except BaseException:
             self.close()
             raise
@@ -108,7 +113,7 @@ class Session:
     def _begin_anew(self) -> None:
         """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
-            place.write({**self._owner(number), "place": None})
+            place.write({**self._owner(number), "place": None}, durable=self.keep)
         for place in self._places:
             place.empty()
 
@@ -158,6 +163,11 @@ class Session:
             return fd
         os.close(fd)
         raise PermissionError(errno.EPERM, "is not a file of this session's alone", path)
+
+    def sync(self) -> None:
+        """Makes the names of the files in all folders durable. Raises OSError."""
+        for place in self._places:
+            _sync_folder(place.path)
 
     def lend(self, name: str, user: _User) -> None:
         """Registers ``user`` as having the files of this name open; ``close`` closes it first.
@@ -242,7 +252,11 @@ class _Place:
                     continue
                 before = read_owner(lock)
                 if before is None:
-                    raise FileExistsError(errno.EEXIST, "is not the file of a session", owner)
+                    raise FileExistsError(errno.EEXIST, "is not the file of a session, or was damaged", owner)
+                if not before and keep and any(_files(path)):  # which a session that is just starting has none of
+                    raise FileExistsError(
+                        errno.EEXIST, "is empty, though the files beside it may have what was kept: remove these", owner
+                    )
                 if before and not is_dead(before, lock):
                     raise _in_use(name, lock, path)
                 remove_litter(path)
@@ -252,9 +266,9 @@ class _Place:
                     locks.give_back(lock)
                 raise
 
-    def write(self, owner: dict[str, object]) -> None:
+    def write(self, owner: dict[str, object], durable: bool = False) -> None:
         """Writes the file ``owner``."""
-        write_owner(self._lock, owner)
+        write_owner(self._lock, owner, durable)
 
     def empty(self) -> None:
         """Removes all files of the session but ``owner``."""
@@ -279,6 +293,16 @@ class _Place:
         if lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(lock)
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"fsync of a folder: {error.strerror}", path) from error
+    finally:
+        os.close(fd)
 
 
 def _in_use(name: str, lock: int, path: str) -> BlockingIOError:
@@ -316,7 +340,8 @@ def _remove_if_abandoned(path: str) -> None:
     try:
         if locks.take(lock):
             owner = read_owner(lock)  # not before: what was about to be kept then, may be kept now
-            if owner is not None and not owner.get("keep") and is_dead(owner, lock):
+            kept = _KEPT.fullmatch(os.path.basename(path)) and any(_files(path)) if not owner else owner.get("keep")
+            if owner is not None and not kept and is_dead(owner, lock):
                 _remove(path)
     finally:
         locks.give_back(lock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -86,6 +87,9 @@ class TensorStore:
         self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
         self._retired: list[Value] = []
         self._index: Index | None = None
+        self._fresh: set[str] = set()  # keys of values put since the last sync
+        self._doubtful: set[str] = set()  # and before one that failed
+        self._named = False  # the names of the files are durable
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
             undo.callback(session.take_back, name, self)
@@ -189,6 +193,8 @@ class TensorStore:
         if self._index:
             self._index.put(key, value)
         self._values[key] = value
+        self._fresh.add(key)
+        self._doubtful.discard(key)
         if old is not None:
             self._retire(old)
         if self._index and self._index.is_long(self._values):
@@ -314,6 +320,8 @@ class TensorStore:
                 if self._index:
                     self._index.drop(key)
                 del self._values[key]
+                self._fresh.discard(key)
+                self._doubtful.discard(key)
                 self._retire(value)
         finally:
             self._claims.give_back(key)
@@ -357,12 +365,37 @@ class TensorStore:
             raise found[0]
 
     def sync(self) -> None:
-        """``wait``, then makes all of it durable."""
+        """``wait``, then makes all of it durable, and in a session that is kept what finding it again takes.
+
+        Raises:
+            OSError: a device failed. What was put since the last sync may then be lost, though it can be read now:
+                each further call raises until it was put again, or dropped.
+        """
         self.wait()
         with self._claims.at(_SYNC):
-            self._slabs.sync()
-            if self._index:
-                self._index.sync()
+            with self._lock:
+                fresh, self._fresh = self._fresh, set()
+            try:
+                self._slabs.sync()
+                if self._index:
+                    with self._lock:
+                        self._index.sync_again(self._values)
+                    self._index.sync()
+                    if not self._named:
+                        self._session.sync()
+                        self._named = True
+            except BaseException:
+                with self._lock:
+                    self._doubtful |= fresh
+                raise
+            if self._doubtful:
+                shown = ", ".join(map(repr, sorted(self._doubtful)[:5]))
+                raise OSError(
+                    errno.EIO,
+                    f"a sync has failed: {len(self._doubtful)} tensors put before it may be lost, and are to be put "
+                    f"again or dropped: {shown}{' ...' if len(self._doubtful) > 5 else ''}",
+                    self._slabs.paths[0],
+                )
 
     def trim(self) -> None:
         """Gives the space of what was dropped back to the file systems."""

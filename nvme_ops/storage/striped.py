@@ -48,7 +48,7 @@ class StripedSlabs:
         try:
             for number in range(count):
                 self._fds.append(session.open(number, name))
-                self._files.append(native().OpenFile(self._fds[-1]))
+                self._files.append(native().OpenFile(self._fds[-1], True))  # extents are whole pages
             self._slabs = [Slab(fd, path) for fd, path in zip(self._fds, self.paths, strict=True)]
         except BaseException:
             self.close()
@@ -136,9 +136,12 @@ class StripedSlabs:
         return sum(slab.bytes_in_use for slab in self._slabs)
 
     def sync(self) -> None:
-        """Makes all completed writes durable."""
-        for fd in self._fds:
-            os.fdatasync(fd)
+        """Makes all completed writes durable. Raises OSError."""
+        for fd, path in zip(self._fds, self.paths, strict=True):
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                raise OSError(error.errno, f"fdatasync: {error.strerror}", path) from error
 
     def trim(self) -> None:
         """Returns the space of free extents to the file systems."""

@@ -31,7 +31,7 @@ void check_route(const Case& wanted, const Piece& piece, std::uintptr_t memory, 
       return;
     }
     CHECK(!read, "direct reads wherever they are possible");
-    const bool partial = piece.offset % layout.edge != 0 || left < layout.edge;
+    const bool partial = piece.offset % layout.edge != 0 || (left < layout.edge && !layout.padded);
     CHECK(partial && piece.offset % layout.edge + piece.bytes <= layout.edge,
           "only part of one edge to be written through the cache, got " << piece.bytes << " at " << piece.offset);
     return;
@@ -51,7 +51,8 @@ void check_route(const Case& wanted, const Piece& piece, std::uintptr_t memory, 
   if (read) {
     CHECK(piece.length - piece.lead - piece.bytes < unit, "no whole sector read in vain");
   } else {
-    CHECK(piece.offset % unit == 0 && piece.length % unit == 0 && piece.length == piece.bytes,
+    const bool padded = layout.padded && piece.bytes == left && piece.length - piece.bytes < unit;
+    CHECK(piece.offset % unit == 0 && piece.length % unit == 0 && (piece.length == piece.bytes || padded),
           "direct writes in whole edges of " << unit << ", got " << piece.length << " at " << piece.offset);
   }
 }
@@ -79,6 +80,7 @@ Case random_case(Random& random) {
   made.layout.offset_alignment = std::uint64_t{1} << between(random, 9, 16);
   made.layout.edge = std::max({kPageSize, made.layout.offset_alignment, std::uint64_t{1} << between(random, 12, 16)});
   made.layout.in_place = support::one_in(random, 2);
+  made.layout.padded = support::one_in(random, 3);
   made.memory = 0x10000000 + (support::one_in(random, 2) ? 0 : between(random, 0, 8192));
   made.bytes = between(random, 1, std::uint64_t{1} << between(random, 1, 23));
   made.offset = between(random, 0, std::uint64_t{1} << between(random, 1, 45));
@@ -88,6 +90,14 @@ Case random_case(Random& random) {
 }
 
 }  // namespace
+
+TEST(a_padded_write_is_direct_to_its_end) {
+  const Layout layout{true, 512, 512, 4096, true, false, true};
+  const Piece body = next_piece(Op::Write, layout, 0x1000, 8192, 4196, 1 << 20, kStaging);
+  CHECK(body.route == Route::InPlace && body.bytes == 4096, "the whole pages from where they are");
+  const Piece tail = next_piece(Op::Write, layout, 0x2000, 12288, 100, 1 << 20, kStaging);
+  CHECK(tail.route == Route::Staged && tail.bytes == 100 && tail.length == 4096, "the rest as a page");
+}
 
 TEST(pieces_tile_any_range_in_any_layout) {
   const unsigned long iterations = check::from_environment("NVME_OPS_TEST_ITERATIONS", 1000) * 5;

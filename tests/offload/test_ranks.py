@@ -25,3 +25,8 @@ def test_tensor_parallel_ranks_stream_their_parts(folder: Path) -> None:
     found = re.findall(r"rank (\d): close (\w+), less than ([\d.]+) of the bytes", said)
     assert sorted((rank, close) for rank, close, _ in found) == [("0", "True"), ("1", "True")]
     assert all(float(share) <= 0.6 for *_, share in found)
+
+
+def test_collectives_over_parameters_on_storage(folder: Path) -> None:
+    said = run_ranks(2, "tests.offload.swapped_ranks", folder)
+    assert sorted(re.findall(r"rank (\d): (.*)", said)) == [("0", "[True, True, True]"), ("1", "[True, True, True]")]

@@ -68,6 +68,14 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed back": lambda t: t[1].t().transpose(0, 1),
     "of another dtype": lambda t: t.to(torch.float64),
     "half of it": lambda t: t[2].bfloat16(),
+    "steps": lambda t: t[::2],
+    "dimensions in another order": lambda t: t.permute(2, 0, 1),
+    "part of a transpose": lambda t: t[0].t()[3:5],
+    "unbound": lambda t: t.unbind(1)[2],
+    "a diagonal": lambda t: t[:, :32].diagonal(0, 1, 2),
+    "expanded": lambda t: t[0].unsqueeze(0).expand(3, 40, 32),
+    "strided": lambda t: t.permute(1, 0, 2).as_strided((4, 5), (7, 2), 11),
+    "as other bytes": lambda t: t.view(torch.int32)[::3].view(torch.float32),
 }
 
 
@@ -82,15 +90,12 @@ def test_a_part_is_made_without_reading_and_has_its_values(name: str, stored: St
 
 
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "steps": lambda t: t[::2],
     "an index": lambda t: t[torch.tensor([3, 1])],
     "a mask": lambda t: t[torch.tensor([True, False, True, False, False, True])],
-    "dimensions in another order": lambda t: t.permute(2, 0, 1),
     "a sum": lambda t: t.sum(),
     "twice another dtype": lambda t: t.bfloat16().double(),
     "joined with another": lambda t: torch.cat([t, torch.ones(1, 40, 32)]),
     "a clone": lambda t: t.clone(),
-    "part of a transpose": lambda t: t[0].t()[3:5],
 }
 
 

@@ -202,10 +202,7 @@ def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
             weight.detach().to(torch.bfloat16)
             weight.detach()[2].fill_(2)
         assert len(weight.resident.copies) <= 100
-        assert len(weight.resident.viewed) <= 100
         kept.fill_(3)
-        weight.resident.look_for_changes()
-        assert weight.resident.changed
         assert weight[2:4].sum(1).tolist() == [128, 192]
 
 
@@ -331,11 +328,11 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         swap_params(model, folder / "missing", memory_budget="1M", min_bytes=1)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    with swap_params(model, folder, memory_budget="1M", min_bytes=1):
-        with pytest.raises(ValueError, match="swapped already"):
-            swap_params(model, folder, memory_budget="1M", min_bytes=1)
-        with pytest.raises(RuntimeError, match="converted copy of a swapped parameter cannot be changed"):
-            next(iter(model.parameters())).detach().double().add_(1)
+    with (
+        swap_params(model, folder, memory_budget="1M", min_bytes=1),
+        pytest.raises(ValueError, match="swapped already"),
+    ):
+        swap_params(model, folder, memory_budget="1M", min_bytes=1)
     with pytest.raises(ValueError, match="was closed"):
         model(words(1))
     assert not list(folder.iterdir())
@@ -348,7 +345,7 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
     monkeypatch.setattr(residents, "_PATIENCE", 0.2)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
     with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1):
-        held = [each.detach()[:60] for each in list(model.parameters())[:2]]
+        held = [each.lent().__enter__() for each in swapped_of(model)[:2]]
         with pytest.raises(
             MemoryError, match=r"no memory in one piece for a tensor of 16 KiB, .* others in use have 32 KiB of 40"
         ):

@@ -1,0 +1,403 @@
+"""Ways to a tensor whose values are on storage: each has the values, changes them, or raises a sentence."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+
+import nvme_ops
+from nvme_ops.checkpoint import modules
+from nvme_ops.offload import streamed, swap_params
+from nvme_ops.offload.stored import StoredTensor
+from nvme_ops.offload.stream_weights import stream_weights
+from nvme_ops.offload.swapped import SwappedTensor
+
+ON_STORAGE = "the values of this tensor are on storage"
+
+
+class Model(nn.Module):
+    """Three matrices of one shape, one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.embedding = nn.Linear(48, 48), nn.Linear(48, 48), nn.Embedding(48, 48)
+        self.head = nn.Linear(48, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.fixture
+def plain() -> Model:
+    torch.manual_seed(1)
+    return Model()
+
+
+@pytest.fixture
+def swapped(plain: Model, folder: Path) -> Iterator[Model]:
+    model = copy.deepcopy(plain)
+    with swap_params(model, folder, memory_budget="24K", min_bytes=1):
+        yield model
+
+
+@pytest.fixture
+def streaming(plain: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(streamed, "_SMALL", 0)  # which would stay in memory
+    moved: Any = copy.deepcopy(plain)
+    with stream_weights(moved, folder, memory_budget="24K") as model:
+        assert isinstance(model.first.weight, StoredTensor)
+        yield model
+
+
+@pytest.fixture(params=["swapped", "streaming"])
+def either(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def require_equal(model: nn.Module, plain: nn.Module) -> None:
+    expected = plain.state_dict()
+    assert [name for name, each in model.state_dict().items() if not torch.equal(each + 0, expected[name])] == []
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.bin", "a.ckpt", "a.safetensors", "folder"])
+def test_a_module_is_saved_whole_and_ties_once(name: str, either: Any, plain: Model, folder: Path) -> None:
+    nvme_ops.save(either, folder / name)
+    found = nvme_ops.load(folder / name)
+    assert sorted(found) == ["embedding.weight", "first.bias", "first.weight", "second.bias", "second.weight"]
+    assert all(torch.equal(found[each], plain.state_dict()[each]) for each in found)
+
+
+def test_a_save_in_the_background_has_the_values_of_the_call(swapped: Any, plain: Model, folder: Path) -> None:
+    saving = nvme_ops.save_async(swapped, folder / "a.pt")
+    with torch.no_grad():
+        swapped.first.weight.zero_()
+    saving.result()
+    assert torch.equal(nvme_ops.load(folder / "a.pt")["first.weight"], plain.first.weight)
+
+
+def test_a_save_needs_no_memory_for_all(folder: Path) -> None:
+    layers = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(8)))
+    with swap_params(layers, folder, memory_budget="16M") as swapping:
+        nvme_ops.save({"model": layers.state_dict(), "step": 1}, folder / "a.pt")
+        assert swapping.stats().peak_bytes <= 16 << 20
+
+
+@pytest.mark.parametrize("make", [lambda: _on_meta(), lambda: _with_dtensors(Model())], ids=["meta", "DTensor"])
+def test_tensors_without_memory_are_not_taken_for_tied(make: Callable[[], nn.Module]) -> None:
+    state, left_out = modules.state_of(make())
+    assert len(state) == 5
+    assert left_out == {"head.weight": "embedding.weight"}
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Model()
+
+
+def _with_dtensors(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    mesh = DeviceMesh("cpu", [0])
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, each in list(module._parameters.items()):
+            if each is not None:
+                tensor = DTensor.from_local(each.detach(), mesh, [Replicate()])
+                module._parameters[name] = made.setdefault(id(each), nn.Parameter(tensor))
+    torch.distributed.destroy_process_group()
+    return model
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "folder"])
+def test_loading_into_a_module_changes_it_or_raises(name: str, either: Any, folder: Path, plain: Model) -> None:
+    nvme_ops.save(Model(), folder / name)
+    if isinstance(either.first.weight, StoredTensor):
+        with pytest.raises(ValueError, match=r"'first\.weight' cannot be filled: its values are streamed from storage"):
+            nvme_ops.load(folder / name, into=either)
+        require_equal(either, plain)
+    else:
+        nvme_ops.load(folder / name, into=either, verify=True)
+        found = nvme_ops.load(folder / name)
+        assert all(torch.equal(each + 0, found[key]) for key, each in either.state_dict().items() if key in found)
+
+
+def test_pickled_tensors_are_usual_and_share_memory_when_tied(either: Any, plain: Model) -> None:
+    stream = io.BytesIO()
+    torch.save(dict(either.named_parameters(remove_duplicate=False)), stream)
+    stream.seek(0)
+    found = torch.load(stream, weights_only=True)
+    assert all(torch.equal(each, plain.get_parameter(name)) for name, each in found.items())
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    assert stream.getbuffer().nbytes < 4 * plain.first.weight.nbytes
+    with torch.no_grad():  # what is pickled once does not stand for values from later
+        if isinstance(either.first.weight, SwappedTensor):
+            kept = pickle.loads(pickle.dumps(either.first.weight))
+            either.first.weight.add_(1)
+            assert torch.equal(pickle.loads(pickle.dumps(either.first.weight)), kept + 1)
+
+
+def test_copies(either: Any, plain: Model) -> None:
+    weight = either.first.weight
+    assert type(copy.deepcopy(weight)) is nn.Parameter
+    assert torch.equal(copy.deepcopy(weight), plain.first.weight)
+    same = copy.copy(weight)
+    assert type(same) is type(weight)
+    assert isinstance(same, nn.Parameter)
+    if isinstance(weight, SwappedTensor):
+        with torch.no_grad():
+            same.zero_()
+        assert not weight.any()
+
+
+# Around the dispatcher
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "address": lambda p: p.data_ptr(),
+    "address of the storage": lambda p: p.detach().untyped_storage().data_ptr(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "shared memory": lambda p: p.share_memory_(),
+    "numpy": lambda p: p.detach().numpy(),
+    "array": lambda p: numpy.asarray(p.detach()),
+    "storage": lambda p: bytes(p.detach().untyped_storage()),
+    "of a view": lambda p: p.detach()[3:, 1].data_ptr(),
+    "file": lambda p: aio_write(p),
+    "a function": lambda p: p.detach().apply_(lambda value: value + 1),
+    "constant address": lambda p: p.const_data_ptr(),
+}
+
+
+def aio_write(tensor: torch.Tensor) -> None:
+    nvme_ops.aio_handle().sync_pwrite(tensor.detach(), "/dev/null")
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_what_would_meet_no_memory_says_what_to_do(way: str, either: Any) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=ON_STORAGE):
+        AROUND[way](either.first.weight)
+
+
+@pytest.mark.parametrize("script", [torch.jit.script, lambda each: torch.jit.trace(each, torch.ones(2, 48))])
+def test_torchscript_is_not_saved_without_values(script: Any, either: Any) -> None:
+    model = nn.Sequential(either.first)
+    compiled = script(model)
+    with pytest.raises(RuntimeError, match=ON_STORAGE):
+        torch.jit.save(compiled, io.BytesIO())
+
+
+def test_numbers(either: Any, plain: Model) -> None:
+    weight, expected = either.first.weight, plain.first.weight
+    assert weight.tolist() == expected.tolist()
+    assert (weight.numpy(force=True) == expected.numpy(force=True)).all()
+    assert weight[1, 2].item() == expected[1, 2].item()
+
+
+SHAPES: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda p: p.t_(),
+    "squeeze_": lambda p: p.squeeze_(),
+    "unsqueeze_": lambda p: p.unsqueeze_(0),
+    "as_strided_": lambda p: p.as_strided_((2,), (1,)),
+    "resize_": lambda p: p.resize_(3),
+    "set_": lambda p: p.set_(torch.ones(3)),
+    "transpose_": lambda p: p.transpose_(0, 1),
+}
+
+
+@pytest.mark.parametrize("way", SHAPES)
+def test_what_changes_the_shape_in_place_is_refused_at_once(way: str, either: Any, plain: Model) -> None:
+    with pytest.raises(RuntimeError, match="keeps shape and memory"):
+        SHAPES[way](either.first.weight.detach())
+    require_equal(either, plain)
+
+
+# Views
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "column": lambda p: p[:, 0],
+    "diagonal": lambda p: p.diagonal(),
+    "row of the transpose": lambda p: p.t()[0],
+    "mT": lambda p: p.mT[0],
+    "unbind": lambda p: p.unbind(1)[2],
+    "split": lambda p: p.split(20)[1],
+    "unsafe_split": lambda p: torch.unsafe_split(p, 20)[1],
+    "flat": lambda p: p.view(-1)[7:99:3],
+    "permuted": lambda p: p.view(4, 12, 48).permute(2, 0, 1)[5],
+    "strided": lambda p: p.t().as_strided((4, 5), (7, 2), 11),
+    "windows": lambda p: p.unfold(1, 4, 4)[1:3],
+    "other bytes": lambda p: p.view(torch.int32)[3].view(torch.float32),
+    "data": lambda p: p.data[3],
+    "complex": lambda p: torch.view_as_complex(p.view(48, 24, 2))[1].real,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_written_to_a_view_is_written_or_refused(view: str, either: Any, plain: Model) -> None:
+    ours, theirs = VIEWS[view](either.first.weight.detach()), VIEWS[view](plain.first.weight.detach())
+    assert torch.equal(ours + 0, theirs)
+    assert ours.shape == theirs.shape
+    if isinstance(either.first.weight, StoredTensor):
+        with pytest.raises(RuntimeError, match="weights that are streamed from storage cannot be changed"):
+            ours.zero_()
+    else:
+        theirs.fill_(3)
+        ours.fill_(3)
+        either(torch.ones(1, 48))  # the values leave memory
+    require_equal(either, plain)
+
+
+def test_views_hold_no_memory(swapped: Any) -> None:
+    held = [each.detach()[3:] for each in swapped.parameters()]
+    swapped(torch.ones(1, 48))
+    assert len(held) == 5
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_converted_copy_keeps_the_values_of_its_time(view: str, swapped: Any, plain: Model) -> None:
+    weight, part = swapped.first.weight.detach(), VIEWS[view]
+    whole, of_part = weight.double(), part(weight).double() if view != "windows" else weight[1:].double()
+    kept = part(whole) if view != "other bytes" else whole.t()[3]
+    expected = [(each + 0).clone() for each in (whole, of_part, kept)]
+    part(weight).fill_(3)
+    assert all(torch.equal(one + 0, other) for one, other in zip((whole, of_part, kept), expected, strict=True))
+
+
+def test_a_converted_copy_can_be_changed_by_itself(swapped: Any, plain: Model) -> None:
+    copied = swapped.first.weight.detach().double()
+    row = copied[3]
+    copied[:, 0] += 1
+    assert torch.equal(row + 0, plain.first.weight.detach().double()[3] + torch.eye(48, dtype=torch.float64)[0])
+    require_equal(swapped, plain)
+
+
+def test_autocast_has_the_gradient_of_the_values_at_the_forward(swapped: Any, plain: Model) -> None:
+    gradients = []
+    for model in (swapped, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.ones(2, 48)).float().pow(2).sum()
+        model.first.weight.data[1] = 5
+        loss.backward()
+        gradients.append(torch.as_tensor(model.first.weight.grad))
+    assert torch.equal(*gradients)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "foreach": lambda each: torch._foreach_add_(each, 1.0),
+    "foreach copy": lambda each: torch._foreach_copy_(each, [torch.ones_like(one) for one in each]),
+    "optimizer": lambda each: torch.optim.SGD(each, lr=0.1, foreach=True).step(),
+    "view": lambda each: each[0].detach()[0].zero_(),
+    "initialized": lambda each: nn.init.ones_(each[0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_forward_and_backward_raises_as_in_memory(change: str, swapped: Any, plain: Model) -> None:
+    for model in (plain, swapped):
+        parameters = [model.second.weight]
+        parameters[0].grad = torch.ones(48, 48)
+        loss = model(torch.ones(2, 48).requires_grad_()).sum()
+        with torch.no_grad():
+            CHANGES[change](parameters)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# data
+
+
+def test_data_takes_the_values_of_another_tensor(swapped: Any, plain: Model) -> None:
+    before = swapped.first.weight.data
+    for model in (swapped, plain):
+        model.first.weight.data = torch.arange(48.0 * 48).view(48, 48).t()
+        model.second.weight.data = model.first.weight.data
+        model.first.bias.data = model.first.bias.data[3:9].double()
+        model.embedding.weight.data[2] = 7
+    require_equal(swapped, plain)
+    assert swapped.first.bias.shape == (6,)
+    assert swapped.first.bias.dtype == torch.float64
+    assert not torch.equal(before + 0, swapped.first.weight + 0)
+    with torch.no_grad():
+        swapped.first.weight.zero_()  # whose memory the second one has
+    assert not swapped.second.weight.any()
+
+
+def test_what_assigns_data_works(swapped: Any, plain: Model) -> None:
+    for model in (swapped, plain):
+        prune.l1_unstructured(model.first, "weight", amount=0.5)
+        prune.remove(model.first, "weight")
+        vector_to_parameters(parameters_to_vector(model.second.parameters()) * 2, model.second.parameters())
+        model.double()
+        model.float()
+    require_equal(swapped, plain)
+    assert isinstance(swapped.second.weight, SwappedTensor)
+
+
+def test_data_that_would_share_memory_is_refused_once_either_changes(swapped: Any) -> None:
+    weight, assigned = swapped.first.weight, torch.ones(48, 48)
+    weight.data = assigned
+    assert weight.sum().item() == 48 * 48
+    with torch.no_grad(), pytest.raises(RuntimeError, match="share memory only where parameters are in memory"):
+        weight.add_(1)
+    assigned.add_(1)
+    with pytest.raises(RuntimeError, match=r"that was assigned to \.data is changed"):
+        weight.sum()
+    del assigned
+    assert weight.sum().item() == 48 * 48
+
+
+def test_data_that_cannot_be_assigned_changes_nothing(either: Any, plain: Model) -> None:
+    for value, error in (
+        (3, TypeError),
+        (torch.ones(48, 48, device="meta"), RuntimeError),
+        (torch.ones(48, 48).to_sparse(), (TypeError, RuntimeError)),
+    ):
+        with pytest.raises(error):
+            either.first.weight.data = value
+    require_equal(either, plain)
+
+
+def test_space_of_values_that_were_replaced_is_used_again(folder: Path) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    with swap_params(model, folder, memory_budget="64K", min_bytes=1) as swapping:
+        for number in range(20):
+            model.weight.data = torch.full((64, 64), float(number))
+            assert float(model.weight[3, 3]) == number
+        assert swapping.stats().bytes_stored <= 3 * 16384
+
+
+def test_values_read_in_inference_mode_can_be_changed_later(swapped: Any) -> None:
+    with torch.inference_mode():
+        swapped(torch.ones(1, 48))
+    with torch.no_grad():
+        for each in swapped.parameters():
+            each.fill_(2)
+    assert float(swapped.second.bias.sum()) == 96
+
+
+def test_statistics_of_batch_norm_are_kept(folder: Path) -> None:
+    found = []
+    for move in (False, True):
+        torch.manual_seed(0)
+        norm = nn.Module()
+        norm.mean, norm.var = nn.Parameter(torch.zeros(64), False), nn.Parameter(torch.ones(64), False)
+        swapping = swap_params(norm, folder, memory_budget="8K", min_bytes=1) if move else None
+        nn.functional.batch_norm(torch.randn(8, 64), norm.mean.detach(), norm.var.detach(), training=True)
+        found.append((norm.mean + norm.var * 2).detach())
+        if swapping:
+            swapping.close()
+    assert torch.equal(*found)
