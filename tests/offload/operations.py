@@ -1,7 +1,7 @@
 """Each operation that torch has samples for, with its tensors elsewhere, and what differs from usual ones.
 
-    python -m tests.offload.operations                     # all samples of all operations, float32 and float64
-    python -m tests.offload.operations --names add --most 3
+python -m tests.offload.operations                     # all samples of all operations, float32 and float64
+python -m tests.offload.operations --names add --most 3
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "float64"])
     parser.add_argument("--most", type=int, default=1 << 30, help="samples of each operation")
     given = parser.parse_args(words)
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         for way in given.ways:
             for dtype in given.dtypes:
                 body = partial(check, dtype=getattr(torch, dtype), way=way, most=given.most, folder=Path(folder))
