@@ -42,7 +42,7 @@ def elsewhere(kind: str, tensors: Sequence[torch.Tensor], folder: Path) -> Itera
     room = sum(-(-each.nbytes // PAGE) * PAGE for each in moved) + FILLER
     filler = torch.nn.Parameter(torch.zeros(room, dtype=torch.uint8), False)  # in whose stead there are no others
     parameters = [torch.nn.Parameter(each.detach().clone(), each.requires_grad) for each in moved]
-    module = torch.nn.ParameterList([*parameters, filler])
+    module: Any = torch.nn.ParameterList([*parameters, filler])
     with contextlib.ExitStack() as ends:
         if kind == "swapped":
             ends.enter_context(swap_params(module, folder, memory_budget=room, min_bytes=1))

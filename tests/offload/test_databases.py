@@ -1,4 +1,4 @@
-"""torch's own lists of optimizers and modules, with their inputs: the same bits with states, parameters or weights on storage."""
+"""torch's own lists of optimizers and modules, with their inputs: the same bits with tensors on storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from nvme_ops.settings import PAGE
 from tests.offload.elsewhere import apart, same, values
 
 MODULES = {f"{each.module_cls.__module__}.{each.module_cls.__name__}": each for each in module_db}
-OPTIMIZERS = {each.optim_cls.__name__: each for each in optim_db}
+_optimizers: list[Any] = optim_db
+OPTIMIZERS = {each.optim_cls.__name__: each for each in _optimizers}
 
 #: Why an optimizer is refused.
 REFUSED = {
@@ -33,7 +34,7 @@ def optimize(name: str, folder: Path) -> list[str]:
     """What differs between torch's optimizer and ours, with each of the inputs that torch tests it with."""
     info, said = OPTIMIZERS[name], []
     for number, given in enumerate(info.optim_inputs_func(device="cpu")):
-        results = []
+        results = list[Any]()
         for ours in (False, True):
             torch.manual_seed(0)
             params = [torch.nn.Parameter(torch.randn(size)) for size in ((10, 5), (10,), (3, 4, 5))]

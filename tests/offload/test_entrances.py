@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils import _pytree as pytree
 
@@ -97,8 +98,9 @@ def about_tensors() -> list[tuple[Any, ...]]:
     index, indices, mask = torch.tensor([2, 0]), torch.randint(4, (4, 4)), torch.rand(4, 4) > 0.5
     return [
         (), (t,), (t, t), (row,), (other,), (0,), (1,), (0, 1), (1, 0), (4, 4), (2, 8), (2.0,), (0.1, 0.9), (t, 0.5),
-        (torch.float64,), (torch.int32,), ("cpu",), ("meta",), (torch.Tensor,), ("torch.DoubleTensor",), (None,), (True,),
-        ((16,),), ((0, 1),), ((2, 2), (1, 1)), (index,), (mask,), (0, index), (0, index, t[:2]), (0, index, 1.0),
+        (torch.float64,), (torch.int32,), ("cpu",), ("meta",), (torch.Tensor,), ("torch.DoubleTensor",), (None,),
+        (True,), ((16,),), ((0, 1),), ((2, 2), (1, 1)), (index,), (mask,), (0, index), (0, index, t[:2]),
+        (0, index, 1.0),
         (0, indices), (0, indices, t), (0, indices, 1.0), (0, indices, t, "sum"), (0, index, t[:2], "mean"), (2,),
         (mask, 1.0), (mask, t), (index, t[0, :2]), ((index,), t[:2]), (0, 1.0), (0, row), (0, 0, 1), (0, 1, 2), (-1,),
         (0, 0, 2, 1), ("A", "B"), (lambda x: x,), (t, lambda x, y: x + y), ([1.0, 2.0],), ((4, 4), 2.0), (t.shape,),
@@ -269,7 +271,7 @@ def walk_module(name: str, kind: str, folder: Path) -> list[str]:
 
 def l1_unstructured(module: Any, name: str) -> Any:
     """Prunes half of it."""
-    return torch.nn.utils.prune.l1_unstructured(module, name, 0.5)
+    return prune.l1_unstructured(module, name, 0.5)
 
 
 FIRST = (l1_unstructured, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm, weight_norm, spectral_norm)
@@ -371,7 +373,7 @@ def _reason(name: str) -> str:
 @pytest.mark.parametrize("which", WALKS)
 def test_some_entrances(which: str, kind: str, folder: Path) -> None:
     _, names = WALKS[which]
-    assert walk(which, kind, folder, names if which == "other" else random.Random(0).sample(names, 16)) == {}
+    assert walk(which, kind, folder, names if which == "other" else random.Random(0).sample(names, 8)) == {}
 
 
 @pytest.mark.slow

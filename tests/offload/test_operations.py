@@ -1,4 +1,4 @@
-"""Each operation of torch's OpInfo, with tensors elsewhere and within ``save_on_nvme``; ``operations.py`` runs all samples."""
+"""Each operation of torch's OpInfo, with tensors elsewhere and within ``save_on_nvme``; see ``operations.py``."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Holding(torch.autograd.Function):
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.back += ctx.saved_tensors
         return gradient * 2, None, None
 
@@ -84,10 +84,11 @@ def step(
 
 
 def differences(folder: Path, run: Callable[[], Any]) -> list[str]:
-    theirs, found = run(), []
-    for policy in ("nvme", "auto"):
+    theirs, found = run(), list[str]()
+    policies: tuple[Any, ...] = ("nvme", "auto")
+    for policy in policies:
         for budget in (0, 3 * SIZE * SIZE * 4, "256M"):
-            with save_on_nvme(folder, min_bytes=1, memory_budget=budget, policy=policy) as saving:  # type: ignore[arg-type]
+            with save_on_nvme(folder, min_bytes=1, memory_budget=budget, policy=policy) as saving:
                 found += [f"{policy} {budget}: {word}" for _ in range(2) if (word := same(run(), theirs))]
             saving.close()
     return found
@@ -149,6 +150,6 @@ def test_memory_that_is_freed_when_it_is_saved(folder: Path, nbytes: int) -> Non
 
 @pytest.mark.parametrize("budget", [0, "256M"])
 def test_memory_that_is_freed_for_good_is_told(folder: Path, budget: Any) -> None:
-    with save_on_nvme(folder, min_bytes=1, memory_budget=budget):
-        with pytest.raises(RuntimeError, match=r"of shape \(64, 64\), saved .* resized to 0 bytes"):
-            step(full, lambda tensor: resized(tensor, 0))
+    told = pytest.raises(RuntimeError, match=r"of shape \(64, 64\), saved .* resized to 0 bytes")
+    with save_on_nvme(folder, min_bytes=1, memory_budget=budget), told:
+        step(full, lambda tensor: resized(tensor, 0))
