@@ -107,12 +107,12 @@ def compute(name: str, kind: str, folder: Path) -> list[str]:
             module.filler = torch.nn.Parameter(torch.zeros(16 * PAGE, dtype=torch.uint8), False)
             modules.append(module)
         plain, ours = modules
-        for each in () if training else plain.parameters():
-            each.requires_grad_(False)
         try:
+            for each in () if training else plain.parameters():
+                each.requires_grad_(False)
             theirs = outcome(plain, given, training)
         except Exception:
-            continue
+            continue  # as those that are not initialized
         try:
             if kind == "swapped":
                 with swap_params(ours, folder, memory_budget="64M", min_bytes=1):
