@@ -25,9 +25,9 @@ IDLE = {"nvme": "hooks", "auto": "mode"}  # by policy: what it installs, doing n
 #: What fails, as a pattern, and why it may, beside what fails with hooks, or a
 #: dispatch mode, that do nothing: tests that install their own.
 DIFFERENT: dict[str, str] = {
-    "test_hook_closure_cycle_use_custom_function_True": "auto keeps what operations were called with until the block ends",
+    "test_hook_closure_cycle_use_custom_function_True": "auto keeps arguments until the block ends",
     "test_checkpointing_without_reentrant_saved_object_identity": "what comes back is another object",
-    "test_saved_variable_version_counter": "what comes back has a version counter of its own; changes are noticed still",
+    "test_saved_variable_version_counter": "what comes back has a version of its own",
 }
 
 PLUGIN = """

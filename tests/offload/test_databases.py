@@ -98,6 +98,7 @@ def outcome(module: Any, given: Any, training: bool) -> list[Any]:
 
 def compute(name: str, kind: str, folder: Path) -> list[str]:
     """What differs between a module in memory and one with parameters elsewhere."""
+    torch.backends.mha.set_fastpath_enabled(False)  # which torch does not take with tensors of a subclass
     info, said, training = MODULES[name], list[str](), kind == "swapped"
     for number, (made, given) in enumerate(inputs(info, training)):
         modules = []
