@@ -303,7 +303,7 @@ class Activations:
 
     def _write(self, unit: Unit) -> None:
         memory = unit.memory
-        if memory is None:  # its ticket was freed just now
+        if memory is None or unit.is_resized():  # its ticket was freed just now, or it needs no room
             self._held.discard(unit)
             return
         key = f"{unit.number}.{self._keys}"
@@ -397,6 +397,11 @@ class Activations:
         if unit.memory is not None and unit.original:
             if unit.is_modified():
                 raise modified(unit.dtype, unit.shape)
+            if unit.is_resized():
+                raise RuntimeError(
+                    f"{unit.describe()}, saved for the backward pass, has no memory: its storage was resized to "
+                    f"{unit.memory.untyped_storage().nbytes()} bytes after that, and has not got them back"
+                )
             if self._process == os.getpid() and not self._closed:
                 if unit.writing is not None:
                     self._cancel(unit)

@@ -175,11 +175,13 @@ def is_changed(fetched: torch.Tensor, version: int) -> bool:
 def place_of(tensor: torch.Tensor, least: int) -> Place | None:
     """Returns which bytes are saved for a tensor, at least ``least``; None if it stays in memory.
 
-    Parameters and views of them stay, and tensors without ordinary memory.
+    Parameters and views of them stay, and tensors without ordinary memory, or less than their size.
     """
     if _stays(tensor) or tensor.numel() == 0:
         return None
     nbytes, whole = _distinct(tensor).nbytes, whole_of(tensor)
+    if whole.nbytes < _end(tensor):
+        return None  # it was resized; whoever did that brings it back
     if whole.nbytes <= _MOST * nbytes:
         return None if whole.nbytes < least else whole
     layout = Layout.of(tensor)
@@ -197,6 +199,12 @@ def memory_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     source = tensor if place.part is None else _distinct(tensor.detach()).clone()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(source.untyped_storage(), 0, (place.nbytes,), (1,))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Returns the byte of the storage behind the last element."""
+    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + steps + 1) * tensor.itemsize
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,6 +240,8 @@ def _stays(tensor: torch.Tensor) -> bool:
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
+        or tensor._is_zerotensor()  # whose storage has a size, and no memory
+        or torch._is_functional_tensor(tensor)
     ):
         return True
     base: Any = tensor._base

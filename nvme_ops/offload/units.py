@@ -89,6 +89,10 @@ class Unit:
         is_storage = self.memory is not None and self.original and self.place.part is None
         return is_storage or self._owner() is _owner(tensor)
 
+    def is_resized(self) -> bool:
+        """Returns whether its storage has less than its bytes, until whoever has freed them brings them back."""
+        return self.memory is not None and self.memory.untyped_storage().nbytes() < self.nbytes
+
     def is_shared(self) -> bool:
         """Returns whether others use its memory, too."""
         memory = self.memory
