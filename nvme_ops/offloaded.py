@@ -15,21 +15,13 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nvme_ops import operators
 from nvme_ops._native import native
 
 aten = torch.ops.aten
 
 _NO_MEMORY = "the values of this tensor are on storage, so it has no memory of its own: {instead}"
-# What torch's schemas do not say: these return views, and these write to some arguments (in training).
-_VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-_WRITES = dict.fromkeys(
-    ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
-)
 _MOST_VIEWS = 64  # of one tensor, whose outlines are kept
-_RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
-# Views that set a bit of the tensor, which operations below the dispatcher's do not look at: what they mean, as a copy.
-_BITS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-_SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage, aten.set_.source_Tensor)
 
 Made = TypeVar("Made", bound="OffloadedTensor")
 
@@ -58,13 +50,13 @@ class OffloadedTensor(torch.Tensor):
     Ways to the values that do not go through torch's dispatcher:
 
     ===================================================== ==============================================================
-    ``data = t``                                          the values become those of ``t``, or RuntimeError
+    ``data = t``, ``set_(t)``                             the values become those of ``t``, or RuntimeError
     ``copy.copy``                                         another tensor over the same values
     ``copy.deepcopy``, ``pickle``, ``torch.save``         a usual tensor with the values, tied ones once
     ``tolist()``, ``numpy(force=True)``                   a copy of the values
-    ``data_ptr()``, a storage's too; ``numpy()``;         RuntimeError
+    ``data_ptr()``, ``untyped_storage()``; ``numpy()``;         RuntimeError
     ``share_memory_()``; dlpack; ``torch.jit.save``
-    ``resize_``, ``set_``, ``t_`` and the like            RuntimeError
+    ``resize_``, ``t_`` and the like                      RuntimeError
     ===================================================== ==============================================================
     """
 
@@ -141,8 +133,15 @@ class OffloadedTensor(torch.Tensor):
             return self._lend(uses, False).clone()
 
     def _usual(self) -> torch.Tensor:
-        values = self.to_memory()
+        values = self._in_memory_of_whole()
         return torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
+
+    def _in_memory_of_whole(self) -> torch.Tensor:
+        """Returns the values in a copy of what this is a view of, as torch copies a tensor with its whole storage."""
+        values = self._whole().to_memory()
+        for step in self._steps:
+            values = step(values)
+        return values
 
     def __copy__(self: Made) -> Made:
         """Returns another tensor over the same values."""
@@ -207,6 +206,16 @@ class OffloadedTensor(torch.Tensor):
         """Raises RuntimeError, see ``numpy``."""
         self._refuse("an array", "numpy(force=True) returns a copy")
 
+    def untyped_storage(self) -> NoReturn:  # whose methods end the process without memory
+        """Raises RuntimeError."""
+        self._refuse("untyped_storage()", self.instead)
+
+    storage = _typed_storage = untyped_storage
+
+    def is_shared(self) -> bool:
+        """Returns False: no other process has the values."""
+        return False
+
     def share_memory_(self) -> NoReturn:
         """Raises RuntimeError."""
         self._refuse("share_memory_()", self.instead)
@@ -231,16 +240,16 @@ class OffloadedTensor(torch.Tensor):
             found = lazily(*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if _is_view(func) and args and isinstance(args[0], OffloadedTensor):
+        if operators.is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
-        if (count := _members(func, args)) > 1:
-            return _one_by_one(func, count, args, kwargs)
+        if (count := operators.members(func, args)) > 1:
+            return operators.one_by_one(func, count, args, kwargs)
         return _computed(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
         outlines = _outlines(self._outline, func, args, kwargs)
-        if func in _BITS:
-            return self._derived(func(self._outline).resolve_conj().resolve_neg(), Step(_BITS[func], (), {}))
+        if func in operators.BITS:
+            return self._derived(func(self._outline).resolve_conj().resolve_neg(), Step(operators.BITS[func], (), {}))
         if func is aten.as_strided.default:
             func, args, kwargs = _as_strided, _relative(self._outline, *args, **kwargs), {}
         if isinstance(outlines, torch.Tensor):
@@ -273,47 +282,10 @@ def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: d
     return found
 
 
-def _members(func: Any, args: Any) -> int:
-    """Returns how many tensors an operation of lists takes, if it treats each of them by itself; else 0."""
-    named = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
-    if not named or len(func._schema.returns) > 1:
-        return 0
-    return len(args[0]) if args and isinstance(args[0], list | tuple) else 0
-
-
-def _one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
-    """Does an operation of lists with one member of each after the other: together they may not fit in memory."""
-    given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
-
-    def of(name: str, value: Any, number: int) -> Any:
-        if isinstance(value, list | tuple) and len(value) == count:
-            return [value[number]]
-        return value[number : number + 1] if name == "scalars" and isinstance(value, torch.Tensor) else value
-
-    found: list[Any] = []
-    for number in range(count):
-        result = func(**{name: of(name, value, number) for name, value in given.items()})
-        found += result or []
-    return found if func._schema.returns else None
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what is in lists and tuples: all that operators take."""
-    for each in value:
-        if isinstance(each, list | tuple):
-            yield from _leaves(each)
-        else:
-            yield each
-
-
-def _mapped(function: Callable[[Any], Any], values: Any) -> list[Any]:
-    return [_mapped(function, each) if isinstance(each, list | tuple) else function(each) for each in values]
-
-
 def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Calls an operation with the values in memory; what it writes to is changed on storage."""
     named = list(kwargs.values())
-    lent = {id(each): each for each in _leaves((args, named)) if isinstance(each, OffloadedTensor)}
+    lent = {id(each): each for each in operators.leaves((args, named)) if isinstance(each, OffloadedTensor)}
     written, listed = _written(func, args, kwargs)
     values: dict[int, torch.Tensor] = {}
     try:
@@ -325,8 +297,8 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             def in_memory(value: Any) -> Any:
                 return values[id(value)] if isinstance(value, OffloadedTensor) else value
 
-            options = dict(zip(kwargs, _mapped(in_memory, named), strict=True))
-            result = func(*_mapped(in_memory, args), **options)
+            options = dict(zip(kwargs, operators.mapped(in_memory, named), strict=True))
+            result = func(*operators.mapped(in_memory, args), **options)
             if func.namespace in ("c10d", "_c10d_functional"):
                 _wait(result)
             for key, each in written.items():
@@ -346,7 +318,7 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _wait(result: Any) -> None:
     """Waits for collectives: they use memory that is only lent."""
-    for each in _leaves((result,)):
+    for each in operators.leaves((result,)):
         if isinstance(each, torch.Tensor):
             if type(each) is torch.Tensor:
                 torch.ops._c10d_functional.wait_tensor(each)
@@ -368,51 +340,26 @@ def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> A
     return result
 
 
-@functools.cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    if func in _VIEWS:
-        return True
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-
-
-@functools.cache
-def _writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Returns place and name of each argument that an operation writes to, and whether it is a list."""
-    return tuple(
-        (number, argument.name, isinstance(argument.type, torch.ListType))
-        for number, argument in enumerate(func._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write)
-        or argument.name in _WRITES.get(func._schema.name, ())
-        or (argument.name in _RECEIVED and func.namespace == "c10d" and func._schema.name.endswith("_"))
-    )
-
-
-def _is_training(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}["training"])
-
-
 def _written(
     func: Any, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[dict[int, OffloadedTensor], list[OffloadedTensor]]:
     """Returns the tensors that an operation writes to, and those whose versions are not counted otherwise."""
     found: dict[int, OffloadedTensor] = {}
     listed: list[OffloadedTensor] = []
-    for number, name, is_list in _writes(func):
-        if func._schema.name in _WRITES and not _is_training(func, args, kwargs):
+    for number, name, is_list in operators.writes(func):
+        if not operators.writes_now(func, args, kwargs):
             continue
         value = args[number] if number < len(args) else kwargs.get(name)
-        for each in _leaves((value,)):
+        for each in operators.leaves((value,)):
             if isinstance(each, OffloadedTensor):
-                if torch.Tag.inplace_view in func.tags or func in _SHAPE_CHANGES:
+                if torch.Tag.inplace_view in func.tags or func in operators.SHAPE_CHANGES:
                     raise RuntimeError(
                         f"{func}: a tensor whose values are on storage keeps shape and memory: assign the result to "
                         "its .data, or do it in memory before"
                     )
                 each._require_writable(func)
-                if any(step.function in _BITS.values() for step in each._steps):
-                    raise RuntimeError(f"{func}: of a conjugated or negated view: change the tensor that it is a view of")
+                if any(step.function in operators.BITS.values() for step in each._steps):
+                    raise RuntimeError(f"{func}: of a conjugated or negated view: change what it is a view of")
                 found[id(each)] = each
                 if is_list and not func._schema.name.startswith(("aten::_fused_", "aten::_amp_")):
                     listed.append(each)
@@ -451,6 +398,31 @@ _MAKERS = (
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full),
 )
 
+
+def _set(tensor: Any, source: torch.Tensor) -> Any:
+    """Takes the values of another tensor, as assigning to ``data`` does."""
+    if not isinstance(tensor, OffloadedTensor):
+        return NotImplemented
+    tensor._require_writable(aten.set_.source_Tensor)
+    if source is not tensor:
+        tensor._assign(source)
+    return tensor
+
+
+def cat_one_by_one(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Joins tensors one after the other: together they may not fit in memory."""
+    outlines = [each._outline if isinstance(each, OffloadedTensor) else each.to("meta") for each in tensors]
+    outline = torch.cat(outlines, dim)
+    made = torch.empty_like(outline, device=tensors[0].device)
+    begin = 0
+    for each in tensors:
+        if each.shape != (0,):  # which torch passes over, whatever the others' dimensions
+            made.narrow(dim, begin, each.shape[dim]).copy_(each)
+            begin += each.shape[dim]
+    return made
+
+
+OffloadedTensor.lazy.update({aten.set_.source_Tensor: _set, aten.cat.default: cat_one_by_one})
 OffloadedTensor.lazy.update({each.default: _made_like(each.default) for each in _MAKERS})
 OffloadedTensor.lazy.update(dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same))
 

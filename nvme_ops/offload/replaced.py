@@ -30,10 +30,12 @@ def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
 def _require_present(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not _replaced:
         return
-    for group in optimizer.param_groups:
+    groups: list[Any] = optimizer.param_groups
+    for group in groups:
         for each in group["params"]:
             found = _replaced.get(id(each))
-            if found is not None and found() is each and each.requires_grad:
+            is_replaced = found is not None and found() is each
+            if is_replaced and each.requires_grad:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nvme_ops.offload.quantized import expand
 from nvme_ops.offload.source import Source, concatenated, narrowed
 from nvme_ops.offload.window import Window, read_now
-from nvme_ops.offloaded import OffloadedTensor, Step
+from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one
 
 aten = torch.ops.aten
 
@@ -223,7 +223,12 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
 
 def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
     """Reads one of the first dimension alone, which of packed experts is one: with its part of the scale."""
-    if tensor._steps or dim % max(tensor.dim(), 1) or not -tensor.shape[0] <= index < tensor.shape[0]:
+    if (
+        tensor._steps
+        or not tensor.numel()
+        or dim % max(tensor.dim(), 1)
+        or not -tensor.shape[0] <= index < tensor.shape[0]
+    ):
         return NotImplemented
     index %= tensor.shape[0]
     part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
@@ -239,6 +244,8 @@ StoredTensor.lazy[aten.select.int] = _select
 
 @_lazily(aten.slice.Tensor)
 def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if not tensor.numel():
+        return NotImplemented
     dim %= tensor.dim()
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
@@ -278,12 +285,22 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     return _cat([_unsqueeze(each, dim) for each in tensors], dim)
 
 
-@_lazily(aten.cat.default)
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    if not all(isinstance(each, StoredTensor) and each.dtype == tensors[0].dtype for each in tensors):
+    found = None
+    if all(isinstance(each, StoredTensor) and each.is_plain() and each.dtype == tensors[0].dtype for each in tensors):
+        found = concatenated([each.source for each in tensors], dim)
+    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found)
+
+
+StoredTensor.lazy[aten.cat.default] = _cat
+
+
+@_lazily(aten.clone.default)
+def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = None) -> Any:
+    """What has a part of a weight made contiguous while a model is put together finds it so in the file."""
+    if tensor._weights.window is not None or memory_format is not torch.contiguous_format:
         return NotImplemented
-    found = concatenated([each.source for each in tensors], dim)
-    return NotImplemented if found is None else tensors[0].like(found)
+    return tensor.part(tensor.source, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
 @_lazily(aten.embedding.default)

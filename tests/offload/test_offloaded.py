@@ -214,7 +214,6 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
     "unsqueeze_": lambda p: p.unsqueeze_(0),
     "as_strided_": lambda p: p.as_strided_((2,), (1,)),
     "resize_": lambda p: p.resize_(3),
-    "set_": lambda p: p.set_(torch.ones(3)),
     "transpose_": lambda p: p.transpose_(0, 1),
 }
 
@@ -259,6 +258,46 @@ def test_what_is_written_to_a_view_is_written_or_refused(view: str, either: Any,
         ours.fill_(3)
         either(torch.ones(1, 48))  # the values leave memory
     require_equal(either, plain)
+
+
+def test_conjugated_views_have_the_right_values(folder: Path) -> None:
+    found = []
+    for move in (False, True):
+        torch.manual_seed(0)
+        model = nn.ParameterDict({"w": nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))})
+        swapping = swap_params(model, folder, memory_budget="8K", min_bytes=1) if move else None
+        weight: Any = model["w"]
+        (gradient,) = torch.autograd.grad((weight.mH * 2).abs().pow(2).sum(), [weight], create_graph=True)
+        (second,) = torch.autograd.grad(gradient.abs().sum(), [weight])
+        values = (weight.conj() * 2, weight.conj().imag + 0, torch._neg_view(weight) + 0, gradient, second)
+        found.append([each.detach().resolve_conj() for each in values])
+        if swapping:
+            for view in (weight.detach().conj(), torch._neg_view(weight.detach())):
+                with pytest.raises(RuntimeError, match="conjugated or negated view"):
+                    view.zero_()
+            swapping.close()
+    assert all(map(torch.equal, *found))
+
+
+def test_lists_are_taken_one_by_one_and_joined_within_the_budget(folder: Path) -> None:
+    plain = nn.ParameterList(torch.ones(1024) * number for number in range(20))
+    model = copy.deepcopy(plain)
+    with swap_params(model, folder, memory_budget="12K", min_bytes=1) as swapping, torch.no_grad():
+        for each in (list(model), list(plain)):
+            torch._foreach_add_(each, list(range(20)))
+            torch._foreach_addcmul_(each, each, each, torch.arange(20.0))
+        assert torch.equal(torch.stack(torch._foreach_norm(list(model))), torch.stack(torch._foreach_norm(list(plain))))
+        assert torch.equal(torch.cat(list(model)), torch.cat(list(plain)))
+        assert swapping.stats().peak_bytes <= 12 << 10
+
+
+def test_parametrizations(swapped: Any, plain: Model) -> None:
+    for model in (swapped, plain):
+        torch.manual_seed(0)
+        nn.utils.parametrizations.spectral_norm(model.first)
+        model(torch.ones(1, 48))
+        nn.utils.parametrize.remove_parametrizations(model.first, "weight")
+    require_equal(swapped, plain)
 
 
 def test_views_hold_no_memory(swapped: Any) -> None:

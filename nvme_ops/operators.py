@@ -1,0 +1,88 @@
+"""What torch's operators do, also where their schemas do not say so: return views, write, take lists."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+# What torch's schemas do not say: these return views, and these write to some arguments (in training).
+_VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+_WRITES = dict.fromkeys(
+    ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
+)
+_RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
+# Views that set a bit of the tensor, which operations below the dispatcher's do not look at: what they mean, as a copy.
+BITS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage)
+
+
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Whether an operator returns views, and changes nothing."""
+    returns = func._schema.returns
+    if func in _VIEWS:
+        return True
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@functools.cache
+def writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Returns place and name of each argument that an operation writes to, and whether it is a list."""
+    return tuple(
+        (number, argument.name, isinstance(argument.type, torch.ListType))
+        for number, argument in enumerate(func._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in _WRITES.get(func._schema.name, ())
+        or (argument.name in _RECEIVED and func.namespace == "c10d" and func._schema.name.endswith("_"))
+    )
+
+
+def writes_now(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call writes to what ``writes`` names: batch norm does so in training alone."""
+    if func._schema.name not in _WRITES:
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}["training"])
+
+
+def members(func: Any, args: Any) -> int:
+    """Returns how many tensors an operation of lists takes, if it treats each of them by itself; else 0."""
+    named = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+    if not named or len(func._schema.returns) > 1:
+        return 0
+    return len(args[0]) if args and isinstance(args[0], list | tuple) else 0
+
+
+def one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
+    """Does an operation of lists with one member of each after the other: together they may not fit in memory."""
+    given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
+
+    def of(name: str, value: Any, number: int) -> Any:
+        if isinstance(value, list | tuple) and len(value) == count:
+            return [value[number]]
+        return value[number : number + 1] if name == "scalars" and isinstance(value, torch.Tensor) else value
+
+    found: list[Any] = []
+    for number in range(count):
+        result = func(**{name: of(name, value, number) for name, value in given.items()})
+        found += result or []
+    return found if func._schema.returns else None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what is in lists and tuples: all that operators take."""
+    for each in value:
+        if isinstance(each, list | tuple):
+            yield from leaves(each)
+        else:
+            yield each
+
+
+def mapped(function: Callable[[Any], Any], values: Any) -> list[Any]:
+    """Calls a function with each of ``leaves``."""
+    return [mapped(function, each) if isinstance(each, list | tuple) else function(each) for each in values]
