@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -74,17 +75,23 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)
 
     def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
-        super().__enter__()
-        native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
-        if self._choice is not None:
-            self._choice.__enter__()  # type: ignore[no-untyped-call]
-        return self
+        with contextlib.ExitStack() as undo:  # of an entry that Ctrl-C ends, which no ``__exit__`` follows
+            native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
+            undo.callback(native().allocate_from_pool, False)
+            if self._choice is not None:
+                undo.enter_context(self._choice)
+            undo.pop_all()
+            return super().__enter__() or self
 
     def __exit__(self, *about: Any) -> None:
-        if self._choice is not None:
-            self._choice.__exit__(*about)
-        super().__exit__(*about)
-        native().allocate_from_pool(False)
+        try:
+            super().__exit__(*about)  # first: nothing may be saved afterwards
+        finally:
+            try:
+                if self._choice is not None:
+                    self._choice.__exit__(*about)
+            finally:
+                native().allocate_from_pool(False)
 
     def stats(self) -> ActivationStats:
         """Returns what was moved so far."""
