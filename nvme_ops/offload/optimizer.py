@@ -428,7 +428,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if not given:
             return
         targets = [target for _, _, target in given]
-        if _kind_of(chunk) in self._late[1]:  # one without states, as torch's optimizer would see among all
+        attempt, late = self._late
+        if attempt == self._states.attempt and _kind_of(chunk) in late:  # add one without states, as torch would see
             targets.append(torch.zeros_like(targets[0][:1]))
             targets[-1].grad = torch.zeros_like(targets[-1])
         inner = self._class([{**options, "params": targets}], **self._options)

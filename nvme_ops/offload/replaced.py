@@ -33,9 +33,10 @@ def _require_present(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for each in group["params"]:
             found = _replaced.get(id(each))
-            if each is not None and found is not None and found() is each and each.requires_grad:
+            old = None if found is None else found()
+            if old is not None and old is each and old.requires_grad:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
+                    f"a parameter of shape {tuple(old.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "
                     "optimizer would not train. Make the optimizer after swap_params, and anew after restore()"
                 )
