@@ -2,7 +2,7 @@
 
 A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
 The states have two places on storage. A step reads one and writes the other, so those of the step before are whole
-until the new ones are: what is written is the states once, what is needed is their space twice.
+until the new ones are: what is written is the states once, what is needed is their space twice. ``States`` says more.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._require_room()
         if self._pass is not None and self._pass.given_up:
             self._give_up()
-        begun, concerned, under_way = self._pass, [], False
+        begun, concerned = self._pass, []
+        under_way = begun is not None  # chunks may be done
         try:
             if begun is None and not self._same_gradients():
                 states.begin()

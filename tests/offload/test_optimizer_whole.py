@@ -181,6 +181,28 @@ def test_a_step_stopped_at_any_line_goes_on(folder: Path, options: dict[str, Any
         assert same(ours.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path, free: bool) -> None:
+    """Wherever it is stopped: at each line from the first to the last."""
+    mine, other = parameters(), parameters()
+    plain = torch.optim.AdamW(other)
+    with adamw(mine, folder, overlap="backward", free_gradients=free) as ours:
+        line, number = Line(0), 0
+        while number <= line.count:
+            number += 1
+            line = Line(number)
+            weigh(mine, number)
+            weigh(other, number)
+            plain.step()
+            assert ours._pass is not None
+            assert ours._pass._ended.wait(60)
+            if stopped(line, ours.step):
+                ours.step()
+            assert equal(values_of(mine), values_of(other)), f"line {number}, {line.where}"
+        assert ours.steps == number > 50
+        assert same(ours.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("how", ["load_state_dict", "load_states"])
 @POINTS
