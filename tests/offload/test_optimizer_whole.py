@@ -20,10 +20,10 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.memory import ring
-from nvme_ops.offload import NvmeOptimizer, backward, chunks, optimizer, saved_states, state_dicts, states
+from nvme_ops.offload import NvmeOptimizer, backward, chunks, optimizer, saved_states, state_dicts, states, updates
 from tests.offload.training import equal, values
 
-TRACED = {module.__file__ for module in (backward, chunks, optimizer, saved_states, state_dicts, states, ring)}
+TRACED = {module.__file__ for module in (backward, chunks, optimizer, saved_states, state_dicts, states, updates, ring)}
 POINTS = pytest.mark.parametrize("points", [25, pytest.param(1000, marks=pytest.mark.slow)])
 LIMIT = pytest.mark.timeout(3000)
 
