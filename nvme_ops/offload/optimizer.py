@@ -2,13 +2,12 @@
 
 A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
 The states have two places on storage. A step reads one and writes the other, so those of the step before are whole
-until the new ones are: what is written is the states once, what is needed is their space twice.
+until the new ones are: what is written is the states once, what is needed is their space twice. ``States`` says more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import time
 import weakref
@@ -22,31 +21,25 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.offload import saved_states
 from nvme_ops.offload.backward import BackwardPass
 from nvme_ops.offload.chunks import (
-    ELEMENTWISE,
     MASTER,
     Chunk,
     Region,
-    Slice,
     Version,
-    copied,
     divide,
     is_on_storage,
     outline,
     regions_of,
 )
 from nvme_ops.offload.gradients import require_one_rank
-from nvme_ops.offload.state_dicts import exported, load_states, own
+from nvme_ops.offload.state_dicts import exported, load_states
 from nvme_ops.offload.states import OptimizerStats, States
 from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.updates import LOW, Updates, identities, require_elementwise, switches, trim_heap
 from nvme_ops.text import MIB, size_words
 
 _LEAST = 1 * MIB  # bytes of a budget
-_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-
-_LOW = (torch.bfloat16, torch.float16)
 
 Path = str | os.PathLike[str]
-_Kind = tuple[int, torch.dtype, torch.device]  # group, dtype and device of chunks
 
 
 class NvmeOptimizer(torch.optim.Optimizer):
@@ -104,15 +97,14 @@ class NvmeOptimizer(torch.optim.Optimizer):
         handle: aio_handle | None = None,
         **kwargs: Any,
     ) -> None:
-        self._class, self._options, self._master = _elementwise(optimizer), kwargs, master_weights
+        self._class, self._options, self._master = require_elementwise(optimizer), kwargs, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         budget = budget_of(memory_budget)
         if budget < _LEAST:
             raise ValueError(f"memory_budget must be at least {size_words(_LEAST)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
-        self._late: tuple[int, set[_Kind]] = (-1, set())  # of an attempt at a step; see _late_kinds
-        self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see _switches
+        self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see switches
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass: BackwardPass | None = None
@@ -127,6 +119,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 folder, _ranked(name), keep=keep, budget=budget, pinned=pinned, checksum=checksum, handle=self._handle
             )
             undo.callback(self._states.close)
+            self._updates = Updates(self._class, kwargs, self._states)
             if free_gradients:
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
@@ -190,7 +183,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._require_room()
         if self._pass is not None and self._pass.given_up:
             self._give_up()
-        begun, concerned, under_way = self._pass, [], False
+        begun, concerned = self._pass, []
+        under_way = begun is not None  # chunks may be done
         try:
             if begun is None and not self._same_gradients():
                 states.begin()
@@ -200,18 +194,17 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._order = begun.order()
                 begun.finish()
                 self._pass = None
-            if self._late[0] != states.attempt:
-                self._late = (states.attempt, self._late_kinds(early=False))
+            self._updates.decide(self.param_groups)
             waiting = [chunk for chunk in concerned if not states.is_done(chunk)]
             with contextlib.closing(states.update(waiting)) as updates:
                 for chunk, buffer in updates:
-                    self._update(chunk, buffer)
+                    self._updates.update(self.param_groups, chunk, buffer)
             for chunk in concerned:
                 states.when_done(chunk)  # those of an attempt that was interrupted
             self._show_states(states.now)
             states.commit(self._record(self.steps + (states.ended != states.attempt)))
-            if _malloc_trim is not None and any(is_on_storage(each) for each in self._parameters()):
-                _malloc_trim(0)  # what a library allocates for a matrix leaves holes in the heap, more each step
+            if any(is_on_storage(each) for each in self._parameters()):
+                trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
             states.stats.seconds += time.perf_counter() - begin
             self._failed_with = []
             return loss
@@ -220,7 +213,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._give_up()
             finally:
                 if under_way:
-                    self._failed_with = _identities(self._parameters())
+                    self._failed_with = identities(self._parameters())
                 done = sum(states.is_done(chunk) for chunk in concerned)
                 error.add_note(
                     f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
@@ -382,102 +375,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._pass = None
 
     def _update_early(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk during the backward pass, unless its bits depend on which other gradients will come."""
-        if _kind_of(chunk) not in self._late_kinds(early=True):
-            self._update(chunk, buffer)
-
-    def _update(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk's parameters, and its states in the buffer."""
-        first = len(self._states.version(chunk).scalars) < len(chunk.slices)
-        host = buffer[: chunk.nbytes]
-        memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
-        with contextlib.closing(chunk.borrowed()) as parts:
-            for slices in parts:
-                self._compute(chunk, buffer, memory, slices)
-        if memory is not host:
-            host.copy_(memory)
-        if first and _malloc_trim is not None:
-            _malloc_trim(0)  # torch has made states, and each chunk's small ones would keep a hole in the heap
-
-    def _compute(self, chunk: Chunk, buffer: torch.Tensor, memory: torch.Tensor, slices: Sequence[Slice]) -> None:
-        """Updates some slices, with the chunk's states in ``memory`` of its device."""
-        on_host = chunk.device.type == "cpu"
-        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.version(chunk).scalars
-        options = copied(self.param_groups[chunk.group])
-        nesterov = self._class is torch.optim.SGD and options["nesterov"]
-        # These change gradients, which a step that fails leaves as they were.
-        spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
-        given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
-        for each in slices:
-            gradient = each.gradient()
-            if gradient is None:
-                continue
-            values = target = each.values()
-            backup[each.place].copy_(values)
-            chunk.updated.append(each)
-            self._states.changed[chunk] = buffer
-            if MASTER in views:
-                target = views[MASTER][each.place]
-                if each not in before:
-                    target.copy_(values)
-                gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
-            elif spoils:
-                gradient = gradient.clone()
-            target.grad = gradient
-            given.append((each, values, target))
-        if not given:
-            return
-        targets = [target for _, _, target in given]
-        if _kind_of(chunk) in self._late[1]:  # one without states, as torch's optimizer would see among all
-            targets.append(torch.zeros_like(targets[0][:1]))
-            targets[-1].grad = torch.zeros_like(targets[-1])
-        inner = self._class([{**options, "params": targets}], **self._options)
-        for each, _, target in given:
-            if each in before:
-                found = {name: views[name][each.place] for name in chunk.names}
-                found |= {name: own(value) for name, value in before[each].items()}
-                inner.state[target] = {name: value for name, value in found.items() if value is not None}
-        inner.step()
-        for each, values, target in given:
-            scalars: dict[str, Any] = dict.fromkeys(chunk.names)
-            for name, value in inner.state[target].items():
-                if name not in views:
-                    scalars[name] = value
-                elif value is not None:
-                    del scalars[name]
-                    if value.data_ptr() != (view := views[name][each.place]).data_ptr():
-                        view.copy_(value)
-            chunk.scalars[each] = scalars
-            if target is not values:
-                values.copy_(target)
-            target.grad = None
-        inner.state.clear()
-        inner.param_groups.clear()  # torch's optimizers are in cycles, and would keep the parameters' memory
-
-    def _late_kinds(self, *, early: bool) -> set[_Kind]:
-        """Returns kinds of chunks that torch's optimizer updates in its slower way, since some have no states yet.
-
-        ``SGD(momentum, foreach=True)`` changes all momentum buffers one by one until all parameters with a gradient
-        have one. In bfloat16 and float16 that rounds otherwise. ``early``: it is not known which will have a gradient.
-        """
-        found: set[_Kind] = set()
-        if self._class is not torch.optim.SGD:
-            return found
-        for chunk in self._states.chunks:
-            options = self.param_groups[chunk.group]
-            foreach = options["foreach"] or (
-                options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]
-            )
-            if not (foreach and options["momentum"]) or chunk.dtype not in _LOW or chunk.has_master:
-                continue
-            scalars = self._states.version(chunk).scalars
-            if any(
-                (early or each.parameter.grad is not None)
-                and (each not in scalars or "momentum_buffer" in scalars[each])  # where it is None
-                for each in chunk.slices
-            ):
-                found.add(_kind_of(chunk))
-        return found
+        self._updates.update_early(self.param_groups, chunk, buffer)
 
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
         """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
@@ -524,13 +422,13 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 for each in group["params"]:
                     if each not in self._hooks:
                         self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
-            self._switches[number] = _switches(group)
+            self._switches[number] = switches(group)
             self._order = []
             self._states.add(chunks, number + 1)
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
         """Returns the elementwise states that the optimizer keeps of a parameter with the group's options of now."""
-        low = self._master and parameter.dtype in _LOW
+        low = self._master and parameter.dtype in LOW
         return regions_of(self._class, group, parameter, low)
 
     def _needed(self, chunk: Chunk) -> Collection[str]:
@@ -543,25 +441,25 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _require_room(self, error: type[Exception] = RuntimeError) -> None:
         """Raises an error if options were changed so that there are states which the chunks have no room for."""
         for number, group in enumerate(self.param_groups):
-            switches, before = _switches(group), self._switches[number]
-            if switches == before:
+            on, before = switches(group), self._switches[number]
+            if on == before:
                 continue
             for chunk in self._states.chunks:
                 if chunk.group != number or set(self._regions(group, chunk.slices[0].parameter)) <= set(chunk.regions):
                     continue
                 changed = ", ".join(
-                    f"{name}={group[name]!r}" for name, value in switches.items() if value and not before.get(name)
+                    f"{name}={group[name]!r}" for name, value in on.items() if value and not before.get(name)
                 )
                 raise error(
                     f"a parameter group has {changed} now, and NvmeOptimizer has made no room for the states that "
                     f"{self._class.__name__} keeps with it: give it that option when it is made"
                 )
-            self._switches[number] = switches
+            self._switches[number] = on
 
     def _same_gradients(self) -> bool:
         """Whether the gradients are those of the step that failed."""
         failed = self._failed_with
-        now = _identities(self._parameters())
+        now = identities(self._parameters())
         freed = self._most_gradients is not None  # by what was still at it
         return len(failed) == len(now) and all(
             (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
@@ -576,13 +474,6 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _require_open(self) -> None:
         if self._states.closed:
             raise ValueError("the NvmeOptimizer is closed")
-
-
-def _elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
-        name = getattr(optimizer, "__qualname__", repr(optimizer))
-        raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
-    return optimizer
 
 
 def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:
@@ -603,20 +494,5 @@ def _ranked(name: str) -> str:
     return name
 
 
-def _kind_of(chunk: Chunk) -> _Kind:
-    return chunk.group, chunk.dtype, chunk.device
-
-
-def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which options of a group are on: what decides which states there are."""
-    return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
-
-
 def _has_gradient(chunk: Chunk) -> bool:
     return any(each.parameter.grad is not None for each in chunk.slices)
-
-
-def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
-    """Returns what tells each gradient from another, and from itself once changed."""
-    gradients = [each.grad for each in parameters]
-    return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]

@@ -30,14 +30,13 @@ def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
 def _require_present(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not _replaced:
         return
-    groups: list[Any] = optimizer.param_groups
-    for group in groups:
+    for group in optimizer.param_groups:
         for each in group["params"]:
             found = _replaced.get(id(each))
-            is_replaced = found is not None and found() is each
-            if is_replaced and each.requires_grad:
+            old = None if found is None else found()
+            if old is not None and old is each and old.requires_grad:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
+                    f"a parameter of shape {tuple(old.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "
                     "optimizer would not train. Make the optimizer after swap_params, and anew after restore()"
                 )

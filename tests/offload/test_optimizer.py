@@ -354,6 +354,67 @@ def test_after_a_failed_step_other_gradients_are_a_step_for_all(folder: Path) ->
         assert changed == [each.grad is not None and each.numel() > 0 for each in mine.parameters()]
 
 
+def test_after_a_failed_step_gradients_changed_in_place_are_others(folder: Path) -> None:
+    """So that no chunk keeps what the first attempt has made of it alone."""
+    mine, handle = network(), Failing()
+    with NvmeOptimizer(torch.optim.SGD, mine.parameters(), folder, momentum=0.9, memory_budget="1M",
+                       handle=handle) as optimizer:  # fmt: skip
+        backward(mine, 0)
+        optimizer.step()
+        handle.after["write"] = 2
+        with pytest.raises(OSError, match="Input/output error"):
+            optimizer.step()
+        before = values(mine)
+        for each in mine.parameters():
+            if each.grad is not None:
+                each.grad.mul_(2)
+        optimizer.step()
+        changed = [not torch.equal(one, other) for one, other in zip(before, values(mine), strict=True)]
+        assert changed == [each.grad is not None and each.numel() > 0 for each in mine.parameters()]
+
+
+def test_gradients_that_the_optimizer_changes_are_those_of_the_next_attempt(folder: Path) -> None:
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "foreach": True, "lr": 0.1}
+    mine, other, handle = network(), network(), Failing()
+    plain = torch.optim.SGD(other.parameters(), **options)
+    with NvmeOptimizer(
+        torch.optim.SGD, mine.parameters(), folder, memory_budget="1M", handle=handle, **options
+    ) as optimizer:
+        for step in range(3):
+            backward(mine, step)
+            backward(other, step)
+            plain.step()
+            if step == 1:
+                handle.after["write"] = 2
+                with pytest.raises(OSError, match="Input/output error"):
+                    optimizer.step()
+            optimizer.step()
+        assert equal(values(mine), values(other))
+
+
+@pytest.mark.parametrize("which", ["read", "write"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_load_that_fails_leaves_the_old_states(folder: Path, which: str, number: int) -> None:
+    mine, other, handle = network(), network(), Failing()
+    plain = torch.optim.AdamW(other.parameters())
+    with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", handle=handle) as optimizer:
+        for step in range(3):
+            if step == 2:
+                found = optimizer.state_dict()
+                found["param_groups"][0]["lr"] = 7.0
+                handle.after[which] = number
+                with contextlib.suppress(OSError):
+                    optimizer.load_state_dict(found)
+                handle.after[which] = -1
+                if which == "write":
+                    assert optimizer.param_groups[0]["lr"] == 0.001
+                optimizer.param_groups[0]["lr"] = 0.001
+            for model, each in ((mine, optimizer), (other, plain)):
+                backward(model, step)
+                each.step()
+        assert equal(values(mine), values(other))
+
+
 def test_a_full_disk(folder: Path, make_file_system: Callable[..., Path]) -> None:
     """Nothing is lost: with more room the step goes on."""
     place = make_file_system(64 * MIB)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
+from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
-from tests.conftest import run_python
+from nvme_ops.storage import Session, TensorStore
+from tests.conftest import in_child, run_python
 from tests.crashing_save import NoStraceError, kill_at, save_under_strace
 from tests.offload.training import backward, equal, network, values
 
@@ -136,6 +141,111 @@ def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(fold
                 optimizer.step()
         same_bits(model, expected, f"killed at {name} {number}, found step {first}")
     assert seen == {1, 2}
+
+
+class Killing(aio_handle):
+    """Kills the process when so many more writes were begun; those before have ended then."""
+
+    left = -1
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        future = super().submit_pwrite(*arguments, **options)
+        if self.left >= 0:
+            future.result()
+        return future
+
+
+def loaded(optimizer: NvmeOptimizer, _: torch.nn.Module, handle: Killing, number: int) -> None:
+    found = optimizer.state_dict()
+    for each in found["state"].values():
+        each["exp_avg"].fill_(7.0)
+    handle.left = number
+    optimizer.load_state_dict(found)
+
+
+def attempted_twice(optimizer: NvmeOptimizer, model: torch.nn.Module, handle: Killing, number: int) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    optimizer._states.when_done = stop  # when the first chunk is updated
+    with contextlib.suppress(KeyboardInterrupt):
+        pull(model, 7)
+        optimizer.step()
+    optimizer._states.when_done = lambda _: None
+    pull(model, 8)
+    handle.left = number
+    optimizer.step()
+
+
+@pytest.mark.parametrize("act", [loaded, attempted_twice])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("number", [2, 4, 6])
+def test_killed_before_a_commit_it_goes_on_with_the_one_before(
+    folder: Path, act: Callable[..., None], steps: int, number: int
+) -> None:
+    """What is committed is not written, whichever place it is in."""
+
+    def child() -> None:
+        torch.set_num_threads(1)
+        model, handle = small(), Killing(backend="threads")
+        optimizer = kept(folder, model, handle=handle)
+        for step in range(steps):
+            pull(model, step)
+            optimizer.step()
+        act(optimizer, model, handle, number)
+
+    with pytest.raises(AssertionError, match="-9"):
+        in_child(child)
+    other = small()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for step in range(steps):
+        pull(other, step)
+        plain.step()
+    with kept(folder, small()) as optimizer:
+        assert optimizer.steps == steps
+        found, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert all(equal(list(found[each].values()), list(expected[each].values())) for each in expected)
+
+
+def test_a_failed_step_takes_a_third_place_for_no_longer_than_it_lasts(folder: Path) -> None:
+    model = small()
+    with kept(folder, model) as optimizer:
+        for step in range(3):
+            if step == 2:
+                before = optimizer.stats().bytes_stored
+                with contextlib.suppress(KeyboardInterrupt):
+                    attempted_twice(optimizer, model, Killing(), 0)
+            pull(model, step)
+            optimizer.step()
+        optimizer.step()
+        assert optimizer.stats().bytes_stored <= before
+
+
+def test_a_record_without_a_checksum_is_read_and_a_damaged_one_is_refused(folder: Path) -> None:
+    """Version 0 of the record was the JSON alone."""
+
+    def put(content: bytes) -> None:
+        with Session(folder, name="optimizer", keep=True) as session, TensorStore(session) as store:
+            store.put("commit", torch.frombuffer(bytearray(content), dtype=torch.uint8)).result()
+
+    model = small()
+    with kept(folder, model) as optimizer:
+        pull(model, 0)
+        optimizer.step()
+    with Session(folder, name="optimizer", keep=True) as session, TensorStore(session) as store:
+        future = store.get("commit")
+        future.result()
+        content = bytes(future.tensor.numpy())
+    put(content.partition(b"\n")[2])
+    with kept(folder, small()) as optimizer:
+        assert optimizer.steps == 1
+    for damaged in (content.replace(b'"steps": 1', b'"steps": 2'), b"\xff\xfe" + content, content[:90], b" "):
+        put(damaged)
+        with pytest.raises(FormatError, match=f"{re.escape(str(folder))}.*: the record of the last step"):
+            kept(folder, small())
 
 
 def test_a_second_process_is_refused_while_the_first_has_the_states(folder: Path) -> None:
