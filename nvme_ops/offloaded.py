@@ -243,6 +243,7 @@ class OffloadedTensor(torch.Tensor):
         if operators.is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
         if (count := operators.members(func, args)) > 1:
+            _written(func, args, kwargs)  # which refuses before anything is changed
             return operators.one_by_one(func, count, args, kwargs)
         return _computed(func, args, kwargs)
 

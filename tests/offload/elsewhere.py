@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import math
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from nvme_ops.offload import stream_weights, streamed, swap_params
 from nvme_ops.settings import PAGE
+from tests import prepared
 
 KINDS = ("swapped", "streamed")
 FILLER = 1 << 16  # bytes: the budget of a tiny model would not do for whole pages
@@ -105,6 +108,26 @@ def _same(ours: Any, theirs: Any) -> str:
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor, nan=1.25)
+
+
+def alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test in a process in which nothing was differentiated: autograd's threads do not outlive a fork.
+
+    Its arguments are strings, paths and the like.
+    """
+
+    @functools.wraps(test)
+    def run(**given: Any) -> None:
+        program = """
+import importlib, pickle, sys
+module, name, given = sys.argv[1:]
+getattr(importlib.import_module(module), name).__wrapped__(**pickle.loads(bytes.fromhex(given)))
+"""
+        words = (test.__module__, test.__name__, pickle.dumps(given).hex())
+        found = prepared.run("-c", program, *words, timeout=900)
+        assert found.returncode == 0, found.stdout + found.stderr
+
+    return run
 
 
 def apart(names: Sequence[str], body: Callable[[str], list[str]], seconds: int = 60) -> dict[str, list[str]]:

@@ -267,7 +267,7 @@ class Comparison:
             return False
         if statement.kind == "backward":
             self._forget_graphs()
-        if statement.kind == "write":
+        if statement.kind in ("write", "lists"):
             try:
                 now = self.ours.state()
             except MemoryError:

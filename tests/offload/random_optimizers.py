@@ -207,9 +207,12 @@ class _Plain:
         self.files = through_file(optimizer.state_dict()["state"])
 
     def load(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.load_state_dict(
-            {"state": copy.deepcopy(self.files), "param_groups": optimizer.state_dict()["param_groups"]}
-        )
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": copy.deepcopy(self.files), "param_groups": groups})
+        for saved, group in zip(groups, optimizer.param_groups, strict=True):
+            for number, each in zip(saved["params"], group["params"], strict=True):
+                if number in self.files:  # as they were: load_state_dict converts all but the step
+                    optimizer.state[each] = copy.deepcopy(self.files[number])
 
     def close(self) -> None:
         pass

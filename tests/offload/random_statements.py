@@ -159,7 +159,8 @@ class Writer(Expressions):
             "torch._foreach_sub_(x, 1)", "torch._foreach_sqrt_(x)", "torch._foreach_mul_(x, [2.0] * len(x))",
         ]  # fmt: skip
         made = rng.choice(kinds)
-        return f"with torch.no_grad():\n    x = {names}\n    {made}\ndel x", "read" if "see" in made else "write"
+        # "lists": Ctrl-C may come between two members
+        return f"with torch.no_grad():\n    x = {names}\n    {made}\ndel x", "read" if "see" in made else "lists"
 
     def out(self) -> Any:
         found = self.tensor()

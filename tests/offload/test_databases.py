@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from nvme_ops.offload import NvmeOptimizer, stream_weights, streamed, swap_params
 from nvme_ops.settings import PAGE
-from tests.offload.elsewhere import apart, same, values
+from tests.offload.elsewhere import alone, apart, same, values
 
 MODULES = {f"{each.module_cls.__module__}.{each.module_cls.__name__}": each for each in module_db}
 _optimizers: list[Any] = optim_db
@@ -62,6 +62,7 @@ def optimize(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@alone
 def test_optimizers(folder: Path) -> None:
     found = apart(list(OPTIMIZERS), partial(optimize, folder=folder))
     assert {name: lines for name, lines in found.items() if lines and name not in REFUSED} == {}
@@ -130,7 +131,8 @@ def compute(name: str, kind: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["swapped", "streamed"])
-def test_modules(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed, "_SMALL", 0)  # else they stay in memory
+@alone
+def test_modules(kind: str, folder: Path) -> None:
+    streamed._SMALL = 0  # else they stay in memory
     found = apart(list(MODULES), partial(compute, kind=kind, folder=folder))
     assert {name: lines for name, lines in found.items() if lines} == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.offload.elsewhere import KINDS, apart
+from tests.offload.elsewhere import KINDS, alone, apart
 from tests.offload.operations import OPERATIONS, POLICIES, check
 
 #: What differs, as a pattern, and why.
@@ -31,6 +31,7 @@ def unexplained(names: list[str], way: str, dtype: torch.dtype, most: int, folde
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("way", [*KINDS, *POLICIES])
+@alone
 def test_operations(way: str, dtype: torch.dtype, folder: Path) -> None:
     names = random.Random(str(dtype)).sample(list(OPERATIONS), len(OPERATIONS) // 2)
     assert unexplained(names, way, dtype, 2, folder) == []

@@ -21,13 +21,12 @@ PROGRAM = """
 
 #: Kinds of statements, and parameters, that are known to differ.
 WITHOUT = {
-    "stream_weights": "turned",  # comes back with other strides
-    "save_on_nvme": "interrupts",  # in __enter__ and __exit__: the hooks stay
+    "save_on_nvme": "interrupts",  # on the first line of __exit__: the hooks stay
     "NvmeOptimizer": "overlap,interrupts",
 }
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", ["swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer"])
 def test_equal_or_refused(folder: Path, capability: str, count: int) -> None:
     found = run_python(PROGRAM, capability, count, folder, WITHOUT.get(capability, ""), check=False, fresh=True)

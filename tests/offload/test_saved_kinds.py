@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 
 from nvme_ops.offload import save_on_nvme
-from tests.offload.elsewhere import apart, same
+from tests.offload.elsewhere import alone, apart, same
 
 SIZE = 64
 
@@ -94,6 +94,7 @@ def differences(folder: Path, run: Callable[[], Any]) -> list[str]:
     return found
 
 
+@alone
 def test_tensors_of_any_kind_come_back(folder: Path) -> None:
     found = apart(list(KINDS), lambda kind: differences(folder, lambda: step(KINDS[kind])))
     assert {kind: words for kind, words in found.items() if words} == {}
@@ -131,6 +132,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
+@alone
 def test_derivatives_in_other_ways(folder: Path) -> None:
     assert apart(list(WAYS), lambda name: differences(folder, WAYS[name])) == {name: [] for name in WAYS}
 

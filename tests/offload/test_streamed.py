@@ -272,9 +272,10 @@ def test_what_is_trained_beside_frozen_weights_stays_and_is_trained_to_the_same_
 
 
 def test_a_model_that_is_trained_as_a_whole_is_streamed_as_a_whole(folder: Path) -> None:
+    model = layers().train()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = streamed(layers().train(), folder)
+        model = streamed(model, folder)
     assert trainable(model) == set()
     assert not model.training
 
