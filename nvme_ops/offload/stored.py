@@ -247,6 +247,8 @@ def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: in
     if not tensor.numel():
         return NotImplemented
     dim %= tensor.dim()
+    if dim and tensor._weights.window is not None:  # read compact it would be summed in another order
+        return NotImplemented
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
     outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)

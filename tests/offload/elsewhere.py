@@ -119,7 +119,9 @@ def alone(test: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**given: Any) -> None:
         program = """
-import importlib, pickle, sys
+import importlib, pickle, sys, warnings
+import pytest
+warnings.simplefilter("ignore")
 module, name, given = sys.argv[1:]
 getattr(importlib.import_module(module), name).__wrapped__(**pickle.loads(bytes.fromhex(given)))
 """

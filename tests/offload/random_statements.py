@@ -78,7 +78,8 @@ class Writer(Expressions):
             linear += [f"torch.einsum('ij,kj->ik', {given}, {name})", f"{name}.mT @ {name}"]
             linear += [f"torch.addmm(T({seed}, {columns}, dtype={dtype}), T({seed}, 2, {rows}, dtype={dtype}), {name})"]
             linear += [f"F.embedding(I({seed}, {max(rows, 1)}, 2, 3), {name})", f"F.layer_norm({name}, ({columns},))"]
-            linear += [f"F.linear(T({seed}, 2, {columns}, 3, dtype={dtype}).mT, {name})"]
+            if "folded" not in self.without:
+                linear += [f"F.linear(T({seed}, 2, {columns}, 3, dtype={dtype}).mT, {name})"]
             found += linear * 3
         if len(shape) == 4:
             found += [f"F.conv2d(T({seed}, 2, {shape[1]}, 6, 6, dtype={dtype}), {name})"] * 6
