@@ -26,6 +26,7 @@ from nvme_ops.storage.owner import (
     OWNER,
     boot_id,
     is_dead,
+    is_torn,
     machine_id,
     open_owner,
     read_owner,
@@ -251,6 +252,8 @@ class _Place:
                     locks.give_back(lock)
                     continue
                 before = read_owner(lock)
+                if before is None and is_torn(lock) and not any(_files(path)):
+                    before = {}  # it was being made when the power failed
                 if before is None:
                     raise FileExistsError(errno.EEXIST, "is not the file of a session, or was damaged", owner)
                 if not before and keep and any(_files(path)):  # which a session that is just starting has none of

@@ -46,10 +46,11 @@ def test_an_owner_that_was_lost_is_no_licence_to_delete(content: bytes, left: Pa
         assert sorted(store) == sorted(VALUES)
 
 
-def test_an_owner_that_was_being_made_is_made_anew(folder: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"\0" * 512 + b'"name": "job"}'], ids=["empty", "torn"])
+def test_an_owner_that_was_being_made_is_made_anew(content: bytes, folder: Path) -> None:
     with kept(folder) as session:
         left = Path(session.folders[0])
-    (left / "owner").write_bytes(b"")
+    (left / "owner").write_bytes(content)
     assert not kept(folder).found
 
 
