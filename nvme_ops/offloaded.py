@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -432,10 +432,3 @@ def offloaded_in(tensor: torch.Tensor) -> OffloadedTensor | None:
     """Returns the tensor on storage that this is, or that a ``DTensor`` has as this rank's part."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, OffloadedTensor) else None
-
-
-@contextlib.contextmanager
-def in_memory(tensor: OffloadedTensor) -> Iterator[torch.Tensor]:
-    """Lets the block read the values in memory, as a usual tensor that must not be changed."""
-    with contextlib.ExitStack() as uses:
-        yield tensor._lend(uses, False)

@@ -7,17 +7,13 @@ import os
 _MOST = 1 << 30  # bytes of one pread
 
 
-def read_whole(fd: int, nbytes: int | None = None, offset: int = 0) -> bytes:
-    """Returns ``nbytes`` of an open file from ``offset`` on, or all that follows; less only where the file ends.
+def read_whole(fd: int) -> bytes:
+    """Returns what an open file has.
 
     Raises OSError: a part that cannot be read, after which a read returns less at first.
     """
-    wanted = os.fstat(fd).st_size - offset if nbytes is None else nbytes
-    parts: list[bytes] = []
-    while wanted > 0:
-        part = os.pread(fd, min(wanted, _MOST), offset)
-        if not part:
-            break
+    wanted, parts = os.fstat(fd).st_size, list[bytes]()
+    while wanted > 0 and (part := os.pread(fd, min(wanted, _MOST), sum(map(len, parts)))):
         parts.append(part)
-        offset, wanted = offset + len(part), wanted - len(part)
+        wanted -= len(part)
     return b"".join(parts)

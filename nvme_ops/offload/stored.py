@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nvme_ops.offload.quantized import expand
 from nvme_ops.offload.source import Source, concatenated, narrowed
 from nvme_ops.offload.window import Window, read_now
-from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one
+from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
 
 aten = torch.ops.aten
 
@@ -185,8 +185,8 @@ class StoredTensor(OffloadedTensor):
 
 def stored_in(tensor: Any) -> StoredTensor | None:
     """Returns the stored tensor that this is, or that a ``DTensor`` has as this rank's part."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local if isinstance(local, StoredTensor) else None
+    found = offloaded_in(tensor)
+    return found if isinstance(found, StoredTensor) else None
 
 
 # Operations of which nothing, or a part, has to be read. Each returns NotImplemented for what it cannot do.
