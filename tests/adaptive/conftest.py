@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import nvme_ops
 from nvme_ops import adaptive_handle, aio_handle
 from nvme_ops.adaptive import dictionary
 from nvme_ops.adaptive import handle as module
 from nvme_ops.adaptive.dictionary import Learned
 from nvme_ops.op_builder.cache import default_root
+from nvme_ops.settings import PAGE
 from tests.conftest import MIB
 
 OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
@@ -29,8 +29,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "nvme_ops" / "tune"
 
 
+def aligned(size: int) -> torch.Tensor:
+    """Memory that stays of one class: the pool's becomes huge pages after a while, torch's is at any address."""
+    memory = torch.zeros(size + PAGE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % PAGE
+    return memory[begin : begin + size]
+
+
 def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * MIB) -> None:
-    data = nvme_ops.empty(size, dtype=torch.uint8)  # of one place, whatever the allocator of torch does
+    data = aligned(size)
     for _ in range(times):
         handle.sync_pwrite(data, folder / "used", 0)
 

@@ -24,7 +24,7 @@ from nvme_ops.measuring.energy import counters
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import identify
 from nvme_ops.tune import store as kept
-from tests.adaptive.conftest import MANY, only, write
+from tests.adaptive.conftest import MANY, aligned, only, write
 from tests.conftest import KIB, MIB, in_child, in_threads, pattern, round_trip, run_python, store
 
 # The bytes
@@ -62,7 +62,7 @@ def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfer
 
 @pytest.mark.parametrize("call", ["write", "sync_pwrite", "async_pwrite", "submit_pwrite", "submit_pwritev", "rows"])
 def test_every_way_to_move_data_is_learned_from(folder: Path, call: str) -> None:
-    handle, data = adaptive_handle(folder), nvme_ops.empty(2 * MIB, dtype=torch.uint8).copy_(pattern(2 * MIB))
+    handle, data = adaptive_handle(folder), aligned(2 * MIB).copy_(pattern(2 * MIB))
     for _ in range(6):
         if call == "submit_pwritev":
             assert handle.submit_pwritev([data[:MIB], data[MIB:]], folder / "file", [0, MIB]).result() == 2 * MIB
@@ -117,7 +117,7 @@ def test_validation_is_not_measured(folder: Path) -> None:
 
 @pytest.mark.parametrize("between", ["validating", "background"])
 def test_what_is_not_measured_takes_no_turn_of_a_tool(folder: Path, between: str) -> None:
-    handle, data = adaptive_handle(folder), nvme_ops.empty(2 * MIB, dtype=torch.uint8)
+    handle, data = adaptive_handle(folder), aligned(2 * MIB)
     for _ in range(MANY):
         if between == "validating":
             assert handle.write(data, folder / "file", True) == 0
@@ -156,7 +156,7 @@ def test_small_reads_in_a_row_come_to_use_the_page_cache_or_not_but_writes_never
 
 def test_a_tool_bounds_what_is_in_flight(folder: Path) -> None:
     data = pattern(MIB)
-    path, back = store(folder / "file", data), nvme_ops.empty(MIB, dtype=torch.uint8)
+    path, back = store(folder / "file", data), aligned(MIB)
     for depth, lanes in ((2, 1), (3, 2), (64, 1)):
         experience = native().Experience((4096, depth, lanes, False, False, 1), lanes, (True,) * 4, False, True, [])
         engine = native().Engine(MIB, 128, False, False, 4, aio_handle().backend, "direct", experience)
@@ -252,7 +252,7 @@ def test_frozen_it_uses_what_is_known_and_learns_nothing(
 
 
 def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = nvme_ops.empty(2 * MIB, dtype=torch.uint8)
+    data = aligned(2 * MIB)
     with adaptive_handle(folder) as handle:
         while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
             for future in [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(8)]:
@@ -316,7 +316,7 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
     assert handle.explain().startswith("nothing was transferred yet")
     write(handle, folder)
     text = handle.explain()
-    assert "write up to 4 MiB, pinned, waited: settled after 30 transfers" in text
+    assert "write up to 4 MiB, aligned, waited: settled after 30 transfers" in text
     assert text.count("  -> ") == 1
     assert "(the handle's settings): " in text
     assert "GB/s" in text or "MB/s" in text
@@ -414,7 +414,7 @@ def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
         write(handle, folder, 1, size=64 * KIB)
         assert only(handle, most_bytes=64 * KIB).concurrency == "waited"  # what is in flight is the parent's
         write(handle, folder)
-        assert not only(handle, place="pinned", op="write", concurrency="waited", most_bytes=4 * MIB).exploring
+        assert not only(handle, place="aligned", op="write", concurrency="waited", most_bytes=4 * MIB).exploring
         fresh = adaptive_handle(folder)
         write(fresh, folder)
         fresh.close()

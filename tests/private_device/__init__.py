@@ -78,6 +78,8 @@ class PrivateDevice:
         module.is_available = lambda: True  # type: ignore[attr-defined]
         module.device_count = lambda: self.count  # type: ignore[attr-defined]
         module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
+        module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]  # without it, each seeding warns
+        module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
         torch._register_device_module("privateuseone", module)
 
     @staticmethod
