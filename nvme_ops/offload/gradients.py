@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,10 +84,13 @@ class SwappedGradients:
         self._parameters = [weakref.ref(each) for each in large]
         self._leaving: deque[_Leaving] = deque()
         self._alone = _uses_by_autograd()
+        self._lock = threading.RLock()
+        self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: to whose gradient it adds now
         places = [_Places(residents, str(number), each) for number, each in enumerate(large)]
         residents.foresee([(each.first.place, "step") for each in places])
         for parameter, its in zip(large, places, strict=True):
             _of[parameter] = self
+            self._hooks.append(parameter.register_hook(partial(self._coming, weakref.ref(parameter))))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._came, its)))
 
     @torch.no_grad()
@@ -160,15 +164,28 @@ class SwappedGradients:
 
     # Below
 
+    def _coming(self, parameter: weakref.ref[torch.Tensor], _: object) -> None:
+        """Is called by autograd before it adds to ``grad``, and for ``torch.autograd.grad``, which does not."""
+        with self._lock:
+            self._adding[threading.get_ident()] = parameter
+
     def _came(self, places: _Places, parameter: torch.Tensor) -> None:
-        """Is called by autograd, of one thread at a time, when it has set ``grad`` or added to it."""
-        alone = all(uses <= most for uses, most in zip(_uses_of_grad(parameter), self._alone, strict=True))
-        grad = parameter.grad
-        if isinstance(grad, SwappedGradient):
-            grad.shared.norm()  # of values that are in memory now
-        # What others have stays theirs, and what has a graph is differentiated again, as one in memory would be.
-        elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
-            self._leave(places, parameter, grad)
+        """Is called by autograd when it has set ``grad`` or added to it.
+
+        Other threads may be adding to it at this moment, to where ``grad`` was: the last of them replaces it.
+        """
+        with self._lock:
+            self._adding.pop(threading.get_ident(), None)
+            if any(each() is parameter for each in self._adding.values()):
+                return
+            alone = all(uses <= most for uses, most in zip(_uses_of_grad(parameter), self._alone, strict=True))
+            grad = parameter.grad
+            if isinstance(grad, SwappedGradient):
+                grad.shared.norm()  # of values that are in memory now
+            # What others have stays theirs, and what has a graph is differentiated again, as one in memory would be.
+            elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
+                self._leave(places, parameter, grad)
+        self._wait_for_some()
 
     @torch.no_grad()
     def _leave(self, places: _Places, parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -190,7 +207,6 @@ class SwappedGradients:
         parameter.grad = SwappedGradient(values, resident)
         if writing is not None:
             self._leaving.append(_Leaving(resident, writing, weakref.ref(values)))
-            self._wait_for_some()
 
     def _wait_for_some(self) -> None:
         """Waits for the oldest that are being written, until these are few. Raises OSError for one that is lost."""

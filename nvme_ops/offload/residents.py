@@ -194,9 +194,11 @@ class Residents:
     def settle(self) -> None:
         """Writes all changes and waits for it. Raises OSError; the values then stay in memory."""
         with self._lock:
-            for each in list(self._resident):
-                self._write_back(each)
             found = [*self._all.values(), *self._resident]
+        for each in found:
+            self.require_written(each)  # which may have begun before the last change
+            with self._lock:
+                self._write_back(each)
         for each in found:
             self.require_written(each)
 
@@ -362,7 +364,7 @@ class Residents:
                     if not each.writing.done():
                         continue
                     self.require_written(each)
-                if each.is_used():
+                if each.changed or each.is_used():  # since what has just ended began
                     continue
             self._forget(each)
             memory = self._memory.allocate(max(1, nbytes))

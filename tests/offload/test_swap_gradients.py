@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.gradients import has_swapped_gradient
+from nvme_ops.offload.swapped import SwappedTensor
 from tests.conftest import MIB, run_python
 from tests.offload.random_gradients import program
 from tests.offload.test_optimizer import Failing
@@ -173,6 +175,30 @@ def test_a_scaler_unscales_and_skips_steps_that_are_not_finite(folder: Path, uns
     assert [each.get_scale() for each in scalers] == [512.0, 512.0]
     if ours:
         optimizers[0].close()
+
+
+def test_a_gradient_that_another_thread_adds_to_stays_where_it_is(folder: Path) -> None:
+    """Autograd adds to what ``grad`` was: values were lost, or it crashed, when a hook replaced that meanwhile."""
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    adds, go_on = threading.Event(), threading.Event()
+
+    def pause(_: torch.Tensor) -> None:
+        if threading.current_thread() is other:
+            adds.set()
+            go_on.wait()
+
+    with swap_gradients([weight], folder, memory_budget=100 * KIB, min_bytes=1 * KIB):
+        weight.register_hook(pause)
+        other = threading.Thread(target=lambda: weight.sum().backward())
+        other.start()
+        adds.wait()
+        weight.sum().backward()
+        between = type(weight.grad)
+        go_on.set()
+        other.join()
+        assert between is torch.Tensor
+        assert isinstance(weight.grad, SwappedTensor)
+        assert torch.equal(weight.grad, torch.full((64, 64), 2.0))
 
 
 def test_gradients_of_several_threads_add_up(folder: Path) -> None:
@@ -467,5 +493,6 @@ def test_an_interruption_at_any_line_leaves_gradients_old_or_new(folder: Path) -
             model.zero_grad(set_to_none=line % 2 == 0)
             loss(model, 1).backward()
             assert same(gathered_gradients(model), list(second))
+            gc.collect()  # of the exception, whose frames may be in a cycle
             assert not any(each.is_used() for each in gradients._residents._all.values())
     raise AssertionError("it has not ended")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer, residents, swap_params
+from nvme_ops.offload.resident import Resident
 from nvme_ops.offload.swapped import SwappedTensor
 from tests.conftest import MIB, in_child
 from tests.offload.test_optimizer import Failing
@@ -353,6 +354,49 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
         threading.Timer(0.1, held.clear).start()
         monkeypatch.setattr(residents, "_PATIENCE", 30.0)
         model(torch.ones(1, 64))
+
+
+class EndsLater:
+    """A write that ends when the test says so, or somebody waits for it."""
+
+    ended = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def exception(self) -> BaseException | None:
+        self.ended = True
+        return None
+
+
+@pytest.mark.parametrize("then", ["room", "settle"])
+def test_what_is_changed_while_it_is_written_is_written_again(
+    folder: Path, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a write was taken for that of the one of the last change: several threads lost theirs."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1) as swapped, torch.no_grad():
+        first, *others = swapped_of(model)
+        first.zero_()
+        its = swapped._residents
+        write_back = its._write_back
+        write_back(first.resident)
+        assert first.resident.writing is not None
+        assert first.resident.writing.exception() is None
+        writing = first.resident.writing = EndsLater()  # type: ignore[assignment]
+        first.fill_(2.0)
+        if then == "settle":
+            its.settle()
+            its._forget(first.resident)
+
+        def and_it_ends(resident: Resident) -> None:
+            write_back(resident)
+            writing.ended = True
+
+        monkeypatch.setattr(its, "_write_back", and_it_ends)
+        with others[0].lent():
+            others[1].add(1.0)
+        assert torch.equal(first + 0.0, torch.full((64, 64), 2.0))
 
 
 def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> None:
