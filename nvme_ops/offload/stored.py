@@ -177,10 +177,17 @@ class StoredTensor(OffloadedTensor):
         dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
         that the last bits may be others.
         """
-        if func in (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            args = tuple(each.contiguous() if type(each) is torch.Tensor and each.dim() > 2 else each for each in args)
+        if func in _MULTIPLYING:
+            made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
+            args = tuple(made.get(id(each), each) for each in args)  # attention asks whether its inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+_MULTIPLYING = (
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+    torch.nn.functional.linear, torch.nn.functional.multi_head_attention_forward,
+)  # fmt: skip
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:

@@ -399,7 +399,7 @@ class Writer(Expressions):
     def turn(self) -> Any:
         """Changes the shape of a tensor in place."""
         name = self.tensor()[0]
-        kinds = ["t_()", "unsqueeze_(0)", "squeeze_()", "transpose_(0, -1)", "resize_(3)", "detach_()"]
+        kinds = ["t_()", "unsqueeze_(0)", "squeeze_()", "transpose_(0, -1)", "resize_(1)", "detach_()"]
         return f"with torch.no_grad(): {name}.{self.rng.choice(kinds)}", "write"
 
     def amp(self) -> Any:

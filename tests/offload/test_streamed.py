@@ -271,6 +271,19 @@ def test_what_is_trained_beside_frozen_weights_stays_and_is_trained_to_the_same_
         assert all(map(torch.equal, plain[1].parameters(), model[1].parameters()))
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_over_another_sequence_has_the_same_bits(batch_first: bool, folder: Path) -> None:
+    """torch multiplies by other kernels where the input is not contiguous and the weight takes no gradient."""
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(64, 2, 256, 0.0, batch_first=batch_first)
+    target, memory = torch.rand(3, 5, 64), torch.rand(3, 5, 64)
+    with torch.no_grad():
+        expected = layer(target, memory)
+    with streamed(layer, folder) as model, torch.no_grad():
+        assert in_files(model)
+        assert torch.equal(model(target, memory), expected)
+
+
 def test_a_model_that_is_trained_as_a_whole_is_streamed_as_a_whole(folder: Path) -> None:
     model = layers().train()
     with warnings.catch_warnings():
