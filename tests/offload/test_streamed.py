@@ -275,8 +275,8 @@ def test_what_is_trained_beside_frozen_weights_stays_and_is_trained_to_the_same_
 def test_attention_over_another_sequence_has_the_same_bits(batch_first: bool, folder: Path) -> None:
     """torch multiplies by other kernels where the input is not contiguous and the weight takes no gradient."""
     torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(64, 2, 256, 0.0, batch_first=batch_first)
-    target, memory = torch.rand(3, 5, 64), torch.rand(3, 5, 64)
+    layer = nn.TransformerDecoderLayer(128, 2, 256, 0.0, batch_first=batch_first)
+    target, memory = torch.rand(3, 5, 128), torch.rand(3, 5, 128)
     with torch.no_grad():
         expected = layer(target, memory)
     with streamed(layer, folder) as model, torch.no_grad():
