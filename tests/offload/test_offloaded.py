@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from nvme_ops.offload import streamed, swap_params
 from nvme_ops.offload.stored import StoredTensor
 from nvme_ops.offload.stream_weights import stream_weights
 from nvme_ops.offload.swapped import SwappedTensor
+from tests.offload.test_optimizer import Failing
 
 ON_STORAGE = "the values of this tensor are on storage"
 
@@ -408,6 +411,28 @@ def test_data_that_cannot_be_assigned_changes_nothing(either: Any, plain: Model)
         with pytest.raises(error):
             either.first.weight.data = value
     require_equal(either, plain)
+
+
+@pytest.mark.parametrize("assigned_by", ["data", "set_"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_data_that_cannot_be_written_changes_nothing(assigned_by: str, error: BaseException, folder: Path) -> None:
+    model, handle = nn.Linear(64, 64, bias=False), Failing()
+    before, handle.error = model.weight.detach().clone(), error
+
+    def assign(value: torch.Tensor) -> None:
+        if assigned_by == "data":
+            model.weight.data = value
+        else:
+            with torch.no_grad():
+                model.weight.set_(value)
+
+    with swap_params(model, folder, memory_budget="64K", min_bytes=1, handle=handle):
+        handle.after["write"] = 0
+        with pytest.raises(type(error)):
+            assign(torch.ones(64, 64))
+        assert torch.equal(model.weight + 0, before)
+        assign(torch.ones(64, 64))
+        assert torch.equal(model.weight + 0, torch.ones(64, 64))
 
 
 def test_space_of_values_that_were_replaced_is_used_again(folder: Path) -> None:
