@@ -54,6 +54,7 @@ class Resident:
         self.demanded = False
         self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
         self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: whose values it took, in which version
+        self.is_part = False  #: of the memory of a tensor that was assigned
 
     def is_used(self) -> bool:
         """Whether others have tensors over the memory of the values: they compute with it, or may write to it."""

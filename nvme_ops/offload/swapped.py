@@ -32,6 +32,11 @@ class _Copy:
         self._of, self._conversion = of, conversion
         self._values: torch.Tensor | None = None  # in memory of its own, once either has changed
 
+    def whole(self) -> SwappedTensor:
+        """Returns the tensor that has all of the values."""
+        of = self._of
+        return SwappedTensor(of._residents, of._resident, self._conversion(of._outline), (), self)
+
     def lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
         """Returns the values, to be changed or not."""
         values = self._values
@@ -125,6 +130,11 @@ class SwappedTensor(OffloadedTensor):
                 copy.keep(values)
             copies.pop()
 
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwappedTensor | list[SwappedTensor]:
+        if self._resident.is_part and func is aten.as_strided.default:  # in torch it reaches what is beside the part
+            raise RuntimeError(f"{func}: a part of another tensor was assigned to .data: assign a clone() of it")
+        return super()._viewed(func, args, kwargs)
+
     def _derived(self, outline: torch.Tensor, *steps: Step) -> SwappedTensor:
         return SwappedTensor(self._residents, self._resident, outline, (*self._steps, *steps), self._copy)
 
@@ -135,10 +145,12 @@ class SwappedTensor(OffloadedTensor):
             copies[:] = [each for each in copies if each() is not None]
         copy = _Copy(self._derived(self._outline), conversion)
         copies.append(weakref.ref(copy))
-        return SwappedTensor(self._residents, self._resident, conversion(self._outline), (), copy)
+        return copy.whole()
 
     def _whole(self) -> SwappedTensor:
-        return self if not self._steps else SwappedTensor(self._residents, self._resident)
+        if not self._steps:
+            return self
+        return SwappedTensor(self._residents, self._resident) if self._copy is None else self._copy.whole()
 
     def _copies(self) -> tuple[dict[Any, StorageWeakRef], Any]:
         return self._resident.pickled, self._resident.changes
@@ -163,6 +175,7 @@ class SwappedTensor(OffloadedTensor):
             made = SwappedTensor(self._residents, self._residents.succeed(self._resident, value))
             if assigned is not None and not assigned.is_inference():
                 made._resident.assigned = weakref.ref(assigned), assigned._version
+            made._resident.is_part = value.untyped_storage().nbytes() > value.nbytes
         set_data: Any = torch._C.TensorBase.data
         both = partial(set_data.__set__, self, made), partial(vars(self).update, vars(made))
         list(map(partial.__call__, both))  # which Ctrl-C does not interrupt

@@ -128,16 +128,16 @@ class JoinedOperation:
         with self._lock:
             if self._ended or self._ender is not None or self._finish is None:
                 return
-            self._ender = threading.get_ident()
             try:
+                self._ender = threading.get_ident()
                 failure, moved = self._outcome()
                 try:
                     self._finish(failure, *self._arguments)
                 except Exception as error:
                     failure = failure or error
                 self._failure, self._bytes = failure, moved
-                self._finish, self._arguments = None, ()  # and the memory that they hold
                 self._ended = True
+                self._finish, self._arguments = None, ()  # and the memory that they hold
                 self._transfers.clear()  # the same
             finally:
                 self._ender = None

@@ -322,7 +322,8 @@ class Writer(Expressions):
         real = "[p for p in m.parameters() if p.dtype == m.up.weight.dtype]"
         kinds = [
             (f"{name} = nn.utils.parameters_to_vector({real})", "read"),
-            (f"nn.utils.vector_to_parameters(nn.utils.parameters_to_vector({real}) * 0.5, {real})", "many"),
+            (f"nn.utils.vector_to_parameters(nn.utils.parameters_to_vector({real}) * 0.5, {real})\n"
+             f"for p in {real}: p.data = p.data.clone()  # at an address as others have", "many"),
             ("see(nn.utils.clip_grad_norm_([p for p in m.parameters() if not p.is_complex()], 0.1))", "many"),
             ("nn.utils.clip_grad_value_([p for p in m.parameters() if not p.is_complex()], 0.01)", "many"),
             ("m.requires_grad_()", "read"),

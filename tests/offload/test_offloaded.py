@@ -41,6 +41,10 @@ class Model(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
+def through_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
 @pytest.fixture
 def plain() -> Model:
     torch.manual_seed(1)
@@ -154,6 +158,14 @@ def test_pickled_tensors_are_usual_and_share_memory_when_tied(either: Any, plain
             kept = pickle.loads(pickle.dumps(either.first.weight))
             either.first.weight.add_(1)
             assert torch.equal(pickle.loads(pickle.dumps(either.first.weight)), kept + 1)
+
+
+@pytest.mark.parametrize("copy_of", [through_pickle, copy.deepcopy])
+def test_copies_of_views_of_converted_tensors(copy_of: Callable[[Any], Any], either: Any, plain: Model) -> None:
+    """The parameter itself was copied, with the shape and dtype that it has."""
+    found, expected = (copy_of(each.first.weight.detach()[:5].double().t()) for each in (either, plain))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(found, expected)
 
 
 def test_copies(either: Any, plain: Model) -> None:
@@ -402,6 +414,14 @@ def test_data_that_would_share_memory_is_refused_once_either_changes(swapped: An
     assert weight.sum().item() == 48 * 48
 
 
+def test_memory_beside_a_part_that_was_assigned_is_not_reached(swapped: Any) -> None:
+    vector_to_parameters(parameters_to_vector(swapped.second.parameters()), swapped.second.parameters())
+    with pytest.raises(RuntimeError, match=r"a part of another tensor was assigned to \.data"):
+        swapped.second.weight.as_strided((2,), (1,), 0)
+    swapped.second.weight.data = torch.ones(48, 48)
+    assert swapped.second.weight.as_strided((2,), (1,), 0).sum().item() == 2
+
+
 def test_data_that_cannot_be_assigned_changes_nothing(either: Any, plain: Model) -> None:
     for value, error in (
         (3, TypeError),
@@ -424,7 +444,7 @@ def test_data_that_cannot_be_written_changes_nothing(assigned_by: str, error: Ba
             model.weight.data = value
         else:
             with torch.no_grad():
-                model.weight.set_(value)
+                model.weight.set_(value)  # type: ignore[call-overload]
 
     with swap_params(model, folder, memory_budget="64K", min_bytes=1, handle=handle):
         handle.after["write"] = 0
