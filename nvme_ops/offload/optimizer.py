@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload import saved_states
@@ -131,7 +132,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                     raise ValueError(
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
-                self._states.resume(record)
+                self._states.resume()
                 self._show_states(self._states.now)
             undo.pop_all()
 
@@ -184,6 +185,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if self._pass is not None and self._pass.given_up:
             self._give_up()
         begun, concerned = self._pass, []
+        if begun is None:
+            states.check()
         under_way = begun is not None  # chunks may be done
         try:
             if begun is None and not self._same_gradients():
@@ -215,10 +218,11 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 if under_way:
                     self._failed_with = identities(self._parameters())
                 done = sum(states.is_done(chunk) for chunk in concerned)
-                error.add_note(
+                note(
+                    error,
                     f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
                     f"{len(concerned)} chunks of parameters are updated, the others are as they were; step() with the "
-                    "same gradients goes on with these"
+                    "same gradients goes on with these",
                 )
             raise
 
@@ -326,6 +330,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         """
         self._require_idle()
         self._arrange()
+        self._states.renew()
         record = self._states.described(self._record(self.steps))
         return saved_states.save(self._states, os.fspath(path), record, durable, self._handle)
 
