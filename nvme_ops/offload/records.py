@@ -327,3 +327,27 @@ def _earlier(session: Session) -> dict[str, Any]:
             raise FormatError(f"{path}: the record of the last step of an optimizer is damaged: {error}") from error
         store.sync()
         return content
+
+
+def written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns scalar states as JSON has them: a tensor as its dtype, value and whether it is in host memory."""
+    if scalars is None:
+        return None
+    return {
+        name: [str(value.dtype).removeprefix("torch."), value.item(), value.device.type == "cpu"]
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in scalars.items()
+    }
+
+
+def read_back(described: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
+    """Undoes ``written``."""
+    if described is None:
+        return None
+    found = dict(described)
+    for name, value in found.items():
+        if isinstance(value, list):
+            dtype, number, on_host = value
+            found[name] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
+    return found

@@ -20,8 +20,8 @@ from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.chunks import Chunk, Version
-from nvme_ops.offload.records import required
-from nvme_ops.offload.states import States, read_back
+from nvme_ops.offload.records import read_back, required
+from nvme_ops.offload.states import States
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.atomic import replacing, sync_above
 

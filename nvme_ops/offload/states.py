@@ -25,7 +25,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.chunks import Chunk, Version
-from nvme_ops.offload.records import Flush, Records
+from nvme_ops.offload.records import Flush, Records, read_back, written
 from nvme_ops.storage.atomic import sync_above
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
@@ -269,7 +269,7 @@ class States:
         found = []
         for chunk in self.chunks:
             version = (self.now if versions is None else versions).get(chunk, _NOTHING)
-            found.append([version.slot, [_written(version.scalars.get(each)) for each in chunk.slices]])
+            found.append([version.slot, [written(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
     def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
@@ -352,6 +352,8 @@ class States:
         """Copies what a flush has failed for to other places: blocks that others may share with these are good."""
         self.settle()
         doubted = [chunk for chunk, version in self._doubted.items() if self.now.get(chunk) is version]
+        if not doubted:
+            return
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             chunk.pending = replace(self.version(chunk), slot=self._free_slot(chunk))
@@ -377,13 +379,15 @@ class States:
         """Drops the values in third places, and those that third places stand for."""
         if not self._spare:
             return
-        slots = {chunk: (self.version(chunk).slot, self._free_slot(chunk)) for chunk in self.chunks}
-        wanted = {chunk.key(slot) for chunk, both in slots.items() for slot in both if slot is not None}
+        slots = {
+            chunk: (self.version(chunk).slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks
+        }
+        wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # it is no mapping
                 if key not in wanted:
                     self._store.drop(key)
-            self._spare = any(slot == _SLOTS for slot, _ in slots.values())
+            self._spare = any(slot == _SLOTS for slot, *_ in slots.values())
 
     def _find(self, records: Records) -> None:
         """Takes over the values that an earlier program has left. Raises FormatError."""
@@ -401,14 +405,15 @@ class States:
 
     def resume(self) -> None:
         """Continues with the values of ``committed``, whose chunks are those of now. Raises FormatError."""
-        assert self._records is not None
+        if self._records is None:
+            raise ValueError("states that are not kept cannot be resumed")
         newest, durable = self._records.newest, self._records.durable
         now = {}
         try:
-            for chunk, (slot, written) in zip(self.chunks, newest.content["chunks"], strict=True):
+            for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
                 scalars = {
                     each: found
-                    for each, one in zip(chunk.slices, written, strict=True)
+                    for each, one in zip(chunk.slices, described, strict=True)
                     if (found := read_back(one, chunk.device)) is not None
                 }
                 if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
@@ -475,27 +480,3 @@ class States:
         self._undo.close()
         if failure is not None:
             raise failure
-
-
-def _written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns scalar states as JSON has them: a tensor as its dtype, value and whether it is in host memory."""
-    if scalars is None:
-        return None
-    return {
-        name: [str(value.dtype).removeprefix("torch."), value.item(), value.device.type == "cpu"]
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in scalars.items()
-    }
-
-
-def read_back(written: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
-    """Undoes ``_written``."""
-    if written is None:
-        return None
-    found = dict(written)
-    for name, value in found.items():
-        if isinstance(value, list):
-            dtype, number, on_host = value
-            found[name] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
-    return found

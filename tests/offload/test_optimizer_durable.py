@@ -206,18 +206,6 @@ def test_a_step_flushes_each_file_once_beside_what_follows(folder: Path, flushes
     assert not flushes.files, "closing has nothing to flush any more"
 
 
-def test_close_waits_until_the_last_step_is_durable(folder: Path, flushes: Flushes) -> None:
-    optimizer = kept(folder, model := small())
-    train(model, optimizer, 0, 2)
-    optimizer._states.settle()
-    flushes.let.clear()
-    train(model, optimizer, 2, 3)
-    threading.Timer(0.2, flushes.let.set).start()
-    optimizer.close()
-    with restarted(), kept(folder, small()) as optimizer:
-        assert same_as_torch(optimizer, 3)
-
-
 @pytest.mark.parametrize(("boot", "expected"), [("the same", 3), ("another", 2)])
 def test_killed_before_its_flush_a_step_counts_until_the_machine_starts_again(
     folder: Path, boot: str, expected: int
