@@ -44,3 +44,9 @@ class SharedMemoryError(ValueError, RuntimeError):
 
 class DeadlockError(RuntimeError):
     """A wait for memory that could never end, because those who hold it all wait for more themselves."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Adds a note to an exception as ``add_note`` does, which Python 3.10 lacks."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)

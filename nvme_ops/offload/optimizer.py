@@ -16,20 +16,12 @@ from typing import Any, Literal, overload
 
 import torch
 
+from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload import saved_states
 from nvme_ops.offload.backward import BackwardPass
-from nvme_ops.offload.chunks import (
-    MASTER,
-    Chunk,
-    Region,
-    Version,
-    divide,
-    is_on_storage,
-    outline,
-    regions_of,
-)
+from nvme_ops.offload.chunks import MASTER, Chunk, Region, Version, divide, is_on_storage, outline, regions_of
 from nvme_ops.offload.gradients import require_one_rank
 from nvme_ops.offload.state_dicts import exported, load_states
 from nvme_ops.offload.states import OptimizerStats, States
@@ -61,7 +53,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
         keep: leave the states to the next program that makes the same optimizer in this folder: it continues with the
-            last completed step. Its parameters are then to be those of that step, see ``steps``.
+            last completed step, or the one before if the power failed. Its parameters are then to be those of that
+            step, see ``steps``.
         name: tells apart the optimizers that are kept in one folder. Each rank has its own.
         overlap: ``"backward"``: begin the step during the backward pass, for each chunk as soon as its gradients are
             complete. ``step`` ends it. Gradients can then not be clipped or scaled between the two, and several
@@ -131,7 +124,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                     raise ValueError(
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
-                self._states.resume(record)
+                self._states.resume()
                 self._show_states(self._states.now)
             undo.pop_all()
 
@@ -185,6 +178,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._give_up()
         begun, concerned = self._pass, []
         under_way = begun is not None  # chunks may be done
+        if not under_way:
+            states.check()
         try:
             if begun is None and not self._same_gradients():
                 states.begin()
@@ -215,11 +210,12 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 if under_way:
                     self._failed_with = identities(self._parameters())
                 done = sum(states.is_done(chunk) for chunk in concerned)
-                error.add_note(
+                text = (
                     f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
                     f"{len(concerned)} chunks of parameters are updated, the others are as they were; step() with the "
                     "same gradients goes on with these"
                 )
+                note(error, text)
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,7 +237,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         return self._states.measure()
 
     def close(self) -> None:
-        """Removes the files, or leaves kept ones to the next program. Further calls do nothing."""
+        """Removes the files, or leaves kept ones, durable, to the next program. Once or more. OSError: they are not."""
         for hook in self._hooks.values():
             hook.remove()
         self._give_up()
@@ -326,6 +322,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         """
         self._require_idle()
         self._arrange()
+        self._states.renew()
         record = self._states.described(self._record(self.steps))
         return saved_states.save(self._states, os.fspath(path), record, durable, self._handle)
 

@@ -20,9 +20,10 @@ from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.chunks import Chunk, Version
-from nvme_ops.offload.states import States, read_back
+from nvme_ops.offload.records import read_back, required
+from nvme_ops.offload.states import States
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.atomic import replacing, sync_above
 
 _METADATA = "nvme_ops.optimizer"
 
@@ -46,7 +47,11 @@ def save(states: States, path: str, record: dict[str, Any], durable: bool, handl
             with contextlib.closing(states.look(stored, write)) as chunks:
                 for _ in chunks:
                     pass
-        os.pwrite(file.fd, header, 0)
+        written = 0
+        while written < len(header):
+            written += os.pwrite(file.fd, header[written:], written)
+    if durable:
+        sync_above(os.path.dirname(os.path.realpath(path)))
     return shared
 
 
@@ -72,8 +77,8 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
     with open(path, "rb") as file:
         header = safetensors_format.read(file.fileno(), path)
         try:
-            record: dict[str, Any] = json.loads(header.metadata[_METADATA])
-        except (KeyError, ValueError) as error:
+            record = required(json.loads(header.metadata[_METADATA]))
+        except (KeyError, ValueError, RecursionError) as error:
             raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
         if record["made"] != made:
             raise ValueError(
@@ -81,10 +86,19 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
             )
         fd = file.fileno()
 
+        def written_of(chunk: Chunk) -> list[Any]:
+            try:
+                _, written = record["chunks"][chunk.number]
+                return list(written)
+            except (IndexError, ValueError, TypeError) as error:
+                raise FormatError(f"{path}: what it says of chunk {chunk.number} is damaged: {error}") from error
+
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             entry = header.entries.get(f"chunk.{chunk.number}")
-            if entry is None:
+            if entry is None and not (chunk.nbytes and any(written_of(chunk))):
                 return None
+            if entry is None:
+                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} is missing")
             if entry.end - entry.start != chunk.nbytes:
                 raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
             return shared_handle().submit_pread(buffer[: chunk.nbytes], fd, entry.start)
@@ -92,8 +106,11 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
         versions: dict[Chunk, Version] = {}
         with contextlib.closing(states.fill(read, versions)) as updates:
             for chunk, _ in updates:
-                for each, written in zip(chunk.slices, record["chunks"][chunk.number][1], strict=True):
-                    scalars = read_back(written, chunk.device)
-                    if scalars is not None:
-                        chunk.scalars[each] = scalars
+                try:
+                    for each, written in zip(chunk.slices, written_of(chunk), strict=True):
+                        scalars = read_back(written, chunk.device)
+                        if scalars is not None:
+                            chunk.scalars[each] = scalars
+                except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+                    raise FormatError(f"{path}: what it says of chunk {chunk.number} is damaged: {error}") from error
     return record, versions

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops.engine import Priority
+from nvme_ops.errors import note
 from nvme_ops.future import IoFuture
 from nvme_ops.storage.slab import NO_ROOM, Extent
 from nvme_ops.storage.striped import StripedSlabs
@@ -111,7 +112,7 @@ class Segments:
         for transfer in self.writes:
             if (failure := transfer.exception()) is not None:
                 if not hasattr(failure, "__notes__"):
-                    failure.add_note(f"keys and values of layer {self._number} are lost: reset() the NvmeCache")
+                    note(failure, f"keys and values of layer {self._number} are lost: reset() the NvmeCache")
                 raise failure
         self.writes.clear()
 

@@ -1,37 +1,38 @@
 """``States``: the values of chunks on storage, each in two places, and the step that is being taken.
 
-Which place counts is said by ``now`` while the program runs, and for the next program by the committed record. What
-either names is not written. So a step or a load that ends badly anywhere leaves the states of before, or the new ones.
+Which place counts is said by ``now`` while the program runs, and for the next program by a record. What either names is
+not written, nor what the record that a power failure would leave names: before a place is written the last step has
+become durable, on a thread that began when the step ended. So whatever ends badly anywhere, a step, a load or the
+program, leaves the states of before, or the new ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, note
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.chunks import Chunk, Version
+from nvme_ops.offload.records import Flush, Records, read_back, written
+from nvme_ops.storage.atomic import sync_above
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import MIB
 
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has fewer than _BUFFERS of these
 _BUFFERS = 4
-_COMMIT = "commit"  # the key of what tells which values are the last step's
-_FRAME = "nvme_ops commit 1"  # begins the line before it, which ends with its CRC-32C
 _SLOTS = 2  # places of a chunk's values
 _NOTHING = Version()
 
@@ -85,8 +86,11 @@ class States:
         self.ended: int | None = None  #: the attempt that was committed last
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] = lambda _: None  #: is called when a chunk is done, perhaps twice
-        self._named: dict[Chunk, int | None] = {}  # the slots that the committed record names
-        self._doubtful = False  # whether it may name others: a commit was interrupted
+        self._named: dict[Chunk, int | None] = {}  # the slots that the durable record names
+        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of now, and the slots that it names
+        self._about: dict[str, Any] = {}  # of ``now``
+        self._doubted: dict[Chunk, Version] = {}  # those of now whose flush failed
+        self._process = os.getpid()
         self._unsettled = False  # a pass is under way, or was interrupted
         self._spare = False  # there are values in third places
         self._pool = Pool(budget, pinned=pinned)
@@ -97,7 +101,17 @@ class States:
         self._transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those of the ring that may be under way
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name, keep=keep))
-            self._store = undo.enter_context(TensorStore(self._session, checksum=checksum, handle=handle))
+            self._records = Records(self._session) if keep else None
+            if self._records is not None:
+                undo.callback(self._records.close)
+            self._store = undo.enter_context(
+                TensorStore(self._session, checksum=checksum, handle=handle, journal=False)
+            )
+            if self._records is not None:
+                self._session.sync()  # the names of the store's files
+                for place in self._session.folders:
+                    sync_above(place)
+                self._find(self._records)
             self._undo = undo.pop_all()
 
     def add(self, chunks: Iterable[Chunk], groups: int) -> None:
@@ -150,6 +164,7 @@ class States:
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             if not chunk.scalars:
                 return None
+            self.settle()
             chunk.pending = Version(self._free_slot(chunk), chunk.scalars)
             return self._put(chunk, chunk.pending, buffer)
 
@@ -193,11 +208,6 @@ class States:
             for chunk, buffer in list(self.changed.items()):
                 self._restore(chunk, buffer)
             self._unsettled = False
-        if self._doubtful:
-            record = self.committed()
-            slots = [] if record is None else [slot for slot, _ in record["chunks"]]
-            self._named = dict(zip(self.chunks, slots, strict=False))
-            self._doubtful = False
 
     def _read(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         chunk.begin()
@@ -210,6 +220,7 @@ class States:
     def _write(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         if not chunk.updated:
             return None
+        self.settle()
         scalars = {**self.version(chunk).scalars, **chunk.scalars}
         chunk.pending = Version(self._free_slot(chunk), scalars, self.attempt)
         return self._put(chunk, chunk.pending, buffer)
@@ -222,7 +233,7 @@ class States:
         return self._store.put(chunk.key(version.slot), buffer[: chunk.nbytes])
 
     def _free_slot(self, chunk: Chunk) -> int:
-        """Returns where nothing is that is needed: neither the states of now nor those of the committed record.
+        """Returns where nothing is that is needed: neither the states of now nor those of the durable record.
 
         These are the same, and two places do, except after a step that failed: the third is for its next attempt.
         """
@@ -258,63 +269,167 @@ class States:
         found = []
         for chunk in self.chunks:
             version = (self.now if versions is None else versions).get(chunk, _NOTHING)
-            found.append([version.slot, [_written(version.scalars.get(each)) for each in chunk.slices]])
+            found.append([version.slot, [written(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
     def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
         """Ends a step, or takes these versions for the states.
 
-        They are those to go on with, with ``about``, also after a crash of this process.
+        They are those to go on with, with ``about``, also after a crash of this process, and begin to become so after
+        one of the machine.
         """
         self._recover()
+        self.settle()
         now, attempt = (self.now, self.attempt) if versions is None else (versions, self.attempt + 1)
-        named: dict[Chunk, int | None] = {}
-        if self._session.keep:
-            content = _framed(self.described(about, now))
-            self._doubtful = True  # until it is known to be written, either record may be the one that counts
-            self._store.put(_COMMIT, content, keep="previous").result()
-            named = {chunk: version.slot for chunk, version in now.items()}
-        self.now, self._named, self.stats.steps, self.attempt, self.ended, self._doubtful = (
-            now, named, about["steps"], attempt, self.attempt, False
+        flush = None
+        if self._records is not None:
+            if versions is None:
+                self.renew()
+            content = self.described(about, now)
+            stored = [chunk.key(version.slot) for chunk, version in now.items() if version.slot is not None]
+            content["places"] = self._store.described(key for key in stored if key in self._store)
+            self._records.write(content)
+            flush = self._flush_of(self._records, now, about)
+        self.now, self.stats.steps, self.attempt, self.ended, self._about, self._flush = (
+            now, about["steps"], attempt, self.attempt, about, flush
         )  # fmt: skip
-        self._free_spare()
+        if flush is None:
+            self._free_spare()
+        else:
+            self._forget_doubted()
+            flush[0].start()
+
+    def _flush_of(
+        self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
+    ) -> tuple[Flush, dict[Chunk, int | None]]:
+        """Returns what makes these survive a power failure: first what the record names, then the record."""
+        store = self._store
+
+        def work() -> None:
+            try:
+                store.sync()
+                records.harden()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    records.settle()  # for the next program, which does not know of this
+                raise
+
+        flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
+        return flush, {chunk: version.slot for chunk, version in now.items()}
+
+    def check(self) -> None:
+        """Raises OSError if the last step is known not to have become durable. Once: the next commit does it anew."""
+        if self._flush is not None and self._flush[0].done:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until the last step is durable.
+
+        Raises OSError if it is not; the next commit writes anew what is not. Then, and not before, places that are not
+        those of now may be written to.
+        """
+        if self._records is None:
+            return
+        if self._process != os.getpid():
+            raise RuntimeError("these states are the parent's: a forked child makes an optimizer of its own")
+        if self._flush is not None:
+            flush, named = self._flush
+            flush.wait()
+            if flush.failure is None:
+                self._flush, self._named = None, named
+                self._free_spare()
+            else:
+                self._doubted = {chunk: each for chunk, each in self.now.items() if each.slot != self._named.get(chunk)}
+                self._flush = None
+                note(
+                    flush.failure,
+                    f"{flush.what} is not durable; the next step(), save_states() or close() writes its states anew",
+                )
+                raise flush.failure
+        self._records.settle()
+
+    def renew(self) -> None:
+        """Copies what a flush has failed for to other places: blocks that others may share with these are good."""
+        self.settle()
+        doubted = [chunk for chunk, version in self._doubted.items() if self.now.get(chunk) is version]
+        if not doubted:
+            return
+
+        def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            chunk.pending = replace(self.version(chunk), slot=self._free_slot(chunk))
+            return self._put(chunk, chunk.pending, buffer)
+
+        def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
+            if failure is None and chunk.pending is not None:
+                self.now[chunk] = chunk.pending
+
+        with contextlib.closing(self._pass(doubted, self._read, write, ended)) as chunks:
+            for _ in chunks:
+                pass
+
+    def _forget_doubted(self) -> None:
+        """Drops the values that a flush has failed for: the store would be right not to believe the next one."""
+        for chunk, version in self._doubted.items():
+            if version.slot is not None and version.slot != self.version(chunk).slot:
+                with contextlib.suppress(KeyError):
+                    self._store.drop(chunk.key(version.slot))
+        self._doubted = {}
 
     def _free_spare(self) -> None:
         """Drops the values in third places, and those that third places stand for."""
         if not self._spare:
             return
-        slots = {chunk: (self.version(chunk).slot, self._free_slot(chunk)) for chunk in self.chunks}
-        wanted = {chunk.key(slot) for chunk, both in slots.items() for slot in both if slot is not None}
+        slots = {
+            chunk: (self.version(chunk).slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks
+        }
+        wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # it is no mapping
-                if key != _COMMIT and key not in wanted:
+                if key not in wanted:
                     self._store.drop(key)
-            self._spare = any(slot == _SLOTS for slot, _ in slots.values())
+            self._spare = any(slot == _SLOTS for slot, *_ in slots.values())
+
+    def _find(self, records: Records) -> None:
+        """Takes over the values that an earlier program has left. Raises FormatError."""
+        both = [record for record in (records.durable, records.newest) if record.content]
+        try:
+            places = {entry["key"]: entry for record in both for entry in record.content["places"]}
+            self._store.adopt(places.values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            path = records.newest.path
+            raise FormatError(f"{path}: the record of an optimizer's step names what cannot be: {error}") from error
 
     def committed(self) -> dict[str, Any] | None:
-        """Returns ``about`` of the last step that was committed here, perhaps by an earlier program, or None.
+        """Returns ``about`` of the last step that was committed here, perhaps by an earlier program, or None."""
+        return None if self._records is None else self._records.newest.content or None
 
-        Raises FormatError for a record that is damaged.
-        """
-        if _COMMIT not in self._store:
-            return None
-        future = self._store.get(_COMMIT)
-        future.result()
-        return _unframed(future.tensor, self._session.folders[0])
-
-    def resume(self, record: dict[str, Any]) -> None:
-        """Continues with the values of this record, whose chunks are those of now."""
+    def resume(self) -> None:
+        """Continues with the values of ``committed``, whose chunks are those of now. Raises FormatError."""
+        if self._records is None:
+            raise ValueError("states that are not kept cannot be resumed")
+        newest, durable = self._records.newest, self._records.durable
         now = {}
-        for chunk, (slot, written) in zip(self.chunks, record["chunks"], strict=True):
-            scalars = {
-                each: found
-                for each, one in zip(chunk.slices, written, strict=True)
-                if (found := read_back(one, chunk.device)) is not None
-            }
-            now[chunk] = Version(slot, scalars)
-        self.now, self.stats.steps, self._spare = now, record["steps"], True
-        self._named = {chunk: version.slot for chunk, version in now.items()}
-        self._free_spare()
+        try:
+            for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
+                scalars = {
+                    each: found
+                    for each, one in zip(chunk.slices, described, strict=True)
+                    if (found := read_back(one, chunk.device)) is not None
+                }
+                if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
+                    raise ValueError(f"no place of chunk {chunk.number}")
+                now[chunk] = Version(slot, scalars)
+            slots = [slot for slot, _ in durable.content.get("chunks", ())]
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
+        self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
+        self.now, self.stats.steps, self._spare = now, self._about["steps"], True
+        self._named = dict(zip(self.chunks, slots, strict=False))
+        if newest is durable:
+            self._free_spare()
+        else:  # the program before was killed before it had become durable
+            self._flush = self._flush_of(self._records, now, self._about)
+            self._flush[0].start()
 
     def nameless(self, nbytes: int) -> int:
         """Returns the descriptor of a new file without a name in the first folder, with its blocks allocated."""
@@ -337,51 +452,31 @@ class States:
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
         return self.stats
 
+    def _end(self) -> None:
+        """Makes the last step durable. Raises OSError."""
+        self.settle()
+        if self._doubted:
+            if any(version.attempt > (self.ended or -1) for version in self.now.values()):  # not those of one step
+                raise OSError(
+                    errno.EIO,
+                    f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "
+                    "step, which was to write its states anew, was not completed",
+                    self._session.folders[0],
+                )
+            self.commit(self._about)
+            self.settle()
+
     def close(self) -> None:
-        """Removes the files, or leaves kept ones to the next session. Further calls do nothing."""
+        """Removes the files, or leaves kept ones to the next session: the last step is durable then. Once or more.
+
+        Raises OSError if it could not be made so; the next session has the step before.
+        """
+        failure: Exception | None = None
+        if not self.closed and self._process == os.getpid():
+            try:
+                self._end()
+            except Exception as error:
+                failure = error
         self._undo.close()
-
-
-def _framed(record: dict[str, Any]) -> torch.Tensor:
-    """Returns the bytes of a record, with a checksum."""
-    text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
-    line = bytearray(f"{_FRAME} {checksums_anywhere([text])[0]:08x}\n".encode())
-    return torch.cat([torch.frombuffer(line, dtype=torch.uint8), text])
-
-
-def _unframed(content: torch.Tensor, folder: str) -> dict[str, Any]:
-    """Undoes ``_framed``; also reads a record without a checksum, as versions before 1 of it had none."""
-    line, end, text = bytes(content.numpy()).partition(b"\n")
-    try:
-        if not end:
-            text = line
-        elif line.decode() != f"{_FRAME} {checksums_anywhere([content[len(line) + 1 :]])[0]:08x}":
-            raise ValueError(f"its checksum does not match, or it is none of {_FRAME!r}")
-        found: dict[str, Any] = json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"{folder}: the record of the last step of an optimizer is damaged: {error}") from error
-    return found
-
-
-def _written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns scalar states as JSON has them: a tensor as its dtype, value and whether it is in host memory."""
-    if scalars is None:
-        return None
-    return {
-        name: [str(value.dtype).removeprefix("torch."), value.item(), value.device.type == "cpu"]
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in scalars.items()
-    }
-
-
-def read_back(written: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
-    """Undoes ``_written``."""
-    if written is None:
-        return None
-    found = dict(written)
-    for name, value in found.items():
-        if isinstance(value, list):
-            dtype, number, on_host = value
-            found[name] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
-    return found
+        if failure is not None:
+            raise failure

@@ -134,6 +134,16 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
+def sync_above(folder: str) -> None:
+    """Makes the names of a folder, and of those that it is in, durable: on its device, as far as they can be opened."""
+    folder = os.path.realpath(folder)
+    device = os.stat(folder).st_dev
+    while os.stat(above := os.path.dirname(folder)).st_dev == device and above != folder:
+        with suppress(PermissionError):
+            sync_folder(above)
+        folder = above
+
+
 def _is_special(path: str) -> bool:
     """Returns whether ``path`` exists and is neither a file nor a folder."""
     with suppress(FileNotFoundError):

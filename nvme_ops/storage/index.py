@@ -127,17 +127,22 @@ class Index:
         self._lines += 1
 
 
+def entry_of(key: str, value: Value | None) -> dict[str, Any]:
+    """Returns what a line says, as JSON has it."""
+    if value is None:
+        return {"key": key}
+    return {
+        "key": key,
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": value.shape,
+        "stride": value.stride,
+        "checksum": value.checksum,
+        "pieces": [[piece.folder, piece.begin, piece.nbytes, *piece.extent] for piece in value.pieces],
+    }
+
+
 def _line(key: str, value: Value | None) -> bytes:
-    entry: dict[str, Any] = {"key": key}
-    if value is not None:
-        entry |= {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": value.shape,
-            "stride": value.stride,
-            "checksum": value.checksum,
-            "pieces": [[piece.folder, piece.begin, piece.nbytes, *piece.extent] for piece in value.pieces],
-        }
-    text = json.dumps(entry).encode()
+    text = json.dumps(entry_of(key, value)).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
@@ -146,7 +151,11 @@ def _read(line: bytes) -> tuple[str, Value | None]:
     text = line[9:-1]
     if line != b"%08x %s\n" % (zlib.crc32(text), text):
         raise ValueError("its checksum does not match")
-    entry = json.loads(text)
+    return value_in(json.loads(text))
+
+
+def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
+    """Undoes ``entry_of``. Raises ValueError, KeyError, TypeError or AttributeError for what that does not return."""
     if "pieces" not in entry:
         return str(entry["key"]), None
     pieces = [

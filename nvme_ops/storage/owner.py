@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from nvme_ops.settings import PAGE
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
@@ -52,7 +53,8 @@ def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> Non
     changing = {key: owner[key] for key in _CHANGING if key in owner}
     lasting = {key: value for key, value in owner.items() if key not in changing}
     text = (json.dumps(changing)[:-1] + ", ").ljust(_SECTOR) + json.dumps(lasting)[1:]
-    content = text.encode().ljust(os.fstat(fd).st_size)
+    content = text.encode()  # in whole pages: a new size may be on the device before the content, or after it
+    content = content.ljust(max(os.fstat(fd).st_size, -(-len(content) // PAGE) * PAGE))
     if os.pwrite(fd, content, 0) != len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OWNER)
     if durable:

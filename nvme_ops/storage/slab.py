@@ -127,7 +127,10 @@ class Slab:
         with self._lock:
             last = self._holes.ending_at(self._size)
             if last is not None:
-                os.ftruncate(self._fd, last)
+                try:
+                    os.ftruncate(self._fd, last)
+                except OSError as error:
+                    raise OSError(error.errno, f"ftruncate: {error.strerror}", self._path) from error
                 self._holes.remove(last, self._size - last)
                 self._size = last
             for start, size in self._holes:
@@ -146,7 +149,8 @@ class Slab:
                 self._fill(begin, self._size + step - begin)
                 break
             except OSError as error:
-                os.ftruncate(self._fd, self._size)  # undoes a partial growth
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._size)  # undoes a partial growth
                 self._punch(tail, self._size - tail)
                 if error.errno not in NO_ROOM or step == missing:
                     raise

@@ -7,8 +7,8 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -21,29 +21,16 @@ from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.claims import Claims
-from nvme_ops.storage.index import Index
+from nvme_ops.storage.index import Index, entry_of, value_in
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.storage.values import Value, require_dense, to_store
+from nvme_ops.storage.values import StoreFuture, Value, require_dense, to_store
 from nvme_ops.tensors import empty
-
-if TYPE_CHECKING:
-    from nvme_ops.ops.async_io import Operation
 
 _SLAB, _INDEX = "slab", "index"
 _MEASURE, _SYNC, _TRIM = object(), object(), object()  # what a thread is busy with
 _MANY, _MUCH = 256, 16 << 20  # writes under way, and their bytes, from which on a call looks which have ended
-
-
-class StoreFuture(IoFuture):
-    """The result of ``put`` and ``get``: bytes moved. ``tensor`` is what was, or will be, filled or stored."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, operation: Operation, tensor: torch.Tensor) -> None:
-        super().__init__(operation)
-        self.tensor = tensor
 
 
 class TensorStore:
@@ -61,6 +48,8 @@ class TensorStore:
         handle: moves the bytes; with several folders there is one more like it for each.
         weights: the rates of the folders' devices, in any unit; measured at the first ``put`` when None.
         name: tells apart the stores of one session.
+        journal: in a session that is kept, note where each tensor is. Without that nothing is found again but what
+            ``adopt`` is told, and a tensor is overwritten in its place as in any session.
 
     Raises:
         ValueError: wrong weights, a closed session, or one that has an open store of this name.
@@ -76,6 +65,7 @@ class TensorStore:
         handle: aio_handle | None = None,
         weights: Sequence[float] | None = None,
         name: str = "",
+        journal: bool = True,
     ) -> None:
         self._session, self._pool, self._checksum, self._name = session, pool, checksum, name
         self._process = os.getpid()
@@ -95,7 +85,7 @@ class TensorStore:
             undo.callback(session.take_back, name, self)
             self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
             undo.callback(self._slabs.close)
-            if session.keep:
+            if session.keep and journal:
                 self._index = Index(session, _INDEX + name)
                 undo.callback(self._index.close)
                 self._values = self._index.load()
@@ -343,6 +333,17 @@ class TensorStore:
         self._require_own()
         with self._lock:
             return list({**self._values, **self._writing})
+
+    def described(self, keys: Iterable[str]) -> list[dict[str, Any]]:
+        """Returns where the tensors of these keys are, as JSON has it. Raises KeyError."""
+        with self._lock:
+            return [entry_of(key, self._values[key]) for key in keys]
+
+    def adopt(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Has what an earlier store has ``described``, and nothing else. Raises as ``value_in`` and ``reserve`` do."""
+        values = {key: value for key, value in map(value_in, entries) if value is not None}
+        self._slabs.reserve(piece for value in values.values() for piece in value.pieces)
+        self._values = values
 
     def wait(self) -> None:
         """Waits for all that is under way. Raises the first failure of a ``put`` that nobody has asked for."""

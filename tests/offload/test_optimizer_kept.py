@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import time
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.storage import Session, TensorStore
 from tests.conftest import in_child, run_python
 from tests.crashing_save import NoStraceError, kill_at, save_under_strace
 from tests.offload.training import backward, equal, network, values
@@ -182,7 +179,7 @@ def attempted_twice(optimizer: NvmeOptimizer, model: torch.nn.Module, handle: Ki
 
 @pytest.mark.parametrize("act", [loaded, attempted_twice])
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("number", [2, 4, 6])
+@pytest.mark.parametrize("number", [2, 4, 5])
 def test_killed_before_a_commit_it_goes_on_with_the_one_before(
     folder: Path, act: Callable[..., None], steps: int, number: int
 ) -> None:
@@ -222,30 +219,6 @@ def test_a_failed_step_takes_a_third_place_for_no_longer_than_it_lasts(folder: P
             optimizer.step()
         optimizer.step()
         assert optimizer.stats().bytes_stored <= before
-
-
-def test_a_record_without_a_checksum_is_read_and_a_damaged_one_is_refused(folder: Path) -> None:
-    """Version 0 of the record was the JSON alone."""
-
-    def put(content: bytes) -> None:
-        with Session(folder, name="optimizer", keep=True) as session, TensorStore(session) as store:
-            store.put("commit", torch.frombuffer(bytearray(content), dtype=torch.uint8)).result()
-
-    model = small()
-    with kept(folder, model) as optimizer:
-        pull(model, 0)
-        optimizer.step()
-    with Session(folder, name="optimizer", keep=True) as session, TensorStore(session) as store:
-        future = store.get("commit")
-        future.result()
-        content = bytes(future.tensor.numpy())
-    put(content.partition(b"\n")[2])
-    with kept(folder, small()) as optimizer:
-        assert optimizer.steps == 1
-    for damaged in (content.replace(b'"steps": 1', b'"steps": 2'), b"\xff\xfe" + content, content[:90], b" "):
-        put(damaged)
-        with pytest.raises(FormatError, match=f"{re.escape(str(folder))}.*: the record of the last step"):
-            kept(folder, small())
 
 
 def test_a_second_process_is_refused_while_the_first_has_the_states(folder: Path) -> None:
