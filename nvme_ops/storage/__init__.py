@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from nvme_ops.storage.session import Session as Session
     from nvme_ops.storage.slab import Extent as Extent
     from nvme_ops.storage.slab import Slab as Slab
-    from nvme_ops.storage.store import StoreFuture as StoreFuture
     from nvme_ops.storage.store import TensorStore as TensorStore
+    from nvme_ops.storage.values import StoreFuture as StoreFuture
 
-_MODULE_OF = {"Session": "session", "Extent": "slab", "Slab": "slab", "StoreFuture": "store", "TensorStore": "store"}
+_MODULE_OF = {"Session": "session", "Extent": "slab", "Slab": "slab", "StoreFuture": "values", "TensorStore": "store"}
 
 __all__ = ["Extent", "Session", "Slab", "StoreFuture", "TensorStore"]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvme_ops.future import IoFuture
 from nvme_ops.memory.carve import copy, dense_bytes, is_dense, is_plain
 from nvme_ops.storage.slab import Extent
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Operation
 
 
 class Piece(NamedTuple):
@@ -42,6 +45,16 @@ class Value:
         """Whether it is being read."""
         self.readers = [reader for reader in self.readers if not reader.done()]
         return bool(self.readers)
+
+
+class StoreFuture(IoFuture):
+    """The result of ``put`` and ``get``: bytes moved. ``tensor`` is what was, or will be, filled or stored."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, operation: Operation, tensor: torch.Tensor) -> None:
+        super().__init__(operation)
+        self.tensor = tensor
 
 
 def require_dense(tensor: Any) -> None:

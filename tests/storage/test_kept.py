@@ -88,6 +88,8 @@ def test_striped_values_are_there_in_the_next_session(folder: Path) -> None:
             if seed:
                 assert torch.equal(got(store, "large"), pattern(9 * MIB, 0))
             store.put("large", pattern(9 * MIB, seed)).result()
+            assert store.bytes_in_use == (1 + seed) * 9 * MIB  # a power failure would bring back the first one
+            store.sync()
             assert store.bytes_in_use == 9 * MIB
 
 
