@@ -42,7 +42,7 @@ class TensorStore:
 
     Args:
         session: has the folders. Where it is kept, what was put and waited for is there in the next session, also when
-            this process is killed; ``sync`` makes it outlive the machine's power.
+            this process is killed; once the machine was started again, what was at the last ``sync`` or ``close``.
         pool: has the memory of what ``get`` returns without ``out``; without one there is no bound.
         checksum: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; with several folders there is one more like it for each.
