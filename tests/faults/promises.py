@@ -160,7 +160,8 @@ def _check_dcp(folder: str, last: int) -> None:
     if not os.path.exists(os.path.join(path, ".metadata")):
         return require(0, last)
     known = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: torch.zeros(entry.size, dtype=torch.int64) for name, entry in known.items()}  # type: ignore[union-attr]
+    sizes = {name: cast(Any, entry).size for name, entry in known.items()}
+    found = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         dcp.load(found, path, verify=True)

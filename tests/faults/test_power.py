@@ -56,8 +56,9 @@ def test_a_rig_that_is_killed_leaves_no_mount_and_no_device() -> None:
     with subprocess.Popen(
         command("ext4", 1000, KEPT[0]), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as rig:
-        mounts = Path(f"/proc/{rig.pid}/mounts")
-        while not (found := re.search(r"(\S+)/mounted ext4", mounts.read_text())) and rig.poll() is None:
+        mounts, found = Path(f"/proc/{rig.pid}/mounts"), None
+        while not found and rig.poll() is None:
+            found = re.search(r"(\S*nvme_ops-power-\w+)/mounted ext4", mounts.read_text())
             time.sleep(0.01)
         rig.kill()
         rig.wait()

@@ -58,6 +58,26 @@ def test_an_owner_that_was_being_made_is_made_anew(content: bytes, folder: Path)
     assert not kept(folder).found
 
 
+@pytest.mark.parametrize("between", [["b", "a"], ["a"], ["b"], ["a", "c"], ["c", "b"], ["a", "b", "c"]])
+def test_a_part_of_a_kept_session_is_not_emptied(folder: Path, between: list[str]) -> None:
+    """As where a disk is not mounted. With another fingerprint it is."""
+    for name in "abc":
+        (folder / name).mkdir()
+    both = [folder / "a", folder / "b"]
+    with Session(both, name="job", keep=True) as session:
+        paths = [Path(session.path(number, "data")) for number in range(2)]
+        for path in paths:
+            path.write_bytes(b"content")
+    with pytest.raises(FileNotFoundError, match=r"has part \d of 2 of the kept session 'job'"):
+        Session([folder / name for name in between], name="job", keep=True)
+    assert list((folder / "c").iterdir()) == []
+    with Session(both, name="job", keep=True) as session:
+        assert session.found
+        assert [path.read_bytes() for path in paths] == [b"content"] * 2
+    with Session([folder / name for name in between], name="job", keep=True, fingerprint="2") as session:
+        assert not session.found
+
+
 def test_what_changes_in_an_owner_lies_in_one_sector(folder: Path) -> None:
     long = "x" * 3000
     with Session(folder, name=long, keep=True, fingerprint=long) as session:

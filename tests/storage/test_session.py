@@ -270,25 +270,6 @@ def test_with_another_fingerprint_it_is_emptied(folder: Path, fingerprint: str) 
         assert session.found
 
 
-@pytest.mark.parametrize("between", [["b", "a"], ["a"], ["b"], ["a", "c"], ["c", "b"], ["a", "b", "c"]])
-def test_a_part_of_a_kept_session_is_not_emptied(folder: Path, between: list[str]) -> None:
-    """As where a disk is not mounted. With another fingerprint it is."""
-    for name in "abc":
-        (folder / name).mkdir()
-    both = [folder / "a", folder / "b"]
-    with Session(both, name="job", keep=True) as session:
-        paths = [write(session), Path(session.path(1, "data"))]
-        paths[1].write_bytes(b"content")
-    with pytest.raises(FileNotFoundError, match=r"has part \d of 2 of the kept session 'job'"):
-        Session([folder / name for name in between], name="job", keep=True)
-    assert list((folder / "c").iterdir()) == []
-    with Session(both, name="job", keep=True) as session:
-        assert session.found
-        assert [path.read_bytes() for path in paths] == [b"content"] * 2
-    with Session([folder / name for name in between], name="job", keep=True, fingerprint="2") as session:
-        assert not session.found
-
-
 def test_a_kept_session_in_use_is_refused(folder: Path) -> None:
     holder = Holder(folder, "name='job', keep=True")
     with pytest.raises(BlockingIOError, match=f"'job' is in use by process {holder.process.pid}") as caught:
