@@ -74,6 +74,8 @@ def replacing(
             unlink.require_room(folder)
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
+            if recycle and durable and os.path.lexists(spare):
+                os.fsync(folder_fd)  # who replaced it may have been killed: it may still be what was saved
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
                 os.fchmod(fd, mode)  # what the umask took away
@@ -197,7 +199,6 @@ def _take(spare: str, path: str, mode: int) -> int:
         # whoever may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
-            sync_folder(os.path.dirname(spare))  # who replaced it may have been killed: it may still be what was saved
             os.fchmod(fd, mode)
             os.rename(spare, path)
             if os.path.samestat(os.fstat(fd), os.lstat(path)):
