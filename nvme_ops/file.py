@@ -15,7 +15,7 @@ from nvme_ops._native import native
 from nvme_ops.engine import Op, engine_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.paths import URL
+from nvme_ops.paths import URL, sync_folder
 from nvme_ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -103,12 +103,15 @@ class File(_RawFile):
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
         self._unsynced: int | None = None  # errno of a sync that failed
+        self._unnamed: str | bytes = ""  # the folder, until the file's name in it is durable
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             if stat.S_ISFIFO(os.fstat(self._fd).st_mode):
                 raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE), path)
             os.set_blocking(self._fd, True)
+            if _FLAGS[plain] & os.O_CREAT and stat.S_ISREG(os.fstat(self._fd).st_mode):
+                self._unnamed = os.path.dirname(os.path.realpath(path))
             self._open_file = native().OpenFile(self._fd)
             self._stream = Stream(self._handle, self._fd, self._open_file, plain)
         except BaseException:
@@ -162,6 +165,8 @@ class File(_RawFile):
     def sync(self) -> None:
         """Flushes, waits for pending transfers, then makes everything written durable (``fsync``).
 
+        The name of a file that this mode makes is durable too, if the folder can be read.
+
         Raises:
             OSError: the device failed. The kernel does not try again, and what was written may be lost, though it can
                 be read now: each further call raises, until ``truncate(0)``, after which it can be written again.
@@ -176,6 +181,15 @@ class File(_RawFile):
         except OSError as error:
             self._unsynced = error.errno
             raise OSError(error.errno, f"fsync: {error.strerror}", self.name) from error
+        if self._unnamed:
+            try:
+                sync_folder(self._unnamed)
+            except PermissionError:
+                pass  # a folder that only takes files
+            except OSError as error:
+                self._unsynced = error.errno
+                raise
+            self._unnamed = ""
 
     # The stream
 

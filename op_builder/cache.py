@@ -226,6 +226,8 @@ def seal(folder: Path, recipe: Recipe) -> None:
     (folder / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for path in folder.iterdir():  # files made with a lax umask would not be trusted
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
+        with open(path, "rb") as file:  # a power failure may leave the right size without the bytes
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ from nvme_ops.formats.sharded_index import (
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import sync_folder
+from nvme_ops.storage.atomic import make_folder, sync_folder
 from nvme_ops.storage.locks import locked
 
 SUFFIXES = FORMATS["sharded"][1]
@@ -71,10 +71,7 @@ class ShardedPlan:
         """Implements ``Plan``. Makes a missing folder; an index that is a symbolic link stays one."""
         index = self.target(path)
         folder = os.path.dirname(index)
-        if not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
-            if durable:
-                sync_folder(os.path.dirname(folder))
+        make_folder(folder, durable)
         with locked(index):
             self._write(index, durable, handle, borrowed)
             if not path.endswith(SUFFIXES):  # the folder's previous model, which readers would prefer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.progress import byte_bar
+from nvme_ops.storage.atomic import make_folder
 from nvme_ops.text import MIB, size_words
 
 _EPILOG = """\
@@ -84,7 +84,7 @@ def _convert(given: argparse.Namespace) -> int:
         some = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
         print(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}", file=sys.stderr)
     for folder in given.folders:
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder)
     with (
         SampleWriter(
             given.folders,

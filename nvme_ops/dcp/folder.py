@@ -15,19 +15,6 @@ _DATA = re.compile(r"(__\d+_)(\d+)\.distcp")
 _OF_A_RANK = re.compile(r"__\d+\.metadata")
 
 
-def make(path: str, durable: bool) -> None:
-    """Makes the folder and its parents, where they are missing."""
-    missing = []
-    above = os.path.abspath(path)
-    while not os.path.lexists(above):
-        missing.append(above)
-        above = os.path.dirname(above)
-    os.makedirs(path, exist_ok=True)
-    if durable:
-        for made in missing:
-            atomic.sync_folder(os.path.dirname(made))
-
-
 def new_name(path: str, prefix: str) -> str:
     """Returns a name for a data file: ``prefix`` and a number not yet used, ``__0_0.distcp`` in an empty folder."""
     found = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]

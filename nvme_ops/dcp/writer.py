@@ -18,7 +18,7 @@ from nvme_ops.dcp import folder, metadata_file, readers, saving
 from nvme_ops.dcp.items import DataFile
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.atomic import make_folder, replacing
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -63,7 +63,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder. Raises FileExistsError for a checkpoint that must not be replaced."""
-        folder.make(os.fspath(self.path), self.sync_files)
+        make_folder(os.fspath(self.path), self.sync_files)
         self._require_that_it_may_be_replaced()
         alone = self._rank_that_saves_alone()
         if alone is None:

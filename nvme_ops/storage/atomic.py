@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from nvme_ops.paths import sync_folder as sync_folder
 from nvme_ops.storage import locks, unlink
 
 _MARK = ".nvme_ops-tmp"
@@ -73,6 +74,8 @@ def replacing(
             unlink.require_room(folder)
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
+            if recycle and durable and os.path.lexists(spare):
+                os.fsync(folder_fd)  # who replaced it may have been killed: it may still be what was saved
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
                 os.fchmod(fd, mode)  # what the umask took away
@@ -90,7 +93,11 @@ def replacing(
             if not kept:
                 _remove_spare(spare)
             if durable:
-                os.fsync(folder_fd)
+                try:
+                    os.fsync(folder_fd)
+                except BaseException:
+                    _remove_spare(spare)  # which may be what the name means after a power failure
+                    raise
         finally:
             if temporary and process == os.getpid():
                 with suppress(OSError):
@@ -125,13 +132,19 @@ def opened(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def sync_folder(folder: str) -> None:
-    """Makes the names in a folder durable (``fsync``)."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
+    """Makes a folder and its parents, where they are missing; ``durable``: their names are on the device then."""
+    missing, above = [], os.path.abspath(path)
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    for made in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(made, mode)
+    os.makedirs(path, exist_ok=True)  # raises what else can be wrong
+    if durable:
+        for made in missing:
+            sync_folder(os.path.dirname(made))
 
 
 def sync_above(folder: str) -> None:

@@ -1,12 +1,15 @@
 """The journal of a kept store: a line for each change, in a file beside the slabs.
 
-A line consists of a CRC-32 and the JSON object that it covers.
+A line consists of a CRC-32 and the JSON object that it covers. Some are marks: what the first ``bytes`` of the file
+name is on the device, and what follows was written before the machine was started again. Once it was, perhaps after a
+power failure, what follows the last mark is void: it may name what never got there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -19,6 +22,7 @@ import torch
 from nvme_ops.errors import FormatError
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.owner import boot_id
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.values import Piece, Value
@@ -34,20 +38,41 @@ class Index:
         self._path = session.path(0, name)
         self._fd = session.open(0, name)
         self._end = self._lines = 0
+        self._boot = boot_id()
+        self._boot_marked: str | None = None  # in the last mark
+        self._covered = 0  # bytes, if nothing follows the last mark
+        self._rewritten = 0  # times
         self._doubtful = False  # a sync failed: the kernel does not try again
+        #: Whether it has lines that no mark covers, which count while the machine runs.
+        self.is_ahead = False
 
     def load(self) -> dict[str, Value]:
-        """Returns the values that the last line of each key gives, and cuts off an incomplete last line.
+        """Returns the values that the last line of each key gives, and cuts off what is void.
 
-        Raises FormatError for any other line that is damaged.
+        Raises:
+            FormatError: a line is damaged that is not void.
+            OSError: what is void could not be cut off.
         """
         content = read_whole(self._fd)
+        lines = content.splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        whole = sum(map(len, lines))
+        marks = [mark for line in lines if (mark := _mark_in(line)) is not None]
+        covers = bool(marks) and marks[-1][1] + len(lines[-1]) == whole  # the last line is a mark, of all before it
+        self._boot_marked = marks[-1][0] if marks else None
+        restarted = self._boot_marked not in (None, self._boot)
+        end = _end_of_the_durable(lines, marks) if restarted else whole
+        if covers and end == marks[-1][1]:
+            end = whole
         found: dict[str, Value] = {}
-        for line in content.splitlines(keepends=True):
-            if not line.endswith(b"\n") and self._end + len(line) == len(content):
+        for line in lines:
+            if self._end >= end:
                 break
             self._end += len(line)
             self._lines += 1
+            if _mark_in(line) is not None:
+                continue
             try:
                 key, value = _read(line)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -55,7 +80,14 @@ class Index:
             found.pop(key, None)
             if value is not None:
                 found[key] = value
-        os.ftruncate(self._fd, self._end)
+        if not lines:
+            self.compact(found, found)
+        elif restarted and self._end < len(content):
+            self._rewrite(found, found)
+        else:
+            os.ftruncate(self._fd, self._end)
+            self.is_ahead = not covers
+            self._covered = 0 if self.is_ahead else self._end
         return found
 
     def damaged(self, error: Exception) -> FormatError:
@@ -71,7 +103,7 @@ class Index:
         self._append(_line(key, None))
 
     def sync(self) -> None:
-        """Makes the journal durable. Raises OSError; ``sync_again`` then writes it anew."""
+        """Makes the journal durable. Raises OSError; ``mark`` then writes it anew."""
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -82,18 +114,36 @@ class Index:
         """Returns whether most lines are obsolete."""
         return self._lines > 2 * len(values) + _LINES
 
-    def sync_again(self, values: Mapping[str, Value]) -> None:
-        """Makes durable what a ``sync`` that failed did not. Raises OSError."""
-        if self._doubtful:
-            before = self._fd
-            self.compact(values)
-            if self._fd == before:
-                raise OSError(errno.EIO, "the journal could not be made durable, nor written anew", self._path)
-            self._doubtful = False
+    def place(self) -> tuple[int, int]:
+        """Returns what ``mark`` is to be given, if what was recorded by now is on the device then."""
+        return self._rewritten, self._end
 
-    def compact(self, values: Mapping[str, Value]) -> None:
-        """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays."""
-        lines = [_line(key, value) for key, value in values.items()]
+    def mark(self, place: tuple[int, int], values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
+        """Notes that the values in ``durable``, those of the time of ``place``, are on the device; ``sync`` follows.
+
+        Raises OSError, also if what a ``sync`` that failed did not make durable cannot be written anew.
+        """
+        rewritten, end = place
+        if self._doubtful or rewritten != self._rewritten:
+            self._rewrite(values, durable)
+            self._doubtful = False
+        elif end != self._covered:
+            before = self._end
+            self._write(_mark_of(self._boot, end))
+            self._covered = self._end if end == before else 0
+            self._boot_marked = self._boot
+
+    def compact(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
+        """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays.
+
+        ``durable``: the values that are on the device.
+        """
+        lines = [_line(key, value) for key, value in durable.items()]
+        covered = sum(map(len, lines))
+        lines.append(_mark_of(self._boot, covered))
+        covered += len(lines[-1])
+        lines += [_line(key, None) for key in durable if key not in values]
+        lines += [_line(key, value) for key, value in values.items() if durable.get(key) is not value]
         fd = -1
         with contextlib.suppress(OSError), replacing(self._path) as file:
             fd = os.dup(file.fd)
@@ -103,8 +153,16 @@ class Index:
             if fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(self._path)):
                 fd, self._fd = self._fd, fd
                 self._end, self._lines = sum(map(len, lines)), len(lines)
+                self._covered, self._boot_marked = covered if covered == self._end else 0, self._boot
+                self._rewritten += 1
         if fd >= 0:
             os.close(fd)
+
+    def _rewrite(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
+        before = self._rewritten
+        self.compact(values, durable)
+        if self._rewritten == before:
+            raise OSError(errno.EIO, "the journal could not be made durable, nor written anew", self._path)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
@@ -115,6 +173,12 @@ class Index:
     def _append(self, line: bytes) -> None:
         if self._fd < 0:
             raise ValueError("the store is closed")
+        if self._boot_marked != self._boot:  # all before is durable
+            line = _mark_of(self._boot, self._end) + line
+        self._write(line)
+        self._boot_marked = self._boot
+
+    def _write(self, line: bytes) -> None:
         try:
             written = 0
             while written < len(line):
@@ -139,6 +203,39 @@ def entry_of(key: str, value: Value | None) -> dict[str, Any]:
         "checksum": value.checksum,
         "pieces": [[piece.folder, piece.begin, piece.nbytes, *piece.extent] for piece in value.pieces],
     }
+
+
+def _end_of_the_durable(lines: list[bytes], marks: list[tuple[str, int]]) -> int:
+    """Returns the bytes that the last mark covers; those of the mark before, if it and not all of these got there."""
+    end = marks[-1][1]
+    if len(marks) > 1:
+        begins = itertools.accumulate(map(len, lines), initial=0)
+        since = [line for begin, line in zip(begins, lines, strict=False) if marks[-2][1] <= begin < end]
+        if sum(map(len, since)) != end - marks[-2][1] or not all(map(_is_whole, since)):
+            return marks[-2][1]
+    return end
+
+
+def _mark_of(boot: str, nbytes: int) -> bytes:
+    return _sealed(json.dumps({"mark": boot, "bytes": nbytes}).encode())
+
+
+def _mark_in(line: bytes) -> tuple[str, int] | None:
+    """Returns what a mark says; None for any other line."""
+    if not line.startswith(b'{"mark": ', 9) or not _is_whole(line):
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        entry = json.loads(line[9:-1])
+        return str(entry["mark"]), int(entry["bytes"])
+    return None
+
+
+def _sealed(text: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _is_whole(line: bytes) -> bool:
+    return line == _sealed(line[9:-1])
 
 
 def _line(key: str, value: Value | None) -> bytes:

@@ -39,11 +39,6 @@ def read_owner(fd: int) -> dict[str, object] | None:
     return None
 
 
-def is_torn(fd: int) -> bool:
-    """Returns whether a sector of the file is missing, as after a power failure: it has zeros, which JSON has not."""
-    return b"\0" in read_whole(fd)
-
-
 def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> None:
     """Overwrites the file in one ``pwrite``: a process that is killed leaves the old content or the new.
 

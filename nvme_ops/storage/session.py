@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from nvme_ops.paths import sync_folder
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import remove_litter
 from nvme_ops.storage.owner import (
@@ -26,7 +27,6 @@ from nvme_ops.storage.owner import (
     OWNER,
     boot_id,
     is_dead,
-    is_torn,
     machine_id,
     open_owner,
     read_owner,
@@ -64,6 +64,8 @@ class Session:
         NotADirectoryError, FileNotFoundError, PermissionError: a place that is no folder, or cannot be written.
         BlockingIOError: another process has this kept session; the message names the process.
         FileExistsError: a file that is not a session's has the name of a kept session's lock.
+        FileNotFoundError: a kept session with this fingerprint has parts elsewhere, perhaps on a disk that is not
+            mounted. It is left as it is.
     """
 
     def __init__(
@@ -88,15 +90,17 @@ class Session:
                 self._places.append(_Place.open(os.fspath(folder), name, keep))
             #: Whether an earlier session left content with the same fingerprint.
             self.found = keep and self._belong_together()
+            if keep and not self.found:
+                self._require_whole()
             self._group = str(self._places[0].before["group"]) if self.found else os.urandom(16).hex()
             if not self.found:
                 self._begin_anew()
             for number, place in enumerate(self._places):
                 place.write(self._owner(number), durable=keep)
-            if keep and not self.found:
+            if keep:  # also what was found: its program may have been killed before it did this
                 self.sync()
                 for folder in given:
-                    _sync_folder(os.fspath(folder))
+                    sync_folder(os.fspath(folder))
         except BaseException:
             self.close()
             raise
@@ -110,6 +114,23 @@ class Session:
             and place.before.get("place") == [number, len(self._places)]
             for number, place in enumerate(self._places)
         )
+
+    def _require_whole(self) -> None:
+        """Raises FileNotFoundError if to begin anew would delete a part whose other parts are elsewhere."""
+        if any(place.before.get("place", 0) is None for place in self._places):  # it was being emptied
+            return
+        for place in self._places:
+            kept, mine = place.before.get("place"), place.before.get("fingerprint") == self.fingerprint
+            if isinstance(kept, list) and place.before.get("keep") is True and mine and any(_files(place.path)):
+                number, count = kept
+                for each in self._places:
+                    each.close(remove=not each.before)
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"has part {number + 1} of {count} of the kept session {self.name!r}, and the folders given are "
+                    "not those of all its parts, in order: is a disk not mounted? Another fingerprint begins anew",
+                    place.path,
+                )
 
     def _begin_anew(self) -> None:
         """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
@@ -168,7 +189,7 @@ class Session:
     def sync(self) -> None:
         """Makes the names of the files in all folders durable. Raises OSError."""
         for place in self._places:
-            _sync_folder(place.path)
+            sync_folder(place.path)
 
     def lend(self, name: str, user: _User) -> None:
         """Registers ``user`` as having the files of this name open; ``close`` closes it first.
@@ -252,7 +273,7 @@ class _Place:
                     locks.give_back(lock)
                     continue
                 before = read_owner(lock)
-                if before is None and is_torn(lock) and not any(_files(path)):
+                if before is None and os.listdir(path) == [OWNER]:
                     before = {}  # it was being made when the power failed
                 if before is None:
                     raise FileExistsError(errno.EEXIST, "is not the file of a session, or was damaged", owner)
@@ -296,16 +317,6 @@ class _Place:
         if lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(lock)
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, f"fsync of a folder: {error.strerror}", path) from error
-    finally:
-        os.close(fd)
 
 
 def _in_use(name: str, lock: int, path: str) -> BlockingIOError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import threading
@@ -25,6 +24,7 @@ from nvme_ops.storage.index import Index, entry_of, value_in
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.storage.unsynced import Unsynced
 from nvme_ops.storage.values import StoreFuture, Value, require_dense, to_store
 from nvme_ops.tensors import empty
 
@@ -42,7 +42,7 @@ class TensorStore:
 
     Args:
         session: has the folders. Where it is kept, what was put and waited for is there in the next session, also when
-            this process is killed; ``sync`` makes it outlive the machine's power.
+            this process is killed; once the machine was started again, what was at the last ``sync`` or ``close``.
         pool: has the memory of what ``get`` returns without ``out``; without one there is no bound.
         checksum: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; with several folders there is one more like it for each.
@@ -77,8 +77,6 @@ class TensorStore:
         self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
         self._retired: list[Value] = []
         self._index: Index | None = None
-        self._fresh: set[str] = set()  # keys of values put since the last sync
-        self._doubtful: set[str] = set()  # and before one that failed
         self._named = False  # the names of the files are durable
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
@@ -93,6 +91,12 @@ class TensorStore:
                     self._slabs.reserve(piece for value in self._values.values() for piece in value.pieces)
                 except (ValueError, TypeError) as error:
                     raise self._index.damaged(error) from error
+            self._unsynced = Unsynced(kept=self._index is not None)
+            self._unsynced.durable = dict(self._values)
+            if self._index and self._index.is_ahead:  # of what a power failure would bring back
+                self._slabs.sync()
+                self._index.mark(self._index.place(), self._values, self._values)
+                self._index.sync()
             self._undo = undo.pop_all()
 
     # What users call
@@ -183,12 +187,11 @@ class TensorStore:
         if self._index:
             self._index.put(key, value)
         self._values[key] = value
-        self._fresh.add(key)
-        self._doubtful.discard(key)
+        self._unsynced.put(key)
         if old is not None:
-            self._retire(old)
+            self._retire(key, old)
         if self._index and self._index.is_long(self._values):
-            self._index.compact(self._values)
+            self._index.compact(self._values, self._unsynced.durable)
 
     def get(self, key: str, out: torch.Tensor | None = None, *, priority: Priority = Priority.DEMAND) -> StoreFuture:
         """Starts to read the tensor of ``key`` into ``out``, or into a new one: the future's ``tensor``.
@@ -310,9 +313,8 @@ class TensorStore:
                 if self._index:
                     self._index.drop(key)
                 del self._values[key]
-                self._fresh.discard(key)
-                self._doubtful.discard(key)
-                self._retire(value)
+                self._unsynced.put(key)
+                self._retire(key, value)
         finally:
             self._claims.give_back(key)
         self._reclaim()
@@ -375,28 +377,24 @@ class TensorStore:
         self.wait()
         with self._claims.at(_SYNC):
             with self._lock:
-                fresh, self._fresh = self._fresh, set()
+                self._unsynced.begin(self._values)
+                place = self._index.place() if self._index else None
             try:
                 self._slabs.sync()
-                if self._index:
+                if self._index and place and self._unsynced.certain:
                     with self._lock:
-                        self._index.sync_again(self._values)
+                        self._unsynced.flushed()
+                        self._index.mark(place, self._values, self._unsynced.durable)
                     self._index.sync()
                     if not self._named:
                         self._session.sync()
                         self._named = True
             except BaseException:
                 with self._lock:
-                    self._doubtful |= fresh
+                    self._unsynced.failed()
                 raise
-            if self._doubtful:
-                shown = ", ".join(map(repr, sorted(self._doubtful)[:5]))
-                raise OSError(
-                    errno.EIO,
-                    f"a sync has failed: {len(self._doubtful)} tensors put before it may be lost, and are to be put "
-                    f"again or dropped: {shown}{' ...' if len(self._doubtful) > 5 else ''}",
-                    self._slabs.paths[0],
-                )
+            with self._lock:
+                self._retired += self._unsynced.ended(self._slabs.paths[0])
 
     def trim(self) -> None:
         """Gives the space of what was dropped back to the file systems."""
@@ -421,10 +419,15 @@ class TensorStore:
         try:
             self.wait()
         finally:
-            with self._lock:
+            try:
                 if self._index and not self._writing:
-                    self._index.compact(self._values)
-            self._undo.close()
+                    if self._unsynced.changed:
+                        self._slabs.sync()
+                    with self._lock:
+                        known = self._values if self._unsynced.certain else self._unsynced.durable
+                        self._index.compact(self._values, known)
+            finally:
+                self._undo.close()
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes what would keep the space of removed files."""
@@ -487,10 +490,11 @@ class TensorStore:
                 busy.append(value) if value.busy() else self._release(value)
             self._retired = busy
 
-    def _retire(self, value: Value) -> None:
+    def _retire(self, key: str, value: Value) -> None:
         if not value.retired:
             value.retired = True
-            self._retired.append(value)
+            if not self._unsynced.holds(key, value):
+                self._retired.append(value)
 
     def _release(self, value: Value) -> None:
         if not value.released:

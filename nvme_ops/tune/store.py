@@ -16,7 +16,7 @@ from typing import Any
 
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.atomic import make_folder, replacing
 from nvme_ops.storage.identity import Identity
 
 _PATIENCE = 500  # hundredths of a second for which a process waits for others that save
@@ -169,6 +169,6 @@ def _directions(document: Mapping[str, Any]) -> set[str]:
 
 def _make(place: Path) -> None:
     """Makes the folder. Raises PermissionError if others can write to it: what is kept there would be theirs."""
-    trust.make_folder(place)
+    make_folder(os.fspath(place), mode=0o755)
     if problem := trust.why_not(place):
         raise PermissionError(f"others could change what is kept in {place}: {problem}")

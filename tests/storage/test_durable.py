@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import torch
 
 import nvme_ops
 from nvme_ops._native import native
-from nvme_ops.storage import Session, TensorStore
+from nvme_ops.data.cli import main as nvme_data
+from nvme_ops.errors import FormatError
+from nvme_ops.storage import Session, TensorStore, index
 from tests.conftest import MIB, pattern, run_python, takes_direct_io
 
 VALUES = {f"key {number}": pattern(3000 + number, number) for number in range(200)}
@@ -46,12 +49,32 @@ def test_an_owner_that_was_lost_is_no_licence_to_delete(content: bytes, left: Pa
         assert sorted(store) == sorted(VALUES)
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 512 + b'"name": "job"}'], ids=["empty", "torn"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 512 + b'"name": "job"}', b"{"], ids=["empty", "torn", "cut"])
 def test_an_owner_that_was_being_made_is_made_anew(content: bytes, folder: Path) -> None:
     with kept(folder) as session:
         left = Path(session.folders[0])
     (left / "owner").write_bytes(content)
     assert not kept(folder).found
+
+
+@pytest.mark.parametrize("between", [["b", "a"], ["a"], ["b"], ["a", "c"], ["c", "b"], ["a", "b", "c"]])
+def test_a_part_of_a_kept_session_is_not_emptied(folder: Path, between: list[str]) -> None:
+    """As where a disk is not mounted. With another fingerprint it is."""
+    for name in "abc":
+        (folder / name).mkdir()
+    both = [folder / "a", folder / "b"]
+    with Session(both, name="job", keep=True) as session:
+        paths = [Path(session.path(number, "data")) for number in range(2)]
+        for path in paths:
+            path.write_bytes(b"content")
+    with pytest.raises(FileNotFoundError, match=r"has part \d of 2 of the kept session 'job'"):
+        Session([folder / name for name in between], name="job", keep=True)
+    assert list((folder / "c").iterdir()) == []
+    with Session(both, name="job", keep=True) as session:
+        assert session.found
+        assert [path.read_bytes() for path in paths] == [b"content"] * 2
+    with Session([folder / name for name in between], name="job", keep=True, fingerprint="2") as session:
+        assert not session.found
 
 
 def test_what_changes_in_an_owner_lies_in_one_sector(folder: Path) -> None:
@@ -147,6 +170,64 @@ def test_the_last_page_of_a_tensor_does_not_wait_in_the_page_cache(folder: Path)
             os.close(fd)
 
 
+def test_after_a_restart_a_store_is_as_it_was_synced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put later may be named though it never got to the device. It is there as long as the machine runs."""
+    session = kept(folder)
+    store = TensorStore(session)
+    store.put("stays", torch.ones(5000))
+    store.put("dropped", torch.ones(5000))
+    store.sync()
+    for number in range(5):
+        store.put("stays", torch.full((5000,), number)).result()
+        store.put(f"new {number}", torch.full((5000,), number)).result()
+    store.drop("dropped")
+    journal, slab = Path(session.path(0, "index")), Path(session.path(0, "slab"))
+    left = {path: path.read_bytes() for path in (journal, slab)}
+    store.close()
+    session.close()
+    for restarted in (False, True):
+        for path, content in left.items():
+            path.write_bytes(content)
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            if restarted:
+                patch.setattr(index, "boot_id", lambda: "another")
+            store = stack.enter_context(TensorStore(stack.enter_context(kept(folder))))
+            assert len(store) == (2 if restarted else 6)
+            for key in store:
+                future = store.get(key)
+                future.result()
+                assert future.tensor.unique().tolist() == [1 if restarted else 4 if key == "stays" else int(key[-1])]
+
+
+def damage(content: bytes, begin: int) -> bytes:
+    return content[:begin] + bytes(min(100, len(content) - begin)) + content[begin + 100 :]
+
+
+def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = kept(folder)
+    store = TensorStore(session)
+    store.put("first", torch.ones(5))
+    store.sync()
+    journal = Path(session.path(0, "index"))
+    durable = journal.stat().st_size
+    store.put("second", torch.ones(5))
+    store.sync()
+    store.put("third", torch.ones(5)).result()
+    content = journal.read_bytes()
+    store.close()
+    session.close()
+    monkeypatch.setattr(index, "boot_id", lambda: "another")
+    for begin in range(0, len(content), 20):
+        journal.write_bytes(damage(content, begin))
+        with kept(folder) as session:
+            if begin < durable - 200:
+                with pytest.raises(FormatError, match="is damaged"):
+                    TensorStore(session)
+            elif begin >= durable:
+                with TensorStore(session) as store:
+                    assert "first" in store
+
+
 # Files of nvme_ops.open
 
 
@@ -168,6 +249,50 @@ def test_a_file_whose_sync_failed_stays_failed_until_it_is_written_anew(
         file.write(b"abc")
         file.sync()
     assert path.read_bytes() == b"abc"
+
+
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list of what is flushed from now on."""
+    real, found = os.fsync, list[str]()
+
+    def fsync(fd: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return found
+
+
+def test_a_new_file_s_name_is_flushed_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = synced(monkeypatch)
+    with nvme_ops.open(folder / "file", "w") as file:
+        for _ in range(2):
+            file.write(b"abc")
+            file.sync()
+    assert found == [str(folder / "file"), str(folder), str(folder / "file")]
+
+
+def test_new_folders_names_are_flushed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = synced(monkeypatch)
+    (folder / "source").mkdir()
+    (folder / "source" / "file").write_bytes(b"abc")
+    assert nvme_data(["convert", str(folder / "source"), str(folder / "a" / "b")]) == 0
+    nvme_ops.save({"x": torch.ones(5)}, folder / "c" / "d" / "model")
+    assert {str(folder), str(folder / "a"), str(folder / "c"), str(folder / "c" / "d")} <= set(found)
+
+
+def test_what_is_written_over_is_no_name_s_any_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that replaced it may have been killed before it had flushed the new name."""
+    path = folder / "a.safetensors"
+    for _ in range(2):
+        nvme_ops.save({"x": torch.ones(5)}, path, recycle=True)
+    found = synced(monkeypatch)
+    nvme_ops.save({"x": torch.ones(5)}, path, recycle=True)
+    assert found == [str(folder), str(folder)]
+    failing(monkeypatch, "fsync", str(folder))
+    with pytest.raises(OSError, match="Input/output"):
+        nvme_ops.save({"x": torch.ones(5)}, path, recycle=True)
+    assert nvme_ops.load(path)["x"].tolist() == [1.0] * 5
 
 
 def test_a_short_read_is_not_the_end_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,21 +270,6 @@ def test_with_another_fingerprint_it_is_emptied(folder: Path, fingerprint: str) 
         assert session.found
 
 
-@pytest.mark.parametrize("between", [["b", "a"], ["a"], ["a", "c"], ["c", "b"]])
-def test_other_places_are_another_session(folder: Path, between: list[str]) -> None:
-    """What lies in one place is of no use without what lies in the others."""
-    for name in "abc":
-        (folder / name).mkdir()
-    with Session([folder / "a", folder / "b"], name="job", keep=True) as session:
-        write(session)
-    with Session([folder / name for name in between], name="job", keep=True) as session:
-        assert not session.found
-        write(session)
-    with Session([folder / "a", folder / "b"], name="job", keep=True) as session:
-        assert not session.found
-        assert [len(list(Path(each).iterdir())) for each in session.folders] == [1, 1]
-
-
 def test_a_kept_session_in_use_is_refused(folder: Path) -> None:
     holder = Holder(folder, "name='job', keep=True")
     with pytest.raises(BlockingIOError, match=f"'job' is in use by process {holder.process.pid}") as caught:
