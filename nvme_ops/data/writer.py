@@ -205,12 +205,16 @@ class SampleWriter:
 
     def _claim_what_is_replaced(self) -> Claim | None:
         """Claims the data files of the store that is replaced: they are removed once no index names them."""
-        with contextlib.suppress(OSError, FormatError):
+        try:
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
                 others = {os.path.dirname(file.name) for file in before.files if os.path.isabs(file.name)}
                 copied = before.more.get("path") != self.path  # then those are the original's
                 return Claim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
+        except FileNotFoundError:
+            pass
+        except (OSError, FormatError) as error:
+            warnings.warn(f"the data files of the store that is replaced stay: {error}", RuntimeWarning, stacklevel=4)
         return None
 
     def _require_open(self) -> None:

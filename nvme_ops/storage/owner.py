@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from nvme_ops.durable import sync
+from nvme_ops.errors import naming
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
@@ -53,10 +55,11 @@ def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> Non
     lasting = {key: value for key, value in owner.items() if key not in changing}
     text = (json.dumps(changing)[:-1] + ", ").ljust(_SECTOR) + json.dumps(lasting)[1:]
     content = text.encode().ljust(os.fstat(fd).st_size)
-    if os.pwrite(fd, content, 0) != len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OWNER)
+    with naming("write", fd):
+        if os.pwrite(fd, content, 0) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if durable:
-        os.fdatasync(fd)
+        sync(fd, fd)
 
 
 def is_dead(owner: dict[str, object], lock: int) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.atomic import remove_litter
+from nvme_ops.storage.atomic import remove_litter, sync_folder
 from nvme_ops.storage.owner import (
     MAGIC,
     OWNER,
@@ -96,7 +96,7 @@ class Session:
             if keep and not self.found:
                 self.sync()
                 for folder in given:
-                    _sync_folder(os.fspath(folder))
+                    sync_folder(os.fspath(folder))
         except BaseException:
             self.close()
             raise
@@ -168,7 +168,7 @@ class Session:
     def sync(self) -> None:
         """Makes the names of the files in all folders durable. Raises OSError."""
         for place in self._places:
-            _sync_folder(place.path)
+            sync_folder(place.path)
 
     def lend(self, name: str, user: _User) -> None:
         """Registers ``user`` as having the files of this name open; ``close`` closes it first.
@@ -296,16 +296,6 @@ class _Place:
         if lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(lock)
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, f"fsync of a folder: {error.strerror}", path) from error
-    finally:
-        os.close(fd)
 
 
 def _in_use(name: str, lock: int, path: str) -> BlockingIOError:
