@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from collections.abc import Sequence
+
+
+class naming:  # noqa: N801  (used as contextlib's)
+    """Has an OSError of a system call in the block, which knows a descriptor alone, name the operation and the file.
+
+    Args:
+        operation: what the block does.
+        path: of the file, or its descriptor.
+    """
+
+    __slots__ = ("_operation", "_path")
+
+    def __init__(self, operation: str, path: str | bytes | int | os.PathLike[str] | os.PathLike[bytes]) -> None:
+        self._operation, self._path = operation, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            path = os.readlink(f"/proc/self/fd/{self._path}") if isinstance(self._path, int) else os.fspath(self._path)
+            raise OSError(error.errno, f"{self._operation}: {error.strerror}", path) from error
 
 
 class FormatError(ValueError):

@@ -12,10 +12,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
 from nvme_ops._native import native
+from nvme_ops.durable import Syncing, sync_folder
 from nvme_ops.engine import Op, engine_of
+from nvme_ops.errors import naming
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.paths import URL, sync_folder
+from nvme_ops.paths import URL
 from nvme_ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class File(_RawFile):
         self._pending: set[Operation] = set()  # tensor transfers
         self._unsynced: int | None = None  # errno of a sync that failed
         self._unnamed: str | bytes = ""  # the folder, until the file's name in it is durable
+        self._syncing: Syncing | None = None  # its end is not known
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -177,10 +180,14 @@ class File(_RawFile):
             what = "an earlier sync has failed, and what was written before it may be lost: write the file anew"
             raise OSError(self._unsynced, what, self.name)
         try:
-            os.fsync(self.fileno())
+            if self._syncing is not None:  # one that was interrupted: the kernel reports to it what it could not write
+                self._syncing.wait()
+            self._syncing = Syncing(self.fileno(), self.name)
+            self._syncing.wait()
         except OSError as error:
             self._unsynced = error.errno
-            raise OSError(error.errno, f"fsync: {error.strerror}", self.name) from error
+            raise
+        self._syncing = None
         if self._unnamed:
             try:
                 sync_folder(self._unnamed)
@@ -259,9 +266,10 @@ class File(_RawFile):
         self._stream.give_way()
         self._settle()
         size = self._stream.tell() if size is None else size
-        os.ftruncate(self._fd, size)
+        with naming("truncate", self.name):
+            os.ftruncate(self._fd, size)
         if not size:
-            self._unsynced = None
+            self._unsynced = self._syncing = None
         return size
 
     def fileno(self) -> int:

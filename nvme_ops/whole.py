@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from nvme_ops.errors import naming
+
 _MOST = 1 << 30  # bytes of one pread
 
 
@@ -13,7 +15,8 @@ def read_whole(fd: int) -> bytes:
     Raises OSError: a part that cannot be read, after which a read returns less at first.
     """
     wanted, parts = os.fstat(fd).st_size, list[bytes]()
-    while wanted > 0 and (part := os.pread(fd, min(wanted, _MOST), sum(map(len, parts)))):
-        parts.append(part)
-        wanted -= len(part)
+    with naming("read", fd):
+        while wanted > 0 and (part := os.pread(fd, min(wanted, _MOST), sum(map(len, parts)))):
+            parts.append(part)
+            wanted -= len(part)
     return b"".join(parts)

@@ -35,7 +35,7 @@ class SpeculativeRead:
         (self._place,), size = lay_out([self._run])
         self._memory = _host_memory(size)
         self._reached = min(end, start + _AHEAD)
-        self._in_flight = InFlight(limit=2)
+        self._in_flight = InFlight(limit=2, abandon=True)
         self._submit(start, self._reached)
 
     def _submit(self, start: int, end: int) -> None:
@@ -45,16 +45,16 @@ class SpeculativeRead:
     def result(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
         """Returns the memory for these ``runs`` once all is read; None if they are not as expected."""
         if list(runs) != [self._run]:
-            self.wait()
+            self._in_flight.settle()
             del self._memory  # frees it for the tensors wanted
             return None
         self._submit(self._reached, self._run[1])
         self._in_flight.drain()
         return self._memory
 
-    def wait(self) -> None:
-        """Waits until nothing is in flight and ignores failures."""
-        self._in_flight.settle()
+    def end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits until nothing is in flight, unless Ctrl-C came, and ignores failures."""
+        self._in_flight.end(kind)
 
 
 def ahead(handle: aio_handle, fd: int, start: int, end: int) -> SpeculativeRead | None:

@@ -98,7 +98,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
         ahead = None
         if targets is None and request.keys is None and not request.mmap and device.type == "cpu":
             ahead = new_tensors.ahead(request.handle, fd, 8 + len(text), size)
-            stack.callback(ahead.wait if ahead else lambda: None)
+            if ahead is not None:
+                stack.push(ahead.end)
         header = layout.decode(text, size, path)
         if request.part is not None:
             request.part.require(path, header.metadata, request.verify)

@@ -187,7 +187,7 @@ def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: boo
     """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
     ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
-    with InFlight(_MOST_GROUPS) as in_flight:
+    with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
         for group in _groups(records):
             in_flight.add(_write_group(handle, fd, group, ring, checksum))
         places = [(record.start, record.data) for record in large]

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 
 from nvme_ops.data.index import read_index
-from nvme_ops.errors import FormatError
+from nvme_ops.durable import sync, sync_folder
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import abandoned, sync_folder
+from nvme_ops.storage.atomic import abandoned
 
 _PREFIX = "samples-"
 _MARK = ".nvme_ops-claim"
@@ -48,9 +49,10 @@ class Claim:
         self._fd = _locked(self.path)
         try:
             text = json.dumps({"index": index, "folders": list(folders)}).encode()
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, text, 0)
-            os.fsync(self._fd)
+            with naming("write", self.path):
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, text, 0)
+            sync(self._fd, self.path, "fsync")
             sync_folder(os.path.dirname(index))
         except BaseException:
             self._close()

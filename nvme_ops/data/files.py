@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nvme_ops._native import native
 from nvme_ops.data.index import DataFile
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.file_state import FileState
 
@@ -103,7 +103,8 @@ class DataFiles:
         try:
             self._check(number, os.fstat(fd), fd)
             if self._store is not None:
-                end = os.pread(fd, PAGE, self._files[number].nbytes - PAGE)
+                with naming("read of the end", path):
+                    end = os.pread(fd, PAGE, self._files[number].nbytes - PAGE)
                 if end != trailer(self._store, number):
                     raise FormatError(f"{path}: belongs to another store than its index, or is damaged at its end")
             return Opened(fd)

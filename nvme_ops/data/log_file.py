@@ -19,10 +19,10 @@ from array import array
 from collections.abc import Iterator
 
 from nvme_ops.checksums import checksums_of, joined
-from nvme_ops.errors import FormatError
+from nvme_ops.durable import sync_folder
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.storage import locks
-from nvme_ops.storage.atomic import sync_folder
 
 _MAGIC = b"NVLG"
 _HEAD = struct.Struct("<4sIIQ")
@@ -81,17 +81,19 @@ class Segment:
         if rest:
             checksum = joined(checksum, checksums_of([rest], "crc32c")[0], len(rest), "crc32c")
         place = self.nbytes
-        for part in (memoryview(_HEAD.pack(_MAGIC, checksum, len(records), payload)), memoryview(rest)):
-            end = place + len(part)
-            while place < end:
-                place += os.pwrite(self._fd, part[len(part) - (end - place) :], place)
+        with naming("write of records", self.path):
+            for part in (memoryview(_HEAD.pack(_MAGIC, checksum, len(records), payload)), memoryview(rest)):
+                end = place + len(part)
+                while place < end:
+                    place += os.pwrite(self._fd, part[len(part) - (end - place) :], place)
         self.nbytes = place
         return len(rest)
 
     def sync(self) -> None:
         """Makes the file durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""
         self.sync_failed = True
-        os.fdatasync(self._fd)
+        with naming("fdatasync", self.path):
+            os.fdatasync(self._fd)
         if not os.fstat(self._fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "was removed while it was written to", self.path)
         self.sync_failed = False

@@ -214,7 +214,7 @@ class Read:
         self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
         self._files: dict[int, Opened] = {}
-        self._waited = False
+        self._waited = self._interrupted = False
         self._lock = threading.Lock()  # held while waiting for the bytes, by one of the threads that decode
         index = store.index
         files, begins, self._lengths = index.locate(numbers)
@@ -252,8 +252,12 @@ class Read:
         with self._lock:
             if self._waited:
                 return
-            for future in self._futures:
-                future.result()
+            try:
+                for future in self._futures:
+                    future.result()
+            except BaseException as error:
+                self._interrupted = not isinstance(error, Exception)
+                raise
             if self._store._verify:
                 self._compare()
             self._check_files()
@@ -367,7 +371,7 @@ class Read:
         for future in self._futures:
             if not future.done():
                 future.request_cancel()
-        for future in self._futures:
+        for future in self._futures if not self._interrupted else ():  # the device may not answer for long
             future.exception()
 
     def __len__(self) -> int:

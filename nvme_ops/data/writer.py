@@ -18,12 +18,12 @@ from nvme_ops.data.claim import Claim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.files import trailer
 from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
+from nvme_ops.durable import sync_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
 from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.atomic import sync_folder
 from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
@@ -205,12 +205,16 @@ class SampleWriter:
 
     def _claim_what_is_replaced(self) -> Claim | None:
         """Claims the data files of the store that is replaced: they are removed once no index names them."""
-        with contextlib.suppress(OSError, FormatError):
+        try:
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
                 others = {os.path.dirname(file.name) for file in before.files if os.path.isabs(file.name)}
                 copied = before.more.get("path") != self.path  # then those are the original's
                 return Claim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
+        except FileNotFoundError:
+            pass
+        except (OSError, FormatError) as error:
+            warnings.warn(f"the data files of the store that is replaced stay: {error}", RuntimeWarning, stacklevel=4)
         return None
 
     def _require_open(self) -> None:

@@ -65,7 +65,7 @@ class DataFile:
         large: list[WriteItem] = []
         for item in items:
             (small if _nominal_size(item) < _SMALL else large).append(item)
-        with InFlight() as in_flight:
+        with InFlight(abandon=True) as in_flight:
             for group in self._groups(small, _SMALL_GROUP):
                 in_flight.add(self._write_gathered(group))
         for group in self._groups(large, _LARGE_GROUP):

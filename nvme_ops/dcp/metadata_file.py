@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvme_ops.checksums import checksums_of
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.errors import ChecksumError, FormatError, naming
 from nvme_ops.memory.pieces import CHECKSUM
 from nvme_ops.storage.atomic import replacing
 
@@ -35,7 +35,7 @@ def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> An
         FormatError: it cannot be unpickled.
         OSError: it cannot be read.
     """
-    with open(fd, "rb", closefd=False) as stream:
+    with naming("read", path), open(fd, "rb", closefd=False) as stream:
         content = stream.read()
     if found := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
         content = content[: found.start()]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from nvme_ops import collector
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, naming
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
@@ -113,11 +113,8 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
 
 
 def _read(fd: int, size: int, offset: int, path: str) -> bytes:
-    try:
+    with naming("read of the header", path):
         return os.pread(fd, size, offset)
-    except OSError as error:
-        error.filename = path
-        raise
 
 
 @collector.paused()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import atomic, unlink
@@ -51,7 +51,7 @@ class Index:
 
 def read_index(path: str) -> Index:
     """Parses an index. Raises FormatError with what is wrong with it."""
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, naming("read of the index", path):
         content = file.read(MOST_HEADER + 1)
     if len(content) > MOST_HEADER:
         refuse(path, f"an index has at most {MOST_HEADER} bytes")

@@ -98,7 +98,7 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
     chosen = set(direct)
     others = [index for index in range(len(places)) if index not in chosen]
     found = [0] * len(places)
-    with InFlight() as in_flight:
+    with InFlight(abandon=True) as in_flight:  # the file is removed then
         sources = [places[index][1] for index in direct]
         if direct:
             starts = [places[index][0] for index in direct]

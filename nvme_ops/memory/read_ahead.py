@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nvme_ops._native import native
 from nvme_ops.engine import Op, engine_of
+from nvme_ops.errors import naming
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.blocks import BLOCK, PAGE, SMALL, Block, Blocks
 
@@ -65,7 +66,8 @@ class ReadAhead:
             block = self._block_at(offset)
         if block is not None and self._has_arrived(block):
             return bytes(block.part(offset, count))
-        return os.pread(self._fd, min(count, PAGE), offset)
+        with naming("read", self._fd):
+            return os.pread(self._fd, min(count, PAGE), offset)
 
     def drop(self) -> None:
         """Forgets what was read."""
@@ -121,8 +123,9 @@ class ReadAhead:
         count = max(0, min(len(data), os.fstat(self._fd).st_size - offset))
         if count < SMALL:
             done = 0  # a read that returns less has met a page that cannot be read, or the end
-            while done < count and (got := os.preadv(self._fd, [data[done:count]], offset + done)):
-                done += got
+            with naming("read", self._fd):
+                while done < count and (got := os.preadv(self._fd, [data[done:count]], offset + done)):
+                    done += got
             return done
         lanes = self._handle.get_thread_count()
         engine_of(self._handle).run(Op.READ, data[:count], self._file, offset, False, lanes > 1)

@@ -41,16 +41,24 @@ class Place(NamedTuple):
 class _Ending(Protocol):
     def exception(self, timeout: float | None = ...) -> BaseException | None: ...
 
+    def request_cancel(self) -> None: ...
+
 
 class InFlight:
     """Transfers in flight, waited for in the order in which they were added, at most ``limit`` after each ``add``.
 
     As a context manager it waits for all of them, also when the block raises: no transfer may still use memory that the
     block releases.
+
+    Args:
+        limit: of the transfers in flight.
+        abandon: when a signal handler's exception ends the block, as Ctrl-C does, leave the transfers to themselves:
+            the device may not answer for long. Each keeps its memory until it ends, so that is for memory which nobody
+            else fills or reuses, and for files that nobody will read.
     """
 
-    def __init__(self, limit: int = 1) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = 1, *, abandon: bool = False) -> None:
+        self._limit, self._abandon = limit, abandon
         self._transfers: deque[tuple[_Ending, Callable[[], object]]] = deque()
 
     def add(self, transfer: _Ending, then: Callable[[], object] = lambda: None) -> None:
@@ -76,8 +84,18 @@ class InFlight:
         try:
             while self.end_oldest():
                 pass
-        finally:
+        except BaseException as error:
+            self.end(type(error))
+            raise
+
+    def end(self, kind: type[BaseException] | None) -> None:
+        """Waits for all transfers and ignores failures, or leaves them to themselves, when the block raised this."""
+        if not self._abandon or kind is None or issubclass(kind, Exception):
             self.settle()
+            return
+        for transfer, _ in self._transfers:
+            transfer.request_cancel()
+        self._transfers.clear()
 
     def settle(self) -> None:
         """Waits for all transfers and ignores failures."""
@@ -92,11 +110,11 @@ class InFlight:
     def __enter__(self) -> InFlight:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.drain()
         else:
-            self.settle()
+            self.end(kind)
 
 
 class Ring:
@@ -176,6 +194,15 @@ class Ring:
         with suppress(Exception):
             self.drain()
 
+    def _end(self, error: BaseException) -> None:
+        """Waits for every transfer; one that Ctrl-C has ended, and has memory of its own, leaves it to them."""
+        if self._pool is not None or isinstance(error, Exception):
+            self.settle()
+            return
+        for transfer in self._uses.values():
+            transfer.request_cancel()
+        self._uses, self._buffers = {}, []
+
     def _new_buffer(self) -> torch.Tensor:
         if self._pinned:
             return torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
@@ -212,8 +239,9 @@ class Ring:
                     yield from self._read(waiting)
             while waiting:
                 yield from self._read(waiting)
-        finally:
-            self.settle()
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def _read(self, waiting: deque[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
         oldest = (self._next - len(waiting)) % self._depth
@@ -271,8 +299,9 @@ class Ring:
             if buffer is not None:
                 self._flush(handle, file, buffer[begin:end], offset)
             self.drain()
-        finally:
-            self.settle()
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def _flush(self, handle: aio_handle, file: FileName, full: torch.Tensor, offset: int) -> None:
         if full.numel():

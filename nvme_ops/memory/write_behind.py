@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nvme_ops.engine import Op, engine_of
+from nvme_ops.errors import naming
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.blocks import SMALL, Block, Blocks
 
@@ -112,8 +113,9 @@ class WriteBehind:
             block.submit(engine_of(self._handle), Op.WRITE, self._file)
             return
         offset = block.start
-        while offset < block.stop:
-            offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
+        with naming("write", self._fd):
+            while offset < block.stop:
+                offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
 
     def _take(self, offset: int) -> Block:
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.sharded_index import read_index
@@ -78,7 +78,8 @@ def from_pretrained(
     folder = os.path.dirname(paths[0])
     config = kwargs.pop("config", None)
     if config is None:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with naming("read of the configuration", folder):
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     chosen: Any = model_class or _class_of(transformers, config)
     weights = Weights()
     with contextlib.ExitStack() as undo:

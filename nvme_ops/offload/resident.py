@@ -46,6 +46,7 @@ class Resident:
         self.own = 0  #: tensors over this memory that are ours
         self.arriving: IoFuture | None = None
         self.writing: IoFuture | None = None
+        self.rewritten = False  #: that has failed, and was begun again
         self.stored = False  #: there are values, on storage or on their way there
         self.changed = False  #: the values in memory are not those on storage
         self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet

@@ -360,10 +360,8 @@ class Residents:
                 continue
             if each.arriving is None:
                 self._write_back(each)
-                if each.writing is not None:
-                    if not each.writing.done():
-                        continue
-                    self.require_written(each)
+                if each.writing is not None and not (each.writing.done() and self._has_written(each)):
+                    continue
                 if each.changed or each.is_used():  # since what has just ended began
                     continue
             self._forget(each)
@@ -399,20 +397,33 @@ class Residents:
         self._stats.bytes_written += resident.nbytes
 
     def require_written(self, resident: Resident) -> None:
-        """Waits until what is being written of it is on storage.
+        """Waits until what is being written of it is on storage. What failed is written once more from memory.
 
         Raises OSError. Values in memory then stay there; others are lost, which each use of them raises again.
         """
+        while resident.writing is not None and not self._has_written(resident):
+            pass
+
+    def _has_written(self, resident: Resident) -> bool:
+        """Waits for the write. Returns False if it failed, perhaps long ago, and was begun again.
+
+        Raises what ``require_written`` does.
+        """
         writing = resident.writing
-        if writing is None:
-            return
-        failure = writing.exception()
+        failure = None if writing is None else writing.exception()
         with self._lock:
-            if resident.writing is writing and (failure is None or resident.values is not None):
+            if resident.writing is not writing:  # another thread has seen to it
+                return False
+            there = resident.values is not None
+            if failure is None or there:
                 resident.writing = None
                 resident.changed = resident.changed or failure is not None
-        if failure is not None:
+            resident.rewritten = again = failure is not None and there and not resident.rewritten
+            if again:
+                self._write_back(resident)
+        if failure is not None and not again:
             raise failure
+        return not again
 
     def _forget(self, resident: Resident) -> None:
         """Lets go of the values in memory. What is on its way keeps its memory until it has arrived."""

@@ -224,7 +224,7 @@ def _write(
     """Writes all tensors, in their order; returns them, and the relative error of those that are quantized."""
     stored: dict[int, StoredTensor] = {}
     lost = there = 0.0
-    with InFlight(_AHEAD) as in_flight:
+    with InFlight(_AHEAD, abandon=True) as in_flight:
         for key, tensor in tensors.items():
             dtype, scale = tensor.dtype, None
             if key in matrices:

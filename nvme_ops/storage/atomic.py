@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nvme_ops.paths import sync_folder as sync_folder
+from nvme_ops.durable import sync, sync_folder
+from nvme_ops.errors import naming
 from nvme_ops.storage import locks, unlink
 
 _MARK = ".nvme_ops-tmp"
@@ -83,7 +84,7 @@ def replacing(
             if process != os.getpid():
                 raise RuntimeError(f"{path}: only the parent process, which began to write it, can replace it")
             if durable:
-                os.fdatasync(fd)
+                sync(fd, path)
             kept = recycle and _keep(path, spare)
             with unlink.later(path):
                 os.rename(temporary, path)
@@ -94,7 +95,7 @@ def replacing(
                 _remove_spare(spare)
             if durable:
                 try:
-                    os.fsync(folder_fd)
+                    sync(folder_fd, path, "fsync")
                 except BaseException:
                     _remove_spare(spare)  # which may be what the name means after a power failure
                     raise
@@ -106,6 +107,8 @@ def replacing(
                 with suppress(OSError):  # any write error was reported by fdatasync
                     os.close(each)
     except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.strerror = f"write: {error.strerror}"
         if _is_ours(error, path, folder):
             error.filename = os.fspath(target)
             if error.filename2 is not None:  # rename has two
@@ -123,11 +126,15 @@ def _is_ours(error: OSError, path: str, folder: str) -> bool:
 
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """Opens a file for reading and keeps ``recycle`` from writing over it until the end of the block."""
+    """Opens a file for reading and keeps ``recycle`` from writing over it until the end of the block.
+
+    An OSError of the block that names no file is about this one.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save has it for the moment after the file got its name
-        yield fd
+        with naming("read", path):
+            yield fd
     finally:
         os.close(fd)
 

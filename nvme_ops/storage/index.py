@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.durable import sync
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.atomic import replacing
 from nvme_ops.storage.owner import boot_id
@@ -105,10 +106,10 @@ class Index:
     def sync(self) -> None:
         """Makes the journal durable. Raises OSError; ``mark`` then writes it anew."""
         try:
-            os.fdatasync(self._fd)
-        except OSError as error:
+            sync(self._fd, self._path)
+        except BaseException:  # an interrupted one may fail yet
             self._doubtful = True
-            raise OSError(error.errno, f"fdatasync: {error.strerror}", self._path) from error
+            raise
 
     def is_long(self, values: Mapping[str, Value]) -> bool:
         """Returns whether most lines are obsolete."""
@@ -181,8 +182,9 @@ class Index:
     def _write(self, line: bytes) -> None:
         try:
             written = 0
-            while written < len(line):
-                written += os.pwrite(self._fd, line[written:], self._end + written)
+            with naming("write to the index", self._path):
+                while written < len(line):
+                    written += os.pwrite(self._fd, line[written:], self._end + written)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)

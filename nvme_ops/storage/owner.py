@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from nvme_ops.durable import sync
+from nvme_ops.errors import naming
 from nvme_ops.settings import PAGE
 from nvme_ops.whole import read_whole
 
@@ -50,10 +52,11 @@ def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> Non
     text = (json.dumps(changing)[:-1] + ", ").ljust(_SECTOR) + json.dumps(lasting)[1:]
     content = text.encode()  # in whole pages: a new size may be on the device before the content, or after it
     content = content.ljust(max(os.fstat(fd).st_size, -(-len(content) // PAGE) * PAGE))
-    if os.pwrite(fd, content, 0) != len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), OWNER)
+    with naming("write", fd):
+        if os.pwrite(fd, content, 0) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if durable:
-        os.fdatasync(fd)
+        sync(fd, fd)
 
 
 def is_dead(owner: dict[str, object], lock: int) -> bool:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops.paths import sync_folder
+from nvme_ops.durable import sync_folder
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import remove_litter
 from nvme_ops.storage.owner import (

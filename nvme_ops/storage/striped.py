@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nvme_ops._native import native
+from nvme_ops.durable import sync
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
@@ -138,10 +139,7 @@ class StripedSlabs:
     def sync(self) -> None:
         """Makes all completed writes durable. Raises OSError."""
         for fd, path in zip(self._fds, self.paths, strict=True):
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                raise OSError(error.errno, f"fdatasync: {error.strerror}", path) from error
+            sync(fd, path)
 
     def trim(self) -> None:
         """Returns the space of free extents to the file systems."""

@@ -236,7 +236,10 @@ def test_priorities_reach_the_handle(stored: tuple[Path, torch.Tensor]) -> None:
 
 class Transfer:
     def __init__(self, failure: BaseException | None = None) -> None:
-        self.failure, self.waited = failure, 0
+        self.failure, self.waited, self.cancelled = failure, 0, False
+
+    def request_cancel(self) -> None:
+        self.cancelled = True
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self.waited += 1
@@ -285,6 +288,10 @@ def test_a_wait_that_is_interrupted_is_repeated_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         run([transfer])
     assert transfer.waited == 2
+    abandoned = Interrupted()  # it keeps its memory until it ends
+    with pytest.raises(KeyboardInterrupt), InFlight(abandon=True) as in_flight:
+        in_flight.add(abandoned)
+    assert (abandoned.waited, abandoned.cancelled) == (1, True)
 
 
 def test_an_exception_in_the_block_waits_for_all_and_stays() -> None:

@@ -473,6 +473,30 @@ def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
             assert equal(values(mine), values(other))
 
 
+class Ill(aio_handle):
+    """Has writes fail once they are under way."""
+
+    ill = False
+
+    def submit_pwrite(self, tensor: Any, file: Any, *arguments: Any, **options: Any) -> Any:
+        return super().submit_pwrite(tensor, "/dev/full" if self.ill else file, *arguments, **options)
+
+
+def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
+    mine, other, handle = layers(), layers(), Ill()
+    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle) as swapped, torch.no_grad():
+        handle.ill = True
+        for model in (mine, other):
+            for each in list(model.parameters())[:3]:
+                each.add_(1)
+        swapped._residents._write_some()
+        for each in mine.parameters():
+            if each.resident.writing is not None:  # type: ignore[attr-defined]
+                each.resident.writing.exception()  # type: ignore[attr-defined]
+        handle.ill = False
+        assert equal(values(mine), values(other))
+
+
 def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
     place = make_file_system(8 * MIB)
     model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))

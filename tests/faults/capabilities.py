@@ -1,0 +1,387 @@
+"""What the package does with storage, one class for each thing, in a form in which it can be done again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import nvme_ops
+from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
+from nvme_ops.data.log_file import read_log
+
+SHAPE = 500, 900  # a tensor has 1.8 MB and no whole number of pages
+
+
+class WrongResultError(Exception):
+    """Nothing failed, and the bytes are others."""
+
+
+def require(right: bool, what: str) -> None:
+    """Raises WrongResultError."""
+    if not right:
+        raise WrongResultError(what)
+
+
+@functools.lru_cache(8)
+def tensors(version: int, count: int = 3) -> dict[str, torch.Tensor]:
+    """Returns tensors that say of which version they are."""
+    made = torch.Generator().manual_seed(version)
+    return {f"tensor{number}": torch.rand(SHAPE, generator=made) for number in range(count)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Returns whether both have the same bytes under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
+
+
+class Capability:
+    """One of them, at work in ``folder`` while the disk is well.
+
+    Attributes:
+        waits: what a stalled device has to answer before Ctrl-C comes through: read, write, flush. The docs say so.
+        more_files: the most files that failures may leave.
+    """
+
+    waits: ClassVar[Sequence[str]] = ()
+    more_files: ClassVar[int] = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.version = 0  # of what was completed
+        self.noticed: Callable[[], object] = lambda: None  # is called once Ctrl-C has come through
+        self.start()
+
+    def start(self) -> None:
+        """Makes what is used by ``work``, on a disk that is well."""
+
+    def work(self) -> None:
+        """Does it, perhaps on a disk that fails. Raises WrongResultError. Done again after a failure, it succeeds."""
+        self.do(self.version + 1)
+        self.version += 1
+
+    def do(self, version: int) -> None:
+        """Does it with the tensors of this version."""
+
+    def check(self) -> None:
+        """Raises WrongResultError unless what was completed is there, or what was begun after it, on a well disk."""
+
+    def leave(self) -> None:
+        """Does it, for a program that ends at once: what returns before it is done is not waited for."""
+        self.work()
+
+    def left(self) -> bool:
+        """Returns whether what ``leave`` began is complete, in another program."""
+        return True
+
+    def close(self) -> None:
+        """Ends it."""
+
+    @contextlib.contextmanager
+    def ending(self, one: Any) -> Iterator[Any]:
+        """Is ``one`` in its ``with`` block. Raises what went wrong there; ending it may wait for the device."""
+        with contextlib.ExitStack() as end:
+            end.push(one)
+            try:
+                yield one
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    self.noticed()
+                end.pop_all()
+                with contextlib.suppress(OSError):
+                    one.__exit__(type(error), error, None)
+                raise
+
+
+class Save(Capability):
+    """``save``, read by ``load``."""
+
+    name: ClassVar[str] = "checkpoint.safetensors"
+    options: ClassVar[dict[str, Any]] = {}
+
+    def start(self) -> None:
+        self.path = self.folder / self.name
+        self.do(0)
+
+    def do(self, version: int) -> None:
+        nvme_ops.save(tensors(version), self.path, **self.options)
+
+    def check(self) -> None:
+        found = nvme_ops.load(self.path, verify=True)
+        require(any(same(found, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
+
+
+class SaveTorch(Save):
+    """The same, of torch's format."""
+
+    name = "checkpoint.pt"
+
+
+class SaveSharded(Save):
+    """The same, in several files."""
+
+    name = "folder"
+    options: ClassVar[dict[str, Any]] = {"max_shard_size": 2_000_000}
+
+
+class SaveRecycled(Save):
+    """The same, over the file before the last one."""
+
+    options: ClassVar[dict[str, Any]] = {"recycle": True}
+
+
+class SaveAsync(Save):
+    """``save_async``."""
+
+    def do(self, version: int) -> None:
+        nvme_ops.save_async(tensors(version), self.path).result()
+
+    def leave(self) -> None:
+        nvme_ops.save_async(tensors(1), self.path)
+
+    def left(self) -> bool:
+        return same(nvme_ops.load(self.path, verify=True), tensors(1))
+
+
+class Load(Capability):
+    """``load``, into new tensors."""
+
+    name: ClassVar[str] = "checkpoint.safetensors"
+    options: ClassVar[dict[str, Any]] = {}
+
+    def start(self) -> None:
+        self.path = self.folder / self.name
+        nvme_ops.save(tensors(0), self.path, **self.options)
+
+    def do(self, version: int) -> None:
+        require(same(nvme_ops.load(self.path), tensors(0)), "other tensors than were saved")
+
+
+class LoadTorch(Load):
+    """The same, of torch's format."""
+
+    name = "checkpoint.pt"
+
+
+class LoadSharded(Load):
+    """The same, from several files."""
+
+    name = "folder"
+    options: ClassVar[dict[str, Any]] = {"max_shard_size": 2_000_000}
+
+
+class LoadInto(Load):
+    """The same, into tensors that are there: the caller's own memory."""
+
+    waits = ("read",)
+
+    def do(self, version: int) -> None:
+        found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+        nvme_ops.load(self.path, into=found)
+        require(same(found, tensors(0)), "other tensors than were saved")
+
+
+class DcpSave(Capability):
+    """``dcp.save``."""
+
+    def start(self) -> None:
+        self.path = self.folder / "checkpoint"
+        self.do(0)
+
+    def do(self, version: int) -> None:
+        nvme_ops.dcp.save(dict(tensors(version)), self.path)
+
+    def check(self) -> None:
+        found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+        nvme_ops.dcp.load(found, self.path, verify=True)
+        require(any(same(found, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
+
+
+class DcpLoad(DcpSave):
+    """``dcp.load``, into the caller's own memory."""
+
+    waits = ("read",)
+
+    def start(self) -> None:
+        super().start()
+        super().do(0)
+
+    def do(self, version: int) -> None:
+        if version:
+            found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+            nvme_ops.dcp.load(found, self.path)
+            require(same(found, tensors(0)), "other tensors than were saved")
+
+    def check(self) -> None:
+        pass
+
+
+class Handle(Capability):
+    """``aio_handle``: what blocks. It moves the caller's own memory, which must stay his."""
+
+    waits: ClassVar[Sequence[str]] = ("read", "write", "flush")  # a flush is the program's own
+
+    def start(self) -> None:
+        self.handle = nvme_ops.aio_handle()
+        self.path = self.folder / "file"
+
+    def do(self, version: int) -> None:
+        (data,) = tensors(version, 1).values()
+        self.handle.sync_pwrite(data, self.path)
+        with _open(self.path) as fd:  # durable, and out of the page cache
+            _named(os.fsync, fd)
+        back = torch.zeros_like(data)
+        self.handle.sync_pread(back, self.path)
+        require(torch.equal(back, data), "other bytes than were written")
+
+    def close(self) -> None:
+        self.handle.close()
+
+
+class Futures(Handle):
+    """``submit_pwrite`` and ``submit_pread``."""
+
+    waits = ("flush",)
+
+    def do(self, version: int) -> None:
+        (data,) = tensors(version, 1).values()
+        self.handle.submit_pwrite(data, self.path).result()
+        with _open(self.path) as fd:
+            _named(os.fsync, fd)
+        back = torch.zeros_like(data)
+        self.handle.submit_pread(back, self.path).result()
+        require(torch.equal(back, data), "other bytes than were written")
+
+
+class Pending(Handle):
+    """``async_pwrite``, ``async_pread`` and ``wait``."""
+
+    waits = ("flush",)
+
+    def do(self, version: int) -> None:
+        (data,) = tensors(version, 1).values()
+        back = torch.zeros_like(data)
+        for start, tensor in ((self.handle.async_pwrite, data), (self.handle.async_pread, back)):
+            start(tensor, self.path)
+            self.handle.wait()
+        with _open(self.path) as fd:
+            _named(os.fsync, fd)
+        require(torch.equal(back, data), "other bytes than were written")
+
+
+class File(Capability):
+    """``nvme_ops.open``: written in parts of any size, made durable, and read, which is what blocks."""
+
+    waits = ("read",)
+
+    def start(self) -> None:
+        self.path = self.folder / "file"
+
+    def do(self, version: int) -> None:
+        (data,) = tensors(version, 1).values()
+        content = memoryview(data.numpy().data).cast("B")
+        with self.ending(nvme_ops.open(self.path, "w+")) as file:
+            for start in range(0, len(content), 700_000):
+                file.write(content[start : start + 700_000])
+            file.sync()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            require(file.read() == bytes(content), "other bytes than were written")
+
+    def leave(self) -> None:
+        self.file = nvme_ops.open(self.path, "w")
+        self.file.write(b"left" * 500_000)
+
+    def left(self) -> bool:
+        return self.path.read_bytes() == b"left" * 500_000
+
+
+class Log(Capability):
+    """``AsyncLog``. A failure makes it begin another file."""
+
+    more_files = 100
+
+    def start(self) -> None:
+        self.log = AsyncLog(self.folder / "log", window=0.05)
+        self.expected: list[bytes] = []  # in ``flush``, which says when they are durable
+
+    def do(self, version: int) -> None:
+        self.log.flush()  # what failed before is tried again
+        record = bytes([version % 256]) * 300_000
+        self.log.append(record)
+        self.expected.append(record)
+        self.log.flush()
+
+    def check(self) -> None:
+        self.log.flush()
+        found = list(read_log(self.folder / "log"))
+        require(found == self.expected, f"{len(found)} records of {len(self.expected)}")
+
+    def leave(self) -> None:
+        self.log.append(b"left" * 100_000)
+
+    def left(self) -> bool:
+        return b"left" * 100_000 in list(read_log(self.folder / "log"))
+
+    def close(self) -> None:
+        self.log.close()
+
+
+class Samples(Capability):
+    """``SampleWriter``, read by ``SampleStore``. The files of a store whose index could not be read stay."""
+
+    more_files = 2
+
+    def start(self) -> None:
+        self.do(0)
+
+    def do(self, version: int) -> None:
+        with self.ending(SampleWriter(self.folder, bytes, shard_bytes="1M", overwrite=True)) as writer:
+            writer.extend(_samples(version))
+
+    def check(self) -> None:
+        store = SampleStore(self.folder)
+        found = [bytes(sample) for sample in store.read(range(len(store)))]
+        require(any(found == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
+
+
+class SamplesRead(Samples):
+    """``SampleStore``."""
+
+    def start(self) -> None:
+        super().do(0)
+
+    def do(self, version: int) -> None:
+        with self.ending(SampleStore(self.folder)) as store:
+            found = [bytes(sample) for sample in store.read(range(len(store)))]
+        require(found == _samples(0), "other samples than were written")
+
+    def check(self) -> None:
+        pass
+
+
+def _samples(version: int) -> list[bytes]:
+    return [bytes([(version + number) % 256]) * 200_000 for number in range(10)]
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        yield fd
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _named(sync: Any, fd: int) -> None:
+    """Names the error of a system call that the program itself makes."""
+    try:
+        sync(fd)
+    except OSError as error:
+        raise OSError(error.errno, f"fsync: {error.strerror}", os.readlink(f"/proc/self/fd/{fd}")) from error

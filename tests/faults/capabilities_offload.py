@@ -1,0 +1,257 @@
+"""``Capability`` for stores, weights, gradients, states, activations and caches on storage."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from nvme_ops.offload import (
+    NvmeCache,
+    NvmeOptimizer,
+    from_pretrained,
+    save_on_nvme,
+    stream_weights,
+    swap_gradients,
+    swap_params,
+)
+from nvme_ops.storage import Session, TensorStore
+from tests.faults.capabilities import Capability, require, same, tensors
+
+WIDTH = 500  # a layer has 1 MB, and no whole number of pages
+
+
+def model(layers: int = 4) -> torch.nn.Sequential:
+    """Returns the same model each time."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def batch(version: int) -> torch.Tensor:
+    """Returns an input."""
+    return torch.rand(64, WIDTH, generator=torch.Generator().manual_seed(version))
+
+
+def gradients(made: torch.nn.Module, version: int) -> list[torch.Tensor]:
+    """Returns what backward computes, in memory."""
+    made.zero_grad()
+    made(batch(version)).square().sum().backward()
+    return [each.grad.clone() for each in made.parameters() if each.grad is not None]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Returns whether both have the same values."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+class Store(Capability):
+    """``TensorStore``, of a session that is not kept."""
+
+    keep = False
+
+    def start(self) -> None:
+        self.session = Session(self.folder, name="faults", keep=self.keep)
+        self.store = TensorStore(self.session, checksum=True)
+
+    def do(self, version: int) -> None:
+        for name, tensor in tensors(version).items():
+            self.store.put(name, tensor)
+        self.store.sync()
+        require(same({name: self.get(name) for name in tensors(0)}, tensors(version)), "other tensors than were put")
+
+    def get(self, name: str) -> torch.Tensor:
+        """Returns one of them."""
+        future = self.store.get(name)
+        future.result()
+        return future.tensor
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as both:
+            both.callback(self.session.close)
+            both.callback(self.store.close)
+
+
+class KeptStore(Store):
+    """``TensorStore``, found again by the next session. A system call makes room for what is put."""
+
+    waits = ("write",)
+    keep = True
+
+    def check(self) -> None:
+        self.close()
+        self.start()
+        if self.version:
+            news = [tensors(self.version + more) for more in (0, 1)]
+            right = all(any(torch.equal(self.get(name), new[name]) for new in news) for name in tensors(0))
+            require(right, "neither the old nor the new ones")
+
+
+class Streamed(Capability):
+    """``stream_weights``: written, where a system call makes room, and read by forward."""
+
+    waits = ("write",)
+
+    def do(self, version: int) -> None:
+        made: Any = model()
+        with torch.no_grad(), self.ending(stream_weights(made, self.folder, memory_budget="3M")) as streamed:
+            found = streamed(batch(version))
+        require(torch.equal(found, model()(batch(version))), "another output")
+
+
+class StreamedOn(Capability):
+    """The same model, used on and on."""
+
+    def start(self) -> None:
+        self.streamed: Any = stream_weights(model(), self.folder, memory_budget="3M")
+
+    def do(self, version: int) -> None:
+        with torch.no_grad():
+            require(torch.equal(self.streamed(batch(version)), model()(batch(version))), "another output")
+
+    def close(self) -> None:
+        self.streamed.close()
+
+
+class Pretrained(Capability):
+    """``from_pretrained``, from transformers' files."""
+
+    def start(self) -> None:
+        from tests.offload.llama import saved_llama
+
+        self.path = saved_llama(self.folder, num_hidden_layers=2)
+        with self._made() as made, torch.no_grad():
+            self.expected = made(self._words()).logits
+
+    def _made(self) -> Any:
+        return from_pretrained(self.path, memory_budget="6M")
+
+    def _words(self) -> torch.Tensor:
+        return torch.arange(10)[None]
+
+    def do(self, version: int) -> None:
+        with self.ending(self._made()) as made, torch.no_grad():
+            require(torch.equal(made(self._words()).logits, self.expected), "another output")
+
+
+class Swapped(Capability):
+    """``swap_params``: parameters that are changed, written, and read by forward and backward."""
+
+    def start(self) -> None:
+        self.usual, self.module = model(), model()
+        self.swapped = swap_params(self.module, self.folder, memory_budget="3M", min_bytes="100K")
+
+    def do(self, version: int) -> None:
+        with torch.no_grad():
+            for usual, parameter in zip(self.usual.parameters(), self.module.parameters(), strict=True):
+                usual.copy_(torch.rand(usual.shape, generator=torch.Generator().manual_seed(version)) / 100)
+                with self.swapped.gathered([parameter], change=True) as (values,):
+                    values.copy_(usual)
+        require(equal(gradients(self.module, version), gradients(self.usual, version)), "other gradients")
+
+    def close(self) -> None:
+        self.swapped.close()
+
+
+class SwappedAnew(Capability):
+    """``swap_params`` of a module, for which a system call makes room, and ``restore``."""
+
+    waits = ("write",)
+
+    def do(self, version: int) -> None:
+        module = model()
+        with self.ending(swap_params(module, self.folder, memory_budget="3M", min_bytes="100K")) as swapped:
+            require(equal(gradients(module, version), gradients(model(), version)), "other gradients")
+            module.zero_grad()
+            swapped.restore()
+        require(equal(list(module.parameters()), list(model().parameters())), "other parameters")
+
+
+class Gradients(Capability):
+    """``swap_gradients``."""
+
+    def start(self) -> None:
+        self.module = model()
+        options: Any = {"memory_budget": "6M", "min_bytes": "100K"}
+        self.swapped = swap_gradients(self.module.parameters(), self.folder, **options)
+
+    def do(self, version: int) -> None:
+        require(equal(gradients(self.module, version), gradients(model(), version)), "other gradients")
+
+    def close(self) -> None:
+        self.swapped.close()
+
+
+class Activations(Capability):
+    """``save_on_nvme``."""
+
+    def start(self) -> None:
+        self.saving = save_on_nvme(self.folder, min_bytes="100K", memory_budget="200K")
+
+    def do(self, version: int) -> None:
+        module = model(6)
+        with self.saving:
+            loss = module(batch(version)).tanh().exp().square().sum()
+        loss.backward()
+        usual = model(6)
+        usual(batch(version)).tanh().exp().square().sum().backward()
+        found, wanted = ([each.grad for each in one.parameters() if each.grad is not None] for one in (module, usual))
+        require(equal(found, wanted), "other gradients")
+
+    def close(self) -> None:
+        self.saving.close()
+
+
+class Optimizer(Capability):
+    """``NvmeOptimizer``: a step that fails is repeated. It ends with what is in flight, so that each chunk is whole."""
+
+    waits = "read", "write"
+    keep = False
+
+    def start(self) -> None:
+        self.module, self.usual = model(), model()
+        self.reference = torch.optim.AdamW(self.usual.parameters())
+        parameters: Any = self.module.parameters()
+        self.optimizer = NvmeOptimizer(
+            torch.optim.AdamW, parameters, self.folder, memory_budget="2M", keep=self.keep, checksum=True
+        )
+        self.stepped = 0
+
+    def do(self, version: int) -> None:
+        if self.stepped < version:
+            self.stepped = version
+            for usual, each in zip(self.usual.parameters(), self.module.parameters(), strict=True):
+                usual.grad = torch.rand(usual.shape, generator=torch.Generator().manual_seed(version))
+                each.grad = usual.grad.clone()
+            self.reference.step()
+        if self.optimizer.steps < version:
+            self.optimizer.step()
+        require(equal(list(self.module.parameters()), list(self.usual.parameters())), "other parameters")
+        found, wanted = self.optimizer.state_dict()["state"], self.reference.state_dict()["state"]
+        right = all(torch.equal(found[at][key], wanted[at][key]) for at in wanted for key in wanted[at])
+        require(right, "other states")
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+class KeptOptimizer(Optimizer):
+    """The same, its states for the next program."""
+
+    keep = True
+
+
+class KeyValues(Capability):
+    """``NvmeCache``."""
+
+    def do(self, version: int) -> None:
+        made = torch.Generator().manual_seed(version)
+        parts = [torch.rand(1, 4, 500, 64, generator=made) for _ in range(8)]
+        with self.ending(NvmeCache(self.folder, "3M")) as cache:
+            for number, part in enumerate(parts):
+                cache.update(part, part + 1, number)
+            for number, part in enumerate(parts):
+                more = part[:, :, :1]
+                keys, values = cache.update(more, more + 1, number)
+                right = torch.equal(keys[:, :, :500], part) and torch.equal(values[:, :, :500], part + 1)
+                require(right, "other keys and values")

@@ -1,0 +1,426 @@
+"""The table: what each capability does on a disk that fails. Each cell is a process of its own.
+
+    python -m tests.faults.faulty_disk --runs 3
+    python -m tests.faults.faulty_disk --only Save,Load --fault stall
+
+A cell is right where an OSError names the operation and the file, or the result is the one of a disk that is well;
+where what was completed before is still there; where the same is done again once the disk is well; and where no
+descriptor, thread, memory or temporary file is left at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+import nvme_ops
+from nvme_ops._native import native
+from tests.faults import capabilities, capabilities_offload, faulty_controls
+from tests.faults.capabilities import Capability, WrongResultError
+from tests.faults.faulty_disk import FaultyDisk, end_with_parent
+from tests.faults.test_leaks import threads
+
+STALL, LATE = 0.2, 4.0  # seconds of a stall; after which Ctrl-C has not come through
+LIMIT = 900  # seconds of a process
+SLACK = {"memory": 4 << 20}  # bytes that an allocator may keep
+UNMET = "no such request"
+WHATS = "read", "write", "flush"
+FAULTS = [
+    *(f"{what} error{often}" for what in WHATS for often in (" once", "")),
+    "write torn",
+    *(f"{what} stall{then}" for then in ("", ", Ctrl-C", ", exit") for what in WHATS),
+]
+DATA = 300_000  # bytes from which on a read is no system call, which the kernel does not interrupt
+WATCH = os.WEXITED | os.WNOHANG | os.WNOWAIT
+NEEDS = {"Pretrained": "transformers", "KeyValues": "transformers"}
+
+
+def named(*modules: ModuleType) -> dict[str, type[Capability]]:
+    """Returns the capabilities of modules by name."""
+    found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
+    return {each.__name__: each for each in found if issubclass(each, Capability) and each is not Capability}
+
+
+@dataclass
+class Outcome:
+    """What was seen in a cell. ``wrong`` is why it is not right."""
+
+    how: str = UNMET
+    words: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+def cause_of(failure: BaseException) -> BaseException:
+    """Returns what DCP has wrapped, whatever it is, or the exception itself."""
+    return next(iter(failure.failures.values()))[0] if isinstance(failure, CheckpointException) else failure
+
+
+def judge(failure: BaseException) -> str | None:
+    """Returns why this is not what a caller may expect of a device that fails, or None."""
+    failure = cause_of(failure)
+    if isinstance(failure, AssertionError):  # which DCP made of an OSError of the metadata
+        return None if str(FaultyDisk.folder) in str(failure) and "Errno" in str(failure) else "names no file"
+    if not isinstance(failure, OSError):
+        return f"{type(failure).__name__} is no OSError"
+    if failure.errno is None or not failure.filename:
+        return "no errno, or no file"
+    if not str(failure.filename).startswith(str(FaultyDisk.folder)):
+        return f"names {failure.filename}"
+    operation = str(failure.strerror).replace(os.strerror(failure.errno), "")
+    return None if len(operation.strip(" :")) > 2 else "names no operation"
+
+
+def held() -> dict[str, int]:
+    """Returns what this process has."""
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threads(),
+        "memory": native().pool_statistics()["live_bytes"],
+    }
+
+
+def settled() -> dict[str, int]:
+    """Returns the same, once it does not change any more."""
+    found, deadline = held(), time.monotonic() + 2
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        now = held()
+        if now == found:
+            break
+        found = now
+    return found
+
+
+def forget_pages(folder: Path) -> None:
+    """Has the files read from the device, as far as they are on it."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                fd = os.open(os.path.join(parent, name), os.O_RDONLY)
+                with contextlib.suppress(OSError):
+                    os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+class Cells:
+    """One capability under one fault after the other, in the process that does it."""
+
+    def __init__(self, kind: type[Capability], disk: FaultyDisk, folder: Path) -> None:
+        self.kind, self.disk, self.folder = kind, disk, folder
+        self.outcome = Outcome()
+
+    def run(self, faults: Sequence[str], tell: Callable[[Outcome], object]) -> None:
+        """Does it, and tells each outcome; the last one is that of the whole."""
+        self._life("well", [], tell)
+        before = settled()
+        self._life("faulty", faults, tell)
+        self.outcome = Outcome("at the end")
+        self._require_as(before, settled())
+        names = [sum(len(files) for _, _, files in os.walk(self.folder / each)) for each in ("well", "faulty")]
+        if names[1] > names[0] + self.kind.more_files:
+            self.outcome.wrong.append(f"{names[1] - names[0]} files left")
+        tell(self.outcome)
+
+    def _require_as(self, before: dict[str, int], after: dict[str, int]) -> None:
+        for name, count in after.items():
+            if count > before[name] + SLACK.get(name, 0):
+                self.outcome.wrong.append(f"{name} left: {count - before[name]}")
+
+    def _life(self, name: str, faults: Sequence[str], tell: Callable[[Outcome], object]) -> None:
+        folder = self.folder / name
+        folder.mkdir()
+        one = self.kind(folder)
+        one.noticed = self._notice
+        one.work()
+        one.check()
+        one.work()
+        before = settled()
+        for fault in faults:
+            self.outcome = Outcome()
+            forget_pages(folder)
+            if self._under(fault, one):
+                forget_pages(folder)
+                self._step("check", one.check)
+                forget_pages(folder)
+                self._step("again", one.work)
+                forget_pages(folder)
+                self._step("check again", one.check)
+                self._require_as(before, settled())
+            tell(self.outcome)
+        one.close()
+
+    def _notice(self) -> None:
+        """Ctrl-C has come through; what ends things now may wait for the device."""
+        self.ended.set()
+
+    def _step(self, name: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            self.outcome.wrong.append(f"{name}: {type(error).__name__}: {error}")
+
+    def _under(self, fault: str, one: Capability) -> bool:
+        """Works under the fault. Returns whether a request has met it."""
+        words, _, self.then = fault.partition(", ")
+        what, self.do, *often = words.split()
+        least = DATA if self.then == "Ctrl-C" and what == "read" else 0
+        self.disk.rule(what, self.do, 1 if often or self.do == "torn" else -1, least)
+        with self._helped():
+            try:
+                one.work()
+                self.outcome.how = "right"
+            except (KeyboardInterrupt, CheckpointException) as error:
+                self._interrupted(error)
+            except WrongResultError as error:
+                self.outcome.how = "WRONG"
+                self.outcome.wrong.append(f"silent: {error}")
+            except Exception as error:
+                self._failed(error)
+        if self.disk.clear() == 0 and self.outcome.how == "right" and not self.released:
+            self.outcome.how = UNMET
+            return False
+        if self.then == "Ctrl-C" and self.released:
+            late = self.late.is_set()
+            if late and what not in one.waits:
+                self.outcome.wrong.append("Ctrl-C waited for the device")
+            self.outcome.how += ", late" if late else ""
+        return True
+
+    def _interrupted(self, error: BaseException) -> None:
+        if isinstance(cause_of(error), KeyboardInterrupt):
+            self.outcome.how = "interrupted"
+        else:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        traceback.clear_frames(error.__traceback__)
+        self.outcome.how, self.outcome.words = "raised", f"{type(error).__name__}: {error}"
+        why = "a stall is no error" if self.do == "stall" else judge(error)
+        if why:
+            self.outcome.wrong.append(f"{why}: {self.outcome.words}")
+
+    @contextlib.contextmanager
+    def _helped(self) -> Iterator[None]:
+        """Ends a stall after a moment, or with Ctrl-C once that came through, or once it is late."""
+        self.released, self.late, self.ended = False, threading.Event(), threading.Event()
+
+        def help_it() -> None:
+            while not self.disk.stalled():
+                if self.ended.wait(0.01):
+                    return
+            self.released = True
+            time.sleep(STALL)
+            if self.then == "Ctrl-C" and not self.ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+                if not self.ended.wait(LATE):
+                    self.late.set()
+            self.disk.clear()
+
+        helper = threading.Thread(target=help_it)
+        if self.do == "stall":
+            helper.start()
+        try:
+            yield
+        except KeyboardInterrupt:  # at the very end
+            self.outcome.how = "interrupted"
+        finally:
+            self.ended.set()
+            while helper.is_alive():
+                with contextlib.suppress(KeyboardInterrupt):  # the same, a moment later
+                    helper.join()
+
+
+def leave(kind: type[Capability], fault: str, disk: FaultyDisk, folder: Path, tell: Callable[[str], object]) -> None:
+    """Has it at work when the program ends, by ``sys.exit`` in a signal handler where it blocks."""
+    folder.mkdir()
+    one = kind(folder)
+    forget_pages(folder)
+    globals()["_left"] = one  # is not ended by being dropped
+    done = threading.Event()
+
+    def end_it() -> None:
+        while not disk.stalled() and not done.wait(0.01):
+            pass
+        tell("leaving")
+        if not done.wait(STALL / 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    disk.rule(fault.split()[0], "stall")
+    threading.Thread(target=end_it, daemon=True).start()
+    try:
+        one.leave()
+    except CheckpointException as error:
+        raise cause_of(error) from None
+    done.set()
+
+
+@contextlib.contextmanager
+def child(errors: int) -> Iterator[tuple[int, int]]:
+    """Forks; yields the child's process (0 in it) and the end of a pipe, the reading one in the parent."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        end_with_parent()
+        os.close(reading)
+        os.dup2(errors, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)
+    else:
+        os.close(writing)
+    try:
+        yield process, writing if process == 0 else reading
+    finally:
+        if process:
+            os.close(reading)
+
+
+def in_process(disk: FaultyDisk, kind: type[Capability], faults: Sequence[str], folder: Path) -> list[Outcome]:
+    """Returns what became of the cells of one capability, and of the whole."""
+    folder.mkdir()
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryFile() as errors, child(errors.fileno()) as (process, pipe):
+        if process == 0:
+            try:
+                Cells(kind, disk, folder).run(
+                    faults, lambda one: os.write(pipe, json.dumps(vars(one)).encode() + b"\n")
+                )
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        rescue = threading.Timer(LIMIT, os.kill, (process, signal.SIGKILL))
+        rescue.start()
+        with open(pipe, closefd=False) as lines:
+            outcomes += [Outcome(**json.loads(line)) for line in lines]
+        disk.clear()
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        rescue.cancel()
+        if status != 0:
+            errors.seek(0)
+            outcomes.append(
+                Outcome("DIED", "", [f"ended with {status}: {errors.read().decode(errors='replace')[-1500:]}"])
+            )
+    shutil.rmtree(folder)
+    return outcomes
+
+
+def at_exit(disk: FaultyDisk, kind: type[Capability], fault: str, folder: Path) -> Outcome:
+    """Returns what became of a program that ended while the device stalled."""
+    folder.mkdir()
+    with tempfile.TemporaryFile() as errors, child(errors.fileno()) as (process, pipe):
+        if process == 0:
+            leave(kind, fault, disk, folder / "left", lambda words: os.write(pipe, words.encode()))
+            raise SystemExit(0)
+        os.read(pipe, 100)
+        stalled, over = 0, time.monotonic() + 1  # what is written at exit meets the stall then
+        while not stalled and time.monotonic() < over and os.waitid(os.P_PID, process, WATCH) is None:
+            stalled = disk.stalled()
+            time.sleep(STALL if stalled else 0.01)
+        disk.clear()
+        status = _ended(process)
+        errors.seek(0)
+        words = errors.read().decode(errors="replace")
+    outcome = Outcome("ended" if stalled else UNMET, words)
+    if status != 0:
+        outcome.wrong.append(f"ended with {status} at exit: {words[-2000:]}")
+    elif kind.leave is not Capability.leave and not _is_left(kind, folder / "left") and "nvme_ops" not in words:
+        outcome.wrong.append(f"lost what it had begun, without a word: {words[-500:]}")
+    shutil.rmtree(folder)
+    return outcome
+
+
+def _is_left(kind: type[Capability], folder: Path) -> bool:
+    one = kind.__new__(kind)
+    vars(one).update(folder=folder, path=folder / getattr(kind, "name", "file"))
+    try:
+        return one.left()
+    except (OSError, ValueError):
+        return False
+
+
+def _ended(process: int) -> int | str:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(process, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(process, signal.SIGKILL)
+    return "nothing: it hangs"
+
+
+def run(kinds: dict[str, type[Capability]], faults: list[str], show: Callable[[str], object]) -> list[str]:
+    """Runs the table once; returns what is wrong, a line for each."""
+    wrong: list[str] = []
+    seen: Counter[str] = Counter()
+    leaving = [each for each in faults if each.endswith("exit")]
+    others = [each for each in faults if each not in leaving]
+    with FaultyDisk() as disk:
+        for name, kind in kinds.items():
+            folder = disk.folder / "cell"
+            outcomes = in_process(disk, kind, others, folder) if others else []
+            outcomes += [Outcome("not run")] * (len(others) + bool(others) - len(outcomes))
+            met = {what for what in WHATS if kind.leave is not Capability.leave or others == []}
+            met |= {fault.split()[0] for fault, each in zip(others, outcomes, strict=False) if each.how != UNMET}
+            for fault in leaving:
+                outcomes.append(at_exit(disk, kind, fault, folder) if fault.split()[0] in met else Outcome())
+            for fault, outcome in zip([*others, *["at the end"] * bool(others), *leaving], outcomes, strict=True):
+                seen[outcome.how] += 1
+                show(f"{name:14} {fault:22} {outcome.how:18} {(outcome.words.strip().splitlines() or [''])[-1]}")
+                wrong += [f"{name}, {fault}: {each}" for each in outcome.wrong]
+    show(", ".join(f"{count} {how}" for how, count in seen.items()) + f"; {len(wrong)} wrong")
+    return wrong
+
+
+def main() -> int:
+    """Runs the table and prints it. Returns 1 if a cell is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.faulty_disk", description="a table of faults")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--only", default="", help="names of capabilities, with commas")
+    parser.add_argument("--fault", default="", help="faults that begin so")
+    parser.add_argument("--quiet", action="store_true", help="print what is wrong alone")
+    options = parser.parse_args()
+    kinds = named(capabilities, capabilities_offload)
+    if options.only:
+        every = {**kinds, **named(faulty_controls)}
+        kinds = {name: every[name] for name in options.only.split(",")}
+    kinds = {name: kind for name, kind in kinds.items() if name not in NEEDS or find_spec(NEEDS[name])}
+    faults = [each for each in FAULTS if each.startswith(options.fault)]
+    native()
+    for each in pkgutil.walk_packages(nvme_ops.__path__, "nvme_ops."):  # once, and not in each cell
+        if not each.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(each.name)
+    gc.freeze()
+    wrong: list[str] = []
+    for number in range(options.runs):
+        start = time.monotonic()
+        wrong += run(kinds, faults, (lambda _: None) if options.quiet else lambda words: print(words, flush=True))
+        print(f"run {number + 1}: {len(kinds) * len(faults)} cells, {time.monotonic() - start:.0f} s", flush=True)
+    print("\n".join(wrong), flush=True)
+    return 1 if wrong else 0
