@@ -7,7 +7,6 @@ holds was left by a crash; the next session in that place removes it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from nvme_ops import at_exit
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import remove_litter
 from nvme_ops.storage.owner import (
@@ -384,5 +384,5 @@ def _forked() -> None:
             user.leave_to_parent()
 
 
-atexit.register(_close_all)
+at_exit.call(_close_all)
 os.register_at_fork(after_in_child=_forked)
