@@ -6,9 +6,15 @@ import errno
 import pickle
 from collections.abc import Sequence
 
+from nvme_ops.text import printable
+
 
 class FormatError(ValueError):
     """The file is damaged, or not of the format that its name says; the message names the file and the field."""
+
+    def __str__(self) -> str:
+        """Returns the message, with what a terminal would act on escaped: it has names from the file."""
+        return printable(super().__str__(), lines=True)
 
 
 class AnotherSaveError(FormatError):

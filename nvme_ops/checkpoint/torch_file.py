@@ -19,7 +19,7 @@ from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
 from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
-from nvme_ops.errors import UnsafeError
+from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.contents import Contents, Item
@@ -193,7 +193,7 @@ def contents(path: str) -> Contents:
         file = File(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
-            raise ValueError(
+            raise FormatError(
                 f"{path} can be loaded, but not looked into: torch.save wrote it in another way than today"
             )
         root, storages = torch_pickle.read(file.pickle(archive), path)

@@ -257,7 +257,7 @@ class AsyncLog:
             ours = [path for path in ours if self._segment is None or path != mine.path]
         for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     if locks.take(fd):  # nobody is writing to it
                         os.unlink(path)

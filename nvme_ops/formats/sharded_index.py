@@ -51,10 +51,7 @@ class Index:
 
 def read_index(path: str) -> Index:
     """Parses an index. Raises FormatError with what is wrong with it."""
-    with open(path, "rb") as file:
-        content = file.read(MOST_HEADER + 1)
-    if len(content) > MOST_HEADER:
-        refuse(path, f"an index has at most {MOST_HEADER} bytes")
+    content = atomic.content_of(path, MOST_HEADER)
     document = _parse(content, path)
     places = document.get("weight_map")
     if not isinstance(places, dict):

@@ -22,7 +22,8 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.offload.chunks import Chunk, Version
 from nvme_ops.offload.states import States, read_back
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.atomic import opened, replacing
+from nvme_ops.text import parse_json
 
 _METADATA = "nvme_ops.optimizer"
 
@@ -69,17 +70,14 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
         FormatError: it is no such file.
         ValueError: it has states of other parameters or another optimizer, or chunks of another size.
     """
-    with open(path, "rb") as file:
-        header = safetensors_format.read(file.fileno(), path)
-        try:
-            record: dict[str, Any] = json.loads(header.metadata[_METADATA])
-        except (KeyError, ValueError) as error:
-            raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+    with opened(path) as fd:
+        header = safetensors_format.read(fd, path)
+        record = _record(header, path)
         if record["made"] != made:
             raise ValueError(
                 f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
             )
-        fd = file.fileno()
+        scalars = _scalars(states, record, path)
 
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             entry = header.entries.get(f"chunk.{chunk.number}")
@@ -92,8 +90,27 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
         versions: dict[Chunk, Version] = {}
         with contextlib.closing(states.fill(read, versions)) as updates:
             for chunk, _ in updates:
-                for each, written in zip(chunk.slices, record["chunks"][chunk.number][1], strict=True):
-                    scalars = read_back(written, chunk.device)
-                    if scalars is not None:
-                        chunk.scalars[each] = scalars
+                chunk.scalars.update(scalars[chunk])
     return record, versions
+
+
+def _record(header: safetensors_format.Header, path: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = parse_json(header.metadata[_METADATA])
+        if not {"made", "steps", "chunks"} <= set(record) or type(record["steps"]) is not int or record["steps"] < 0:
+            raise ValueError("its record is incomplete")
+    except (LookupError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+    return record
+
+
+def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
+    """Returns the scalar states of each slice. Raises FormatError for whatever the record may have in their place."""
+    try:
+        found = {}
+        for chunk in states.chunks:
+            written = [read_back(each, chunk.device) for each in record["chunks"][chunk.number][1]]
+            found[chunk] = {each: one for each, one in zip(chunk.slices, written, strict=True) if one is not None}
+        return found
+    except Exception as error:  # whatever a damaged record makes of an interpreter
+        raise FormatError(f"{path}: the record of the states is damaged: {error}") from error

@@ -26,7 +26,7 @@ from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.chunks import Chunk, Version
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.text import MIB
+from nvme_ops.text import MIB, parse_json
 
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has fewer than _BUFFERS of these
 _BUFFERS = 4
@@ -357,7 +357,7 @@ def _unframed(content: torch.Tensor, folder: str) -> dict[str, Any]:
             text = line
         elif line.decode() != f"{_FRAME} {checksums_anywhere([content[len(line) + 1 :]])[0]:08x}":
             raise ValueError(f"its checksum does not match, or it is none of {_FRAME!r}")
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = parse_json(text)
     except ValueError as error:
         raise FormatError(f"{folder}: the record of the last step of an optimizer is damaged: {error}") from error
     return found
