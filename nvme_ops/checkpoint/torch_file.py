@@ -78,7 +78,11 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             described = {name: each for name in names if isinstance(each := known[name], Described)}
             if len(described) == len(names):
                 return _fill_or_make(file, archive, described, targets, request)
-        found = flattened(everything(file, request.map_location if targets is None else "cpu", request.verify))
+        whole = everything(file, request.map_location if targets is None else "cpu", request.verify)
+        try:
+            found = flattened(whole)
+        except RecursionError as error:
+            raise FormatError(f"{path}: containers are nested too deeply") from error
     names = request.chosen(found, path, targets)
     if targets is None:
         return {name: found[name] for name in names}

@@ -11,8 +11,11 @@ the header; the header, a JSON object; then the sections that the header names, 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import stat
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -113,7 +116,9 @@ class Index:
                 before = (before + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
             begins = torch.where(numbers == firsts, starts, before)
             lengths = ends - begins
+        spans = (lengths + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
         wrong = (begins < 0) | (ends < begins) | (ends > self._sizes[files])  # not by lengths, which may wrap
+        wrong |= begins + spans > self._sizes[files]  # as much is read
         if wrong.any():
             place = int(wrong.nonzero()[0])
             raise FormatError(
@@ -147,6 +152,10 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
         place = aligned(place + values.nbytes, PAGE)
     text = json.dumps(header).encode()
     body = aligned(_PREFIX.size + len(text), PAGE)
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # nobody may read what a pipe gets
+            raise FileExistsError(errno.EEXIST, "is no regular file", path)
     with replacing(path, durable, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
         os.pwrite(file.fd, prefix + text, 0)
@@ -180,7 +189,7 @@ def _require_possible(index: Index) -> None:
     words = [index.id, index.kind, *(file.name for file in index.files)]
     if not all(isinstance(word, str) for word in words) or not isinstance(index.more, dict):
         raise TypeError("a name that is no text")
-    if any("\0" in word for word in words):
+    if any(b"\0" in os.fsencode(word) for word in words):
         raise ValueError("a name that cannot be")
     numbers = [index.records, index.alignment, index.record_bytes or 0]
     numbers += [number for file in index.files for number in (file.nbytes, file.first, file.start)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,7 @@ def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (the
         if any(shard[key] != columns[key] for shard in shards for key in keys):
             raise FormatError(f"{name}: its shards have different columns")
         counts = [int(shard["samples"]) for shard in shards]
-        if min(counts) < 0 or any("\0" in each for each in names):
+        if min(counts) < 0 or any(b"\0" in os.fsencode(each) for each in names):
             raise ValueError("a shard that cannot be")
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, FormatError):
@@ -98,7 +99,10 @@ def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (the
 
 def _places(shard: str, count: int) -> foreign.Found:
     with opened(shard) as fd:
-        size, wanted = os.fstat(fd).st_size, (count + 2) * _WORD
+        status, wanted = os.fstat(fd), (count + 2) * _WORD
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{shard}: is no file")
+        size = status.st_size
         head = b"" if wanted > size else _read(fd, wanted)
     if len(head) != wanted or int.from_bytes(head[:_WORD], "little") != count:
         raise FormatError(f"{shard}: does not begin with the places of {count} samples, as the index says")

@@ -208,9 +208,12 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
         seen.add(id(node))
         if depth >= _DEEPEST:  # names as long as the nesting is deep would take time and memory beyond any measure
             raise FormatError(f"{path}: data.pkl: containers are nested in more than {_DEEPEST} levels")
-        waiting.extend(
-            (f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in reversed(_children(node))
-        )
+        try:
+            waiting.extend(
+                (f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in reversed(_children(node))
+            )
+        except RecursionError as error:
+            raise FormatError(f"{path}: data.pkl: a key is nested too deeply") from error
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
@@ -246,7 +249,7 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
         if len(call.arguments) < least:
             raise ValueError(f"{len(call.arguments)} arguments")
         return _described(call.arguments, dtype_place, metadata_place)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of a message with what is nested deeply
         raise FormatError(f"{path}: data.pkl: tensor {name!r}: {error}") from None
 
 

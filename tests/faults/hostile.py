@@ -3,8 +3,8 @@
     python -m tests.faults.hostile FORMAT --mutations 100000 --seed 1 [--findings FOLDER]
 
 Reading may succeed, or raise FormatError or OSError with the file's name, within seconds and ``ROOM`` bytes of memory.
-Anything else is a finding: it is printed, and the changed file is kept in FOLDER. A number gives the same change again, up to
-the random parts of the format's own files.
+Anything else is a finding: it is printed, and the changed file is kept in FOLDER. A number gives the same change again,
+up to the random parts of the format's own files.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
     from tests.faults.hostile_formats import FORMATS
 
     warnings.simplefilter("ignore")
-    format, place = FORMATS[which], folder / "files"
+    chosen, place = FORMATS[which], folder / "files"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    format.make(place)
-    originals = {str(path.relative_to(place)): path.read_bytes() for path in place.glob(format.files)}
+    chosen.make(place)
+    originals = {str(path.relative_to(place)): path.read_bytes() for path in place.glob(chosen.files)}
     kept = set(place.rglob("*"))
-    format.read(place)
+    chosen.read(place)
     with (folder / "at").open("r+b") as file:
         at = mmap.mmap(file.fileno(), _COUNT.size)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -179,10 +179,10 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
         for path in set(place.rglob("*")) - kept:
             if not path.is_dir():
                 path.unlink()
-        name, content = mutated(format, originals, random.Random(f"{which}:{seed}:{number}"))
+        name, content = mutated(chosen, originals, random.Random(f"{which}:{seed}:{number}"))
         (place / name).write_bytes(content)
         try:
-            format.read(place)
+            chosen.read(place)
             said["read"] += 1
         except (FormatError, OSError) as error:
             named = str(place) in str(error)
@@ -303,8 +303,8 @@ def main() -> int:
         kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for each in result.findings:
             kinds.setdefault((each["what"], each["where"]), []).append(each)
-        for (what, where), each in sorted(kinds.items(), key=lambda item: -len(item[1])):
-            print(f"  {len(each)} x {what} at {where}; number {each[0]['number']}: {each[0]['words']}", flush=True)
+        for (what, where), those in sorted(kinds.items(), key=lambda item: -len(item[1])):
+            print(f"  {len(those)} x {what} at {where}; number {those[0]['number']}: {those[0]['words']}", flush=True)
         wrong += len(result.findings)
     return 1 if wrong else 0
 
