@@ -101,7 +101,7 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
     try:
         with tarfile.open(fileobj=cast(IO[bytes], _Part(file, nbytes)), mode="r:") as tar:
             for member in tar:
-                if not end < tar.offset <= nbytes:
+                if member.size < 0 or not end < tar.offset <= nbytes:
                     raise FormatError(f"{member.name!r} cannot end at byte {tar.offset}")
                 end = tar.offset
                 yield member, end
