@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from nvme_ops.text import parse_size
+from nvme_ops.text import parse_size, printable
+
+
+class Main(Protocol):
+    """The function of a command: takes its words, those of the process when None, and returns the exit status."""
+
+    def __call__(self, words: Sequence[str] | None = None, /) -> int:
+        """Runs the command."""
 
 
 def command_line(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -17,6 +29,53 @@ def command_line(command: str, description: str, epilog: str) -> argparse.Argume
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def command(name: str) -> Callable[[Main], Main]:
+    """Decorates the ``main`` of a command: what cannot be written to standard output is an error of the command.
+
+    Python would find it out at exit, after the status.
+    """
+
+    def decorated(main: Main) -> Main:
+        @functools.wraps(main)
+        def run(words: Sequence[str] | None = None) -> int:
+            try:
+                status = main(words)
+            except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
+                status = 0
+            except OSError as error:
+                say(f"{name}: {error}")
+                status = 2
+            except SystemExit:  # of argparse: --help, --version
+                if not _is_written(name):
+                    sys.exit(2)
+                raise
+            return status if _is_written(name) else 2
+
+        return run
+
+    return decorated
+
+
+def _is_written(name: str) -> bool:
+    """Flushes standard output; False if that fails, except where its reader has closed the pipe."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # nothing is left for the flush at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return True
+        say(f"{name}: standard output cannot be written: {error.strerror}")
+        return False
+    return True
+
+
+def say(words: object) -> None:
+    """Prints to stderr; escapes what a terminal would act on."""
+    sys.stderr.write(printable(words, lines=True) + "\n")
+    sys.stderr.flush()
 
 
 def size(text: str) -> int:

@@ -7,6 +7,8 @@ import os
 import pickle
 from collections.abc import Sequence
 
+from nvme_ops.text import printable
+
 
 class naming:  # noqa: N801  (used as contextlib's)
     """Has an OSError of a system call in the block, which knows a descriptor alone, name the operation and the file.
@@ -32,6 +34,10 @@ class naming:  # noqa: N801  (used as contextlib's)
 
 class FormatError(ValueError):
     """The file is damaged, or not of the format that its name says; the message names the file and the field."""
+
+    def __str__(self) -> str:
+        """Returns the message, with what a terminal would act on escaped: it has names from the file."""
+        return printable(super().__str__(), lines=True)
 
 
 class AnotherSaveError(FormatError):

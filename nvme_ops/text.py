@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
+
+# Control characters, halves of surrogate pairs, and what changes the direction of what follows.
+_ACTED_ON_IN_LINES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+_ACTED_ON = re.compile(_ACTED_ON_IN_LINES.pattern[:-1] + "\\t\\n]")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Parses JSON that others may have written. Raises ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """Returns a text in which what a terminal acts on is escaped, and what no encoding has: names may have anything.
+
+    ``lines``: it may have line breaks and tabs.
+    """
+    return (_ACTED_ON_IN_LINES if lines else _ACTED_ON).sub(lambda found: repr(found[0])[1:-1], str(text))
 
 
 def parse_size(text: str, *, zero: bool = False) -> int:
@@ -61,7 +83,8 @@ def rounded(value: float, digits: int) -> str:
 
 
 def columns_text(lines: Sequence[Sequence[str]]) -> str:
-    """Aligns cells in columns, each as wide as its widest cell."""
+    """Aligns cells in columns, each as wide as its widest cell. They are made ``printable``."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from nvme_ops.arguments import command, say
 from nvme_ops.host import Host
 from nvme_ops.op_builder import ALL_OPS
 
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@command("nvme-report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
     options = parser().parse_args(arguments)
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bad = [(op.name, op) for op in unusable]
     bad += [(folder, each) for folder, results in folders.items() for each in results if each.status is Status.NO]
     for name, result in bad:
-        print(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}", file=sys.stderr)
+        say(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}")
     return 1 if bad else 0
 
 
@@ -86,8 +88,5 @@ def _colour() -> bool:
 
 def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
-    try:
-        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has closed the pipe (`nvme-report | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
+    sys.stdout.flush()

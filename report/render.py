@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from nvme_ops.text import printable
+
 from .result import Json, Result, Status
 
 LINE = "-" * 50
@@ -48,7 +50,7 @@ def as_text(sections: Sections, storage: Sections, style: Style) -> str:
             plain = replace(style, colour=False) if name == CUFILE and not _has_gpu(sections) else style
             lines += _lines(results, plain, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
     for folder, results in storage.items():
-        lines += [LINE, f"Storage at {folder}:", LINE, *_lines(results, style, _NAME_WIDTH)]
+        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *_lines(results, style, _NAME_WIDTH)]
     return "\n".join([*lines, LINE, *([verdict(sections)] if sections.get(OPS) else []), LINE]) + "\n"
 
 
@@ -92,7 +94,7 @@ def _ops(results: Sequence[Result], style: Style) -> list[str]:
         cells = f"{_dotted(result.name, _NAME_WIDTH)} {_paint(installed, colour, style)}"
         lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {_bracket(result.status, style)}")
         if style.fixes:
-            words = [result.detail] if result.detail else []
+            words = [printable(result.detail, lines=True)] if result.detail else []
             lines += [f"{_paint(' [WARNING] ', Status.WARNING, style)}{word}" for word in _warnings(result) or words]
             lines += _fix(result, style)
     return lines
@@ -100,21 +102,21 @@ def _ops(results: Sequence[Result], style: Style) -> list[str]:
 
 def _warnings(result: Result) -> list[str]:
     warnings = result.data.get("warnings")
-    return [str(warning) for warning in warnings] if isinstance(warnings, (list, tuple)) else []
+    return [printable(warning, lines=True) for warning in warnings] if isinstance(warnings, (list, tuple)) else []
 
 
 def _lines(results: Sequence[Result], style: Style, width: int) -> list[str]:
     lines = []
     for result in results:
         judged = "" if result.status is Status.INFO else _bracket(result.status, style)
-        words = "" if not style.fixes and result.status.needs_fix else result.detail
+        words = "" if not style.fixes and result.status.needs_fix else printable(result.detail, lines=True)
         lines.append(" ".join(filter(None, [_dotted(result.name, width), judged, words])))
         lines += _fix(result, style)
     return lines
 
 
 def _fix(result: Result, style: Style) -> list[str]:
-    return [f"{'':10} fix: {result.fix}"] if result.fix and style.fixes else []
+    return [f"{'':10} fix: {printable(result.fix, lines=True)}"] if result.fix and style.fixes else []
 
 
 def _dotted(name: str, width: int) -> str:

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.arguments import command, say
 from nvme_ops.bench import explain, options, plot, report
 from nvme_ops.bench.run import run
 from nvme_ops.measuring import files, stop
+from nvme_ops.text import printable
 
 
+@command("nvme-bench")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
     words = sys.argv[1:] if words is None else words
@@ -21,7 +24,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return command(words[1:]) if command else _bench(words)
     except (files.NotUsable, OSError) as reason:
-        print(f"nvme-bench: {reason}", file=sys.stderr)
+        say(f"nvme-bench: {reason}")
         return 2
     except KeyboardInterrupt:
         print("\nnvme-bench: interrupted; the files are removed", file=sys.stderr)
@@ -32,7 +35,7 @@ def _bench(words: Sequence[str]) -> int:
     given = options.parse(words)
     result = run(given, show_progress)
     if given.json != "-":
-        print(report.text(result))
+        print(printable(report.text(result), lines=True))
     if given.json:
         write_json(given.json, report.as_document(result))
     if given.csv:

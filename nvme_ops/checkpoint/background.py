@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
-import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops import collector
+from nvme_ops import at_exit, collector
 from nvme_ops.checkpoint import Format, turns
 from nvme_ops.checkpoint.plan import Plan, plan_for
 from nvme_ops.checkpoint.turns import Turn
@@ -140,6 +139,7 @@ def save_async(
         arguments = (future, place, plan, turn, durable, handle, copies)
         thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}", daemon=False)
         thread.start()
+        _started.add(future)
     except BaseException:
         if thread is None or thread.ident is None:  # otherwise the thread saves and ends the turn itself
             _keep(copies)
@@ -159,6 +159,7 @@ def release_memory() -> None:
 # Memory kept from one save to the next.
 _kept: list[torch.Tensor] = []
 _failed: list[SaveFuture] = []
+_started: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 
 
 def _keep(copies: _Copies | None) -> None:
@@ -233,15 +234,17 @@ def _forget_parents() -> None:
     """Forgets, in a forked child, the saves of the parent's threads."""
     _kept.clear()
     _failed.clear()
+    _started.clear()
 
 
 def _tell_what_failed() -> None:
     """Prints, at exit, the errors of saves whose futures were never asked."""
+    wait(list(_started))  # a process of multiprocessing comes here first, and joins its threads then
     for future in _failed:
         if not future._asked:
-            sys.stderr.write(f"nvme_ops.save_async({future.path!r}) failed, and nobody asked its future:\n")
-            traceback.print_exception(future.exception())
+            failure = "".join(traceback.format_exception(future.exception()))
+            at_exit.tell(f"save_async({future.path!r}) failed, and nobody asked its future:\n{failure}")
 
 
 os.register_at_fork(after_in_child=_forget_parents)
-atexit.register(_tell_what_failed)
+at_exit.call(_tell_what_failed)

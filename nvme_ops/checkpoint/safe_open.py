@@ -14,6 +14,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
+from nvme_ops.storage.atomic import open_to_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +62,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
         self._path = os.fspath(filename)
         self._device = torch.device(device)
         self._handle = handle or shared_handle()
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_to_read(self._path)
         try:
             self._header = layout.read(self._fd, self._path)
         except BaseException:

@@ -19,7 +19,7 @@ from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
 from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
 from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
-from nvme_ops.errors import UnsafeError
+from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.contents import Contents, Item
@@ -78,7 +78,11 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             described = {name: each for name in names if isinstance(each := known[name], Described)}
             if len(described) == len(names):
                 return _fill_or_make(file, archive, described, targets, request)
-        found = flattened(everything(file, request.map_location if targets is None else "cpu", request.verify))
+        whole = everything(file, request.map_location if targets is None else "cpu", request.verify)
+        try:
+            found = flattened(whole)
+        except RecursionError as error:
+            raise FormatError(f"{path}: containers are nested too deeply") from error
     names = request.chosen(found, path, targets)
     if targets is None:
         return {name: found[name] for name in names}
@@ -193,7 +197,7 @@ def contents(path: str) -> Contents:
         file = File(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
-            raise ValueError(
+            raise FormatError(
                 f"{path} can be loaded, but not looked into: torch.save wrote it in another way than today"
             )
         root, storages = torch_pickle.read(file.pickle(archive), path)

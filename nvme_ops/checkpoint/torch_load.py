@@ -24,6 +24,7 @@ from nvme_ops.checkpoint.torch_zip import Archive
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import open as open_file
 from nvme_ops.formats import torch_pickle
+from nvme_ops.text import printable
 
 # Bytes of storages that are read at a time for a function that decides where they go; as many are on their way then.
 _AHEAD = 8 << 20
@@ -206,7 +207,7 @@ def _in_words(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[No
     """Turns what torch raises about a file into errors that name it."""
     try:
         yield
-    except (FormatError, OSError, MemoryError, NotImplementedError):
+    except (FormatError, OSError, NotImplementedError):
         raise
     except pickle.UnpicklingError as error:
         raise UnsafeError(f"{where}: {error}") from None
@@ -218,13 +219,13 @@ def _in_words(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[No
 
 
 def _text(error: Exception) -> str:
-    return str(error.args[0])
+    return printable(error.args[0], lines=True)
 
 
 # A FormatError that those who expect torch's type catch too.
 _FORMAT_ERRORS: dict[type[Exception], type[FormatError]] = {
     known: type("FormatError", (FormatError, known), {"__module__": FormatError.__module__, "__str__": _text})
-    for known in (NotImplementedError, RuntimeError, EOFError, TypeError, KeyError, AttributeError)
+    for known in (NotImplementedError, RuntimeError, EOFError, TypeError, KeyError, AttributeError, MemoryError)
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tarfile
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,7 @@ class File:
         """
         size = require_file(self.fd, self.path)
         if not is_zip(self.fd):
-            if os.pread(self.fd, 15, 0)[2:] != _LEGACY and not tarfile.is_tarfile(self.path):
+            if os.pread(self.fd, 15, 0)[2:] != _LEGACY and not _is_tar(self.fd):
                 refuse(self.path, "begins neither as a zip file nor as a pickle of torch.save")
             return None
         archive = open_archive(self.fd, self.path)
@@ -72,3 +71,8 @@ def require_record(archive: Archive, storage: Storage) -> None:
     if record is None or record.size != storage.size:
         actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
         refuse(archive.path, f"data.pkl: a storage of {storage.size} bytes in record {storage.record!r}, {actual}")
+
+
+def _is_tar(fd: int) -> bool:
+    """Returns whether it is a tar. ``tarfile`` tries to decompress the file first, however large it claims to be."""
+    return os.pread(fd, 5, 257) == b"ustar"

@@ -14,10 +14,12 @@ from nvme_ops.data.index import read_index
 from nvme_ops.durable import sync, sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import abandoned
+from nvme_ops.storage.atomic import abandoned, content_of
+from nvme_ops.text import parse_json
 
 _PREFIX = "samples-"
 _MARK = ".nvme_ops-claim"
+_MOST = 1 << 20  # bytes of a claim
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
@@ -89,7 +91,7 @@ def settle_abandoned(index: str) -> None:
 def _locked(path: str) -> int:
     """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # somebody is checking whether it is abandoned
@@ -116,7 +118,7 @@ def _settle(index: str, path: str) -> None:
         return
     if not wanted:
         for folder in _folders(index, path):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # a name that no folder can have
                 for name in os.listdir(folder):
                     if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
                         unlink.unlink(os.path.join(folder, name))
@@ -127,8 +129,8 @@ def _settle(index: str, path: str) -> None:
 def _folders(index: str, path: str) -> list[str]:
     """Returns the folder of the index, and the others unless the claim is a copy, made for another index."""
     mine = os.path.dirname(index)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
-        found = json.load(file)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found = parse_json(content_of(path, _MOST))
         if found["index"] == index:
             return list(dict.fromkeys([mine, *map(str, found["folders"])]))
     return [mine]

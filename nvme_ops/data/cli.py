@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command_line, size
+from nvme_ops.arguments import command, command_line, say, size
 from nvme_ops.data.convert import convert, open_source
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.atomic import make_folder
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import MIB, printable, size_words
 
 _EPILOG = """\
 examples:
@@ -63,13 +63,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@command("nvme-data")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     given = parser().parse_args(words)
     try:
         return {"convert": _convert, "info": _info, "verify": _verify}[given.command](given)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        print(f"nvme-data: {error}", file=sys.stderr)
+        say(f"nvme-data: {error}")
         return 2
     except KeyboardInterrupt:
         print("nvme-data: interrupted", file=sys.stderr)
@@ -82,7 +83,7 @@ def _convert(given: argparse.Namespace) -> int:
     source = open_source(given.source, given.dtype, given.shape)
     if source.left_out:
         some = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
-        print(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}", file=sys.stderr)
+        say(printable(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}"))
     for folder in given.folders:
         make_folder(folder)
     with (
@@ -96,7 +97,8 @@ def _convert(given: argparse.Namespace) -> int:
         byte_bar(source.nbytes, "convert") as advance,
     ):
         count = convert(source, writer, advance)
-    print(f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}")
+    words = f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}"
+    print(printable(words))
     return 0
 
 
@@ -122,9 +124,9 @@ def _info(given: argparse.Namespace) -> int:
     mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
     print(f"{index.kind}: {len(store)} samples, {size_words(store.nbytes)}{mean}")
     for words in columns:
-        print(f"  column {words}")
+        print(printable(f"  column {words}"))
     for each in found["files"]:
-        print(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}")
+        print(printable(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}"))
     return 0
 
 
@@ -143,7 +145,7 @@ def _verify(given: argparse.Namespace) -> int:
         print(json.dumps({"samples": len(store), "checksums": checked, "damaged": wrong}, indent=2))
     else:
         for words in wrong:
-            print(f"DAMAGED {words}")
+            print(printable(f"DAMAGED {words}"))
         how = "are what was written" if checked else "can be read; there are no checksums to compare with"
         damaged = f"[DAMAGED] {len(wrong)} of {len(store)} samples"
         print(damaged if wrong else f"[OKAY] {len(store)} samples, {size_words(store.nbytes)}, {how}")

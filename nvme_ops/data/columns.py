@@ -192,7 +192,7 @@ class Columns:
                     raise FormatError(f"column {column.name!r} does not fit its record of {record.numel()} bytes")
                 sample[column.name] = column.unpacked(record[begin:end])
             return {column.name: sample[column.name] for column in self.all}
-        except (RuntimeError, UnicodeDecodeError) as error:
+        except (RuntimeError, UnicodeDecodeError, TypeError, OverflowError) as error:  # of an impossible shape
             raise FormatError(f"a record of {record.numel()} bytes does not hold its columns: {error}") from error
 
     def stacked(self, rows: torch.Tensor) -> Any:

@@ -151,8 +151,10 @@ def _array(path: str) -> Source:
     numpy = _needed("numpy", path)
     try:
         rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (EOFError, ValueError) as error:
-        raise FormatError(f"{path}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises many kinds
+        raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
     if rows.ndim == 0:
         raise FormatError(f"{path}: an array without dimensions has no samples")
     return _of_rows(rows, numpy, path)

@@ -11,8 +11,11 @@ the header; the header, a JSON object; then the sections that the header names, 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import stat
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -29,6 +32,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.atomic import opened, replacing
 from nvme_ops.tensors import bytes_of, empty
+from nvme_ops.text import parse_json
 
 MAGIC = b"NVMEDATA"
 VERSION = 1
@@ -112,7 +116,9 @@ class Index:
                 before = (before + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
             begins = torch.where(numbers == firsts, starts, before)
             lengths = ends - begins
-        wrong = (begins < 0) | (lengths < 0) | (ends > self._sizes[files])
+        spans = (lengths + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
+        wrong = (begins < 0) | (ends < begins) | (ends > self._sizes[files])  # not by lengths, which may wrap
+        wrong |= begins + spans > self._sizes[files]  # as much is read
         if wrong.any():
             place = int(wrong.nonzero()[0])
             raise FormatError(
@@ -146,6 +152,10 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
         place = aligned(place + values.nbytes, PAGE)
     text = json.dumps(header).encode()
     body = aligned(_PREFIX.size + len(text), PAGE)
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # nobody may read what a pipe gets
+            raise FileExistsError(errno.EEXIST, "is no regular file", path)
     with replacing(path, durable, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
         os.pwrite(file.fd, prefix + text, 0)
@@ -167,7 +177,7 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
             for name in sections:
                 if name in found:
                     setattr(index, name, _section(fd, path, name, body, found[name], index.records))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
             if isinstance(error, FormatError):
                 raise
             raise FormatError(f"{path}: the header of the index is damaged: {error!r}") from error
@@ -176,10 +186,17 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
 
 def _require_possible(index: Index) -> None:
     """Raises ValueError or TypeError for an impossible header."""
+    words = [index.id, index.kind, *(file.name for file in index.files)]
+    if not all(isinstance(word, str) for word in words) or not isinstance(index.more, dict):
+        raise TypeError("a name that is no text")
+    if any(b"\0" in os.fsencode(word) for word in words):
+        raise ValueError("a name that cannot be")
     numbers = [index.records, index.alignment, index.record_bytes or 0]
     numbers += [number for file in index.files for number in (file.nbytes, file.first, file.start)]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or index.alignment == 0:
         raise ValueError("a size that cannot be")
+    if index.alignment > PAGE or PAGE % index.alignment:
+        raise ValueError(f"an alignment of {index.alignment}")
     if index.kind == "native":
         if Columns.from_json(index.columns).record_bytes != index.record_bytes:
             raise ValueError(f"record_bytes is {index.record_bytes}, and the columns have another size")
@@ -199,10 +216,18 @@ def _header(fd: int, path: str) -> tuple[dict[str, Any], int]:
     _, version, nbytes, checksum = _PREFIX.unpack(prefix)
     if version != VERSION:
         raise FormatError(f"{path}: version {version} of the format; this program knows {VERSION}")
+    size = os.fstat(fd).st_size
+    if _PREFIX.size + nbytes > size:
+        raise FormatError(f"{path}: the header of the index has {nbytes} bytes, and the file {size}")
     text = os.pread(fd, nbytes, _PREFIX.size)
     if len(text) != nbytes or checksums_of([text], "crc32c")[0] != checksum:
         raise FormatError(f"{path}: the header of the index is damaged")
-    header: dict[str, Any] = json.loads(text)
+    try:
+        header: dict[str, Any] = parse_json(text)
+    except ValueError as error:
+        raise FormatError(f"{path}: the header of the index is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: the header of the index is no JSON object")
     return header, aligned(_PREFIX.size + nbytes, PAGE)
 
 

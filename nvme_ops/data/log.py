@@ -140,7 +140,7 @@ class AsyncLog:
                     self._changed.wait(1.0)
                 if self._failure is not None:
                     raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
-        self._thread.join()
+        self._thread.join()  # which is about to end: interrupted, it may be taken for ended before Python 3.13
 
     def _admit(self) -> bool:
         """Returns whether a record may be added, perhaps after a wait."""
@@ -179,6 +179,7 @@ class AsyncLog:
             asked, closing = self._asked, self._closing
         failure: Exception | None = None
         try:
+            self._leave_failed()
             if records:
                 self._write(records)
             if closing and self._segment is not None:
@@ -221,7 +222,7 @@ class AsyncLog:
     def _mend(self, records: list[bytes]) -> None:
         """Keeps the whole blocks after a failure, if they can be made durable: writing continues after them."""
         segment = self._segment
-        if segment is None:
+        if segment is None or segment.failed:
             return
         if not segment.sync_failed:  # another sync would report nothing: the kernel forgets what it could not write
             with contextlib.suppress(Exception):
@@ -229,8 +230,15 @@ class AsyncLog:
                 segment.sync()
                 self._done(records)
                 return
-        segment.leave()
-        self._segment = None
+        segment.failed = True
+        with contextlib.suppress(Exception):  # it is tried again before anything is written anew
+            self._leave_failed()
+
+    def _leave_failed(self) -> None:
+        """Leaves a file that cannot be continued. Raises OSError while what will be written anew is still in it."""
+        if self._segment is not None and self._segment.failed:
+            self._segment.leave()
+            self._segment = None
 
     def _done(self, records: list[bytes]) -> None:
         """Forgets what is durable now."""
@@ -249,7 +257,7 @@ class AsyncLog:
             ours = [path for path in ours if self._segment is None or path != mine.path]
         for path in ours[: -self._keep]:
             with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     if locks.take(fd):  # nobody is writing to it
                         os.unlink(path)
@@ -324,12 +332,15 @@ def _close_all() -> None:
         try:
             log.close()
         except Exception as error:
-            _warn_of_loss(log, error)
+            at_exit.tell(_loss(log, error))
 
 
 def _warn_of_loss(log: AsyncLog, error: Exception | None) -> None:
-    words = f"{log.path}: what was appended last could not be written: {error}"
-    warnings.warn(words, RuntimeWarning, stacklevel=2)
+    warnings.warn(_loss(log, error), RuntimeWarning, stacklevel=2)
+
+
+def _loss(log: AsyncLog, error: Exception | None) -> str:
+    return f"{log.path}: what was appended last could not be written: {error}"
 
 
 def _forget_all() -> None:

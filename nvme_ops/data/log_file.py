@@ -51,6 +51,7 @@ class Segment:
         self.owner = os.fstat(fd).st_uid  # some network file systems choose it
         self.nbytes = self._durable = 0
         self.sync_failed = False
+        self.failed = False  # only what is durable is to stay in it
 
     @classmethod
     def new(cls, path: str) -> Segment:
@@ -67,7 +68,9 @@ class Segment:
                     sync_folder(os.path.dirname(path))
                     return made
                 except BaseException:
-                    made.leave()
+                    with contextlib.suppress(OSError):
+                        made.leave()
+                    made.close()
                     raise
 
     def write(self, records: list[bytes]) -> int:
@@ -110,14 +113,26 @@ class Segment:
         os.ftruncate(self._fd, self.nbytes)
 
     def leave(self) -> None:
-        """Closes the file with what is durable; removes it if nothing is."""
+        """Closes the file with what is durable; removes it if nothing is.
+
+        Raises OSError if it still has more, which a reader would find: it is open then, and this can be called again.
+        """
         self.nbytes = self._durable
-        with contextlib.suppress(OSError):
-            self.cut() if self._durable else os.unlink(self.path)
+        try:
+            if self._durable:
+                self.cut()
+            elif os.fstat(self._fd).st_nlink:  # else another log may have a file of this name by now
+                os.unlink(self.path)
+        except OSError as error:
+            words = f"a file that could not be written cannot be cut back: {error.strerror}"
+            raise OSError(error.errno, words, self.path) from error
+        if self._durable:
+            with contextlib.suppress(OSError):
+                os.fdatasync(self._fd)  # a power failure could bring back what was cut off
         self.close()
 
     def close(self) -> None:
-        """Closes the file, whatever is in it."""
+        """Closes the file, whatever is in it. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -7,9 +7,9 @@ and then the columns in order.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +19,14 @@ from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Index
 from nvme_ops.errors import FormatError, UnsafeError
+from nvme_ops.formats.safetensors_format import MOST_HEADER
+from nvme_ops.storage.atomic import content_of, opened
 from nvme_ops.tensors import bytes_of
+from nvme_ops.text import parse_json
 
 _LIST = "index.json"
 _WORD = 4
+_MOST = MOST_HEADER  # bytes of the index
 _SCALARS = {
     name: getattr(torch, name)
     for name in (
@@ -47,11 +51,10 @@ _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 def matches(path: str) -> bool:
     """Returns whether there is an index of MDS shards in the folder; other programs have an ``index.json``, too."""
-    if not os.path.isfile(os.path.join(path, _LIST)):  # opening a pipe would block
+    if not os.path.isfile(os.path.join(path, _LIST)):
         return False
     try:
-        with open(os.path.join(path, _LIST), "rb") as file:
-            found = json.load(file)
+        found = parse_json(content_of(os.path.join(path, _LIST), _MOST))
         return isinstance(found, dict) and "shards" in found
     except ValueError:
         return any(name.endswith(".mds") for name in os.listdir(path))
@@ -62,10 +65,9 @@ def matches(path: str) -> bool:
 def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none for each record)
     """Returns where the samples of a folder lie. Raises FormatError for shards that cannot be read in place."""
     name = os.path.join(path, _LIST)
-    with open(name, "rb") as file:
-        text = file.read()
+    text = content_of(name, _MOST)
     try:
-        shards = json.loads(text)["shards"]
+        shards = parse_json(text)["shards"]
         if not shards:
             raise FormatError(f"{name}: lists no shards")
         names = []
@@ -82,7 +84,9 @@ def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (the
         if any(shard[key] != columns[key] for shard in shards for key in keys):
             raise FormatError(f"{name}: its shards have different columns")
         counts = [int(shard["samples"]) for shard in shards]
-    except (KeyError, TypeError, ValueError) as error:
+        if min(counts) < 0 or any(b"\0" in os.fsencode(each) for each in names):
+            raise ValueError("a shard that cannot be")
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{name}: no index of MDS shards: {error!r}") from error
@@ -94,14 +98,29 @@ def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (the
 
 
 def _places(shard: str, count: int) -> foreign.Found:
-    with open(shard, "rb") as file:
-        head = file.read((count + 2) * _WORD)
-    if len(head) != (count + 2) * _WORD or int.from_bytes(head[:_WORD], "little") != count:
+    with opened(shard) as fd:
+        status, wanted = os.fstat(fd), (count + 2) * _WORD
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{shard}: is no file")
+        size = status.st_size
+        head = b"" if wanted > size else _read(fd, wanted)
+    if len(head) != wanted or int.from_bytes(head[:_WORD], "little") != count:
         raise FormatError(f"{shard}: does not begin with the places of {count} samples, as the index says")
     places = torch.frombuffer(bytearray(head), dtype=torch.int32)[1:].to(torch.int64) & 0xFFFFFFFF
-    if (places[1:] < places[:-1]).any() or int(places[-1]) > os.path.getsize(shard):
+    if (places[1:] < places[:-1]).any() or int(places[-1]) > size:
         raise FormatError(f"{shard}: the places of its samples are damaged")
     return foreign.Found(int(places[0]), places[1:])
+
+
+def _read(fd: int, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count and (part := os.pread(fd, count - len(parts), len(parts))):
+        parts += part
+    return bytes(parts)
+
+
+class NotDecodedError(FormatError, ImportError):
+    """A column that another package decodes, which is not installed."""
 
 
 class Shards:
@@ -121,7 +140,7 @@ class Shards:
                              for name, encoding, size in zip(names, encodings, sizes, strict=True)]  # fmt: skip
         except (KeyError, ValueError, TypeError) as error:
             if isinstance(error, FormatError):
-                raise
+                raise type(error)(f"{index.path}: {error}") from error
             raise FormatError(f"{index.path}: the columns are damaged: {error!r}") from error
         self._head = sum(size is None for _, _, size in self._columns) * _WORD
 
@@ -140,7 +159,9 @@ class Shards:
                 raise FormatError(f"column {name!r} does not fit its sample of {record.numel()} bytes")
             try:
                 sample[name] = decode(record[begin : begin + size])
-            except (ValueError, KeyError, IndexError, RuntimeError) as error:
+            except NotDecodedError:
+                raise
+            except (ValueError, LookupError, TypeError, OverflowError, RuntimeError) as error:
                 raise FormatError(f"column {name!r} of a sample is damaged: {error}") from error
             begin += size
         return sample
@@ -161,7 +182,7 @@ def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
         "jpeg": lambda part: part,
         "png": lambda part: part,
         "str": _text,
-        "json": lambda part: json.loads(_text(part)),
+        "json": lambda part: parse_json(_text(part)),
         "int": lambda part: _numbers(part, torch.int64).item(),
         "str_int": lambda part: int(_text(part)),
         "str_float": lambda part: float(_text(part)),
@@ -199,7 +220,7 @@ def _by_streaming(encoding: str, part: torch.Tensor) -> Any:
             mds_decode,
         )
     except ImportError:
-        raise ImportError(
+        raise NotDecodedError(
             f"columns of the encoding {encoding!r} are decoded by MosaicML's package: pip install mosaicml-streaming"
         ) from None
     return mds_decode(encoding, bytes(bytes_of(part)))

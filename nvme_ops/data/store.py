@@ -276,7 +276,8 @@ class Read:
             try:
                 made.append(self._store._reader.sample(records[place]))
             except FormatError as error:
-                raise FormatError(f"{self._store.path}: sample {int(self._numbers[place])}: {error}") from error
+                words = f"{self._store.path}: sample {int(self._numbers[place])}: {error}"
+                raise type(error)(words) from error
         return made
 
     def batch(self) -> Any:

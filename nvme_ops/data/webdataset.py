@@ -5,9 +5,12 @@ Source: webdataset 1.0, ``webdataset/tariterators.py``.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
+from collections.abc import Iterator
+from typing import IO, BinaryIO, cast
 
 import torch
 
@@ -15,10 +18,12 @@ from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Index
 from nvme_ops.errors import FormatError
+from nvme_ops.storage.atomic import opened
 from nvme_ops.tensors import bytes_of
 
 KEY = "__key__"
 _BLOCK = 512
+_MOST_HEADER = 16 << 20  # bytes of names and the like that a tar keeps in front of a file
 _SUFFIX = ".tar"
 
 
@@ -57,23 +62,56 @@ def _places(path: str) -> foreign.Found:
     starts: list[int] = []
     keys: list[str] = []
     end = 0
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                end = tar.offset
-                found = key_of(member.name) if member.isreg() else None
-                if found is not None and (not keys or keys[-1] != found[0]):
-                    starts.append(member.offset)
-                    keys.append(found[0])
-                tar.members = []  # type: ignore[attr-defined]  # which would grow
-    except tarfile.TarError as error:
-        raise FormatError(f"{path}: not a tar that can be read in place: {error}") from error
-    with open(path, "rb") as file:
-        file.seek(end)
-        if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
+    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+        for member, after in _walk(file, os.fstat(fd).st_size, f"{path}: not a tar that can be read in place"):
+            end = after
+            found = key_of(member.name) if member.isreg() else None
+            if found is not None and (not keys or keys[-1] != found[0]):
+                starts.append(member.offset)
+                keys.append(found[0])
+        if os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
     return foreign.Found(starts[0] if starts else 0, ends)
+
+
+class _Part(io.BufferedIOBase):
+    """What tarfile reads of a tar: it would take memory for whatever size a header names."""
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        super().__init__()
+        self._file, self._nbytes = file, nbytes
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self._nbytes - self._file.tell())
+        if size is None or size < 0 or min(size, left) > _MOST_HEADER:
+            raise FormatError(f"a header of more than {_MOST_HEADER} bytes")
+        return self._file.read(min(size, left))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yields the members of a tar, and where each ends. Raises FormatError for whatever tarfile makes of it."""
+    end = 0
+    try:
+        with tarfile.open(fileobj=cast(IO[bytes], _Part(file, nbytes)), mode="r:") as tar:
+            for member in tar:
+                if member.size < 0 or not end < tar.offset <= nbytes:
+                    raise FormatError(f"{member.name!r} cannot end at byte {tar.offset}")
+                end = tar.offset
+                yield member, end
+                tar.members = []  # type: ignore[attr-defined]  # which would grow
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a seek to where no file can be
+            raise
+        raise FormatError(f"{what}: {error}") from error
+    except Exception as error:  # tarfile raises many kinds
+        raise FormatError(f"{what}: {error}") from error
 
 
 class Tars:
@@ -131,8 +169,5 @@ def _plain(head: bytes) -> tuple[str, int] | None:
 
 
 def _by_tarfile(content: bytes) -> list[tuple[str, int, int]]:
-    try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
-            return [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
-    except tarfile.TarError as error:
-        raise FormatError(f"it is not part of a tar: {error}") from error
+    members = [member for member, _ in _walk(io.BytesIO(content), len(content), "it is not part of a tar")]
+    return [(member.name, member.offset_data, member.size) for member in members if member.isreg()]

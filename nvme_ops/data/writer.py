@@ -7,12 +7,14 @@ import errno
 import os
 import threading
 import warnings
+import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nvme_ops import at_exit
 from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.data.claim import Claim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
@@ -29,6 +31,7 @@ from nvme_ops.text import parse_size
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
 _LEAST = 64  # bytes that a record counts for at least, there
+_PATIENCE = 5.0  # seconds that the end of the program waits for a thread that is adding or closing
 
 
 class SampleWriter:
@@ -38,7 +41,8 @@ class SampleWriter:
 
     Until it is closed there is no store, or still the one from before. An exception in the block removes the data
     files, and so does the next writer in the folder after a crash. A store that is open while it is replaced can still
-    be read, from the files that it has open.
+    be read, from the files that it has open. A writer that is never closed loses its samples: a RuntimeWarning says so
+    where it is dropped, a line on stderr where the program ends.
 
     Args:
         folders: an existing folder, or several, each on a device of its own: data files are spread over all of them.
@@ -99,6 +103,7 @@ class SampleWriter:
         settle_abandoned(self.path)
         self._claim = Claim(self.path, self._id, self._folders)
         self._state = "open"
+        _open.add(self)
 
     def __len__(self) -> int:
         """Returns the number of samples added so far."""
@@ -282,10 +287,29 @@ class SampleWriter:
 
     def __del__(self) -> None:
         if getattr(self, "_state", "closed") != "closed" and self._process == os.getpid():
-            warnings.warn(
-                "a SampleWriter was dropped without close(): its samples are lost", ResourceWarning, stacklevel=2
-            )
+            warnings.warn(self._loss("was dropped without close()"), RuntimeWarning, stacklevel=2)
             self.abort()
+
+    def _loss(self, what: str) -> str:
+        return f"{self.path}: a SampleWriter {what}: its {len(self)} samples are not kept"
+
+    def _leave(self) -> None:
+        """Removes what was written, at the end of the program, unless a thread has the writer and does not return it.
+
+        Such a thread is a daemon. The next writer in the folder removes what that one has written.
+        """
+        if self._state == "closed" or self._process != os.getpid():
+            return
+        if not self._lock.acquire(timeout=_PATIENCE):
+            at_exit.tell(self._loss("was still at work in a thread when the program ended"))
+            _open.discard(self)  # told once
+            return
+        try:
+            if self._state != "closed":
+                at_exit.tell(self._loss("was not closed when the program ended"))
+                self.abort()
+        finally:
+            self._lock.release()
 
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
@@ -308,3 +332,14 @@ def _checksum(parts: Sequence[Any]) -> int:
     for part, each in zip(parts[1:], found[1:], strict=True):
         value = joined(value, each, len(part), "crc32c")
     return value
+
+
+_open: weakref.WeakSet[SampleWriter] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    for writer in list(_open):
+        writer._leave()
+
+
+at_exit.call(_end_all)

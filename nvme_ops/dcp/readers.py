@@ -13,7 +13,7 @@ from typing import Any
 
 from nvme_ops.dcp import metadata_file
 from nvme_ops.errors import FormatError
-from nvme_ops.storage.atomic import opened
+from nvme_ops.storage.atomic import open_to_read, opened
 
 _REPLACED = ".metadata.replaced-"
 
@@ -24,7 +24,7 @@ class Reading:
     def __init__(self, path: str) -> None:
         self._pid = os.getpid()
         while True:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_to_read(path)
             try:
                 with suppress(OSError):  # without locks readers are not protected
                     fcntl.flock(self._fd, fcntl.LOCK_SH)

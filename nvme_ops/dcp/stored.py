@@ -15,6 +15,7 @@ import torch
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
+from nvme_ops.storage.atomic import open_to_read
 
 _LOCAL = struct.Struct("<26x2H")  # of a zip member's head, the lengths of the name and the extra field behind it
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
@@ -40,7 +41,7 @@ def find(path: str, offset: int, length: int) -> Stored | None:
     Raises:
         FormatError: it is damaged.
     """
-    with open(path, "rb") as file:
+    with open(open_to_read(path), "rb") as file:
         part = _Part(file, offset, length)
         try:
             archive = zipfile.ZipFile(part)

@@ -87,7 +87,7 @@ def differs(text: bytes, metadata: Mapping[str, str]) -> bool:
 
 
 def _in_json(written: str) -> bytes:
-    return f'"{KEY}":"{written}'.encode()
+    return f'"{KEY}":"{written}'.encode(errors="surrogatepass")
 
 
 def recorded(header: Header, path: str) -> dict[str, int] | None:

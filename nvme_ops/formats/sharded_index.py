@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nvme_ops.errors import FormatError, naming
+from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import atomic, unlink
@@ -51,10 +51,7 @@ class Index:
 
 def read_index(path: str) -> Index:
     """Parses an index. Raises FormatError with what is wrong with it."""
-    with open(path, "rb") as file, naming("read of the index", path):
-        content = file.read(MOST_HEADER + 1)
-    if len(content) > MOST_HEADER:
-        refuse(path, f"an index has at most {MOST_HEADER} bytes")
+    content = atomic.content_of(path, MOST_HEADER)
     document = _parse(content, path)
     places = document.get("weight_map")
     if not isinstance(places, dict):
@@ -63,7 +60,7 @@ def read_index(path: str) -> Index:
         if not isinstance(file_name, str):
             refuse(path, f"weight_map: the file of {name!r} is {file_name!r}, not a name")
         parts = file_name.split("/")
-        if not file_name or "\0" in file_name or os.path.isabs(file_name) or ".." in parts:
+        if not file_name or "\0" in file_name or not _can_be(file_name) or os.path.isabs(file_name) or ".." in parts:
             refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, does not lie in the folder of the index")
         if not file_name.endswith(_SHARDS):
             refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is in no format that is known here")
@@ -76,6 +73,15 @@ def read_index(path: str) -> Index:
     words.pop(integrity.KEY, None)
     save = words.pop(integrity.SAVE, None)
     return Index(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
+
+
+def _can_be(name: str) -> bool:
+    """Returns whether a file can have the name: half a surrogate pair has no bytes."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse(content: bytes, path: str) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class Call:
         self.elements.extend(elements)
 
 
+_DEEPEST = 2000  # levels: what Python can pickle has fewer
 _LONG_NAME = 256  # characters; such are not kept
 
 
@@ -195,17 +196,24 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
 
     A container is walked only once. Raises FormatError for a tensor that does not fit its storage.
     """
-    waiting: list[tuple[str, Any]] = [("", root)]
+    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
     seen = set()
     while waiting:
-        name, node = waiting.pop()
+        name, node, depth = waiting.pop()
         if (found := tensor(node, name, path)) is not None:
             yield name, found
             continue
         if not isinstance(node, dict | list | tuple | Call) or id(node) in seen:
             continue
         seen.add(id(node))
-        waiting.extend((f"{name}.{key}" if name else str(key), child) for key, child in reversed(_children(node)))
+        if depth >= _DEEPEST:  # names as long as the nesting is deep would take time and memory beyond any measure
+            raise FormatError(f"{path}: data.pkl: containers are nested in more than {_DEEPEST} levels")
+        try:
+            waiting.extend(
+                (f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in reversed(_children(node))
+            )
+        except RecursionError as error:
+            raise FormatError(f"{path}: data.pkl: a key is nested too deeply") from error
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
@@ -241,7 +249,7 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
         if len(call.arguments) < least:
             raise ValueError(f"{len(call.arguments)} arguments")
         return _described(call.arguments, dtype_place, metadata_place)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # of a message with what is nested deeply
         raise FormatError(f"{path}: data.pkl: tensor {name!r}: {error}") from None
 
 

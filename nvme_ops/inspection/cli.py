@@ -11,12 +11,13 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from nvme_ops import __version__
+from nvme_ops.arguments import command, say
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.formats.contents import Contents
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
-from nvme_ops.text import columns_text, size_words
+from nvme_ops.text import columns_text, printable, size_words
 
 _EPILOG = """\
 examples:
@@ -60,13 +61,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@command("nvme-checkpoint")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     given = parser().parse_args(words)
     try:
         return {"info": _info, "verify": _verify_all, "diff": _diff, "clean": _clean}[given.command](given)
     except (OSError, ValueError) as error:
-        print(f"nvme-checkpoint: {error}", file=sys.stderr)
+        say(f"nvme-checkpoint: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -80,7 +82,7 @@ def _info(given: argparse.Namespace) -> int:
     kept = sum(item.checksum is not None for item in found.tensors)
     print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
     for key, text in found.metadata.items():
-        print(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}")
+        print(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}"))
     lines = [["", "dtype", "shape", ""]]
     lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
     print(columns_text(lines))
@@ -112,8 +114,8 @@ def _verify(given: argparse.Namespace, path: str, label: str) -> int:
         )
     else:
         for name in wrong:
-            print(f"{label}DAMAGED {name}")
-        print(label + _verdict(found, len(checked), bare, wrong))
+            print(printable(f"{label}DAMAGED {name}"))
+        print(printable(label + _verdict(found, len(checked), bare, wrong)))
     return 1 if wrong or (found.items and not checked) else 0
 
 
@@ -136,7 +138,7 @@ def _clean(given: argparse.Namespace) -> int:
         print(json.dumps({"removed": not given.dry_run, "files": found}, indent=2))
         return 0
     for path, size in found.items():
-        print(f"{path}: {size_words(size)}")
+        print(printable(f"{path}: {size_words(size)}"))
     done = "would be removed" if given.dry_run else "removed"
     print(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
     return 0
@@ -156,7 +158,7 @@ def _diff(given: argparse.Namespace) -> int:
             ("values differ", found.values),
         ):
             for name in names:
-                print(f"{label}: {name}")
+                print(printable(f"{label}: {name}"))
         if not found:
             print(f"the same {len(first.tensors)} tensors")
     return 1 if found else 0

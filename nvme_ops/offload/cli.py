@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command_line, positive
+from nvme_ops.arguments import command, command_line, positive, say
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
 from nvme_ops.offload import page
@@ -26,6 +26,7 @@ from nvme_ops.offload.pretrained import from_pretrained, weight_files
 from nvme_ops.offload.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.training_plan import TrainedModel, TrainingPlan
 from nvme_ops.progress import progress_bar
+from nvme_ops.text import printable
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@command("nvme-offload")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     given = parser().parse_args(words)
@@ -90,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _calm_transformers()
         return {"plan": _plan, "generate": _generate}[given.command](given)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        _say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
+        say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -131,7 +133,7 @@ def _plan(given: argparse.Namespace) -> int:
     watts = energy.watts() if given.watts is None else given.watts
     left_out = [batch for batch in batches if batch not in computing]
     shown = page.Shown(about, sizes, measured, found, left_out, given.memory, given.price_per_hour, watts)
-    print(json.dumps(shown.document(), indent=2) if given.json else shown.text())
+    print(json.dumps(shown.document(), indent=2) if given.json else printable(shown.text(), lines=True))
     return 0
 
 
@@ -160,7 +162,7 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
         seconds=seconds,
     )
     shown = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
-    print(json.dumps(shown.document(), indent=2) if given.json else shown.text())
+    print(json.dumps(shown.document(), indent=2) if given.json else printable(shown.text(), lines=True))
     return 0
 
 
@@ -202,10 +204,11 @@ def _generate(given: argparse.Namespace) -> int:
         return 0
     if given.sample:
         for each in found.tokens[1:]:
-            print(_decoded(tokenizer, each) if tokenizer is not None else ",".join(map(str, each)))
+            words = _decoded(tokenizer, each) if tokenizer is not None else ",".join(map(str, each))
+            print(printable(words, lines=True))
     if tokenizer is None:
-        _say("no tokenizer in the folder: these are ids of tokens")
-    _say(page.reached_text(found, joules))
+        say("no tokenizer in the folder: these are ids of tokens")
+    say(page.reached_text(found, joules))
     return 0
 
 
@@ -253,7 +256,7 @@ class _Text:
 
     def _print(self, text: str) -> None:
         if not self._silent:
-            print(text, end="", flush=True)
+            print(printable(text, lines=True), end="", flush=True)
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -313,10 +316,6 @@ def _amount(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

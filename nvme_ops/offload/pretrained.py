@@ -22,6 +22,7 @@ from nvme_ops.offload.stored import StoredTensor, Weights
 from nvme_ops.offload.stream_weights import budget_of, device_of
 from nvme_ops.offload.streamed import stream
 from nvme_ops.offload.window import read_now
+from nvme_ops.storage.atomic import open_to_read
 
 Path = str | os.PathLike[str]
 
@@ -86,7 +87,7 @@ def from_pretrained(
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
         for each in paths:
-            files.append(WeightFile(os.open(each, os.O_RDONLY | os.O_CLOEXEC), each, handle or shared_handle()))
+            files.append(WeightFile(open_to_read(each), each, handle or shared_handle()))
             undo.callback(files[-1].close)
             state.update(_stored(files[-1], weights, target))
         state = _with_scales(state, dtype if isinstance(dtype, torch.dtype) else _dtype_of(config))

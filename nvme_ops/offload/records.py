@@ -29,6 +29,7 @@ from nvme_ops.storage.atomic import replacing
 from nvme_ops.storage.owner import boot_id
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
+from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole
 
 _MAGIC = "nvme_ops commit 2"
@@ -250,9 +251,9 @@ def _read(path: str) -> Record:
         text = content[_SECTOR : _SECTOR + nbytes]
         if len(text) != nbytes or _checksum(text) != checksum:
             raise ValueError("its checksum does not match")
-        found = json.loads(text)
+        found = parse_json(text)
         return Record(path, number, mark, {} if found == {} else required(found, "places"))
-    except (ValueError, IndexError, RecursionError) as error:
+    except (ValueError, IndexError) as error:
         raise FormatError(f"{path}: the record of an optimizer's step is damaged: {error}") from error
 
 
@@ -319,10 +320,10 @@ def _earlier(session: Session) -> dict[str, Any]:
                 text = line
             elif line != f"{_EARLIER} {_checksum(text):08x}".encode():
                 raise ValueError(f"its checksum does not match, or it is none of {_EARLIER!r}")
-            content = required(json.loads(text))
+            content = required(parse_json(text))
             keys = [f"{number}/{slot}" for number, (slot, _) in enumerate(content["chunks"])]
             content["places"] = store.described(key for key in keys if key in store)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError) as error:
             path = session.path(0, "slab")
             raise FormatError(f"{path}: the record of the last step of an optimizer is damaged: {error}") from error
         store.sync()

@@ -23,7 +23,8 @@ from nvme_ops.offload.chunks import Chunk, Version
 from nvme_ops.offload.records import read_back, required
 from nvme_ops.offload.states import States
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.atomic import replacing, sync_above
+from nvme_ops.storage.atomic import opened, replacing, sync_above
+from nvme_ops.text import parse_json
 
 _METADATA = "nvme_ops.optimizer"
 
@@ -74,28 +75,18 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
         FormatError: it is no such file.
         ValueError: it has states of other parameters or another optimizer, or chunks of another size.
     """
-    with open(path, "rb") as file:
-        header = safetensors_format.read(file.fileno(), path)
-        try:
-            record = required(json.loads(header.metadata[_METADATA]))
-        except (KeyError, ValueError, RecursionError) as error:
-            raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+    with opened(path) as fd:
+        header = safetensors_format.read(fd, path)
+        record = _record(header, path)
         if record["made"] != made:
             raise ValueError(
                 f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
             )
-        fd = file.fileno()
-
-        def written_of(chunk: Chunk) -> list[Any]:
-            try:
-                _, written = record["chunks"][chunk.number]
-                return list(written)
-            except (IndexError, ValueError, TypeError) as error:
-                raise FormatError(f"{path}: what it says of chunk {chunk.number} is damaged: {error}") from error
+        scalars = _scalars(states, record, path)
 
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             entry = header.entries.get(f"chunk.{chunk.number}")
-            if entry is None and not (chunk.nbytes and any(written_of(chunk))):
+            if entry is None and not (chunk.nbytes and any(scalars[chunk].values())):
                 return None
             if entry is None:
                 raise FormatError(f"{path}: {f'chunk.{chunk.number}'} is missing")
@@ -106,11 +97,24 @@ def load(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chu
         versions: dict[Chunk, Version] = {}
         with contextlib.closing(states.fill(read, versions)) as updates:
             for chunk, _ in updates:
-                try:
-                    for each, written in zip(chunk.slices, written_of(chunk), strict=True):
-                        scalars = read_back(written, chunk.device)
-                        if scalars is not None:
-                            chunk.scalars[each] = scalars
-                except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-                    raise FormatError(f"{path}: what it says of chunk {chunk.number} is damaged: {error}") from error
+                chunk.scalars.update(scalars[chunk])
     return record, versions
+
+
+def _record(header: safetensors_format.Header, path: str) -> dict[str, Any]:
+    try:
+        return required(parse_json(header.metadata[_METADATA]))
+    except (LookupError, ValueError) as error:
+        raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+
+
+def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
+    """Returns the scalar states of each slice. Raises FormatError for whatever the record may have in their place."""
+    try:
+        found = {}
+        for chunk in states.chunks:
+            written = [read_back(each, chunk.device) for each in record["chunks"][chunk.number][1]]
+            found[chunk] = {each: one for each, one in zip(chunk.slices, written, strict=True) if one is not None}
+        return found
+    except Exception as error:  # whatever a damaged record makes of an interpreter
+        raise FormatError(f"{path}: the record of the states is damaged: {error}") from error

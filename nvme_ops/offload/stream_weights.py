@@ -22,6 +22,7 @@ from nvme_ops.offload.source import Extent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights
 from nvme_ops.offload.streamed import StreamedModel, stream
 from nvme_ops.offloaded import Step, outline_of
+from nvme_ops.storage.atomic import open_to_read
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.storage.values import to_store
@@ -111,7 +112,7 @@ def stream_weights(
         slabs.measure()
         files = []
         for path, its_handle in zip(slabs.paths, slabs.handles, strict=True):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_to_read(path)
             files.append(WeightFile(fd, path, its_handle, checked=False))
             undo.callback(files[-1].close)
         weights = Weights()

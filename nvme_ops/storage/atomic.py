@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nvme_ops.durable import sync, sync_folder
-from nvme_ops.errors import naming
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import locks, unlink
+from nvme_ops.whole import read_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
@@ -124,13 +125,26 @@ def _is_ours(error: OSError, path: str, folder: str) -> bool:
     return isinstance(name, str) and (name.endswith(_MARK) or name.startswith("file descriptor "))
 
 
+def open_to_read(path: str) -> int:
+    """Opens a file; returns the descriptor.
+
+    Raises OSError, also for a pipe, a socket or a terminal, whose reader would wait for its other end.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "is no regular file", path)
+
+
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """Opens a file for reading and keeps ``recycle`` from writing over it until the end of the block.
+    """Opens a file for reading, and keeps ``recycle`` from writing over it in the block. Raises as ``open_to_read``.
 
     An OSError of the block that names no file is about this one.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
         locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save has it for the moment after the file got its name
         with naming("read", path):
@@ -162,6 +176,24 @@ def sync_above(folder: str) -> None:
         with suppress(PermissionError):
             sync_folder(above)
         folder = above
+
+
+def content_of(path: str, most: int) -> bytes:
+    """Returns what a small file has.
+
+    Raises FormatError for one of more than ``most`` bytes, which may have no blocks; else as ``open_to_read``.
+    """
+    fd = open_to_read(path)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", path)
+        if status.st_size > most:
+            raise FormatError(f"{path}: has {status.st_size} bytes; such a file has at most {most}")
+        with naming("read", path):
+            return read_whole(fd)
+    finally:
+        os.close(fd)
 
 
 def _is_special(path: str) -> bool:
@@ -296,7 +328,7 @@ def is_abandoned(path: str) -> bool:
 @contextmanager
 def abandoned(path: str) -> Iterator[None]:
     """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.fstat(fd).st_nlink:

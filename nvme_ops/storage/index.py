@@ -27,6 +27,7 @@ from nvme_ops.storage.owner import boot_id
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.values import Piece, Value
+from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole
 
 _LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
@@ -76,7 +77,7 @@ class Index:
                 continue
             try:
                 key, value = _read(line)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
                 raise FormatError(f"{self._path}: line {self._lines} of the index is damaged: {error}") from error
             found.pop(key, None)
             if value is not None:
@@ -250,11 +251,11 @@ def _read(line: bytes) -> tuple[str, Value | None]:
     text = line[9:-1]
     if line != b"%08x %s\n" % (zlib.crc32(text), text):
         raise ValueError("its checksum does not match")
-    return value_in(json.loads(text))
+    return value_in(parse_json(text))
 
 
 def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
-    """Undoes ``entry_of``. Raises ValueError, KeyError, TypeError or AttributeError for what that does not return."""
+    """Undoes ``entry_of``. Raises ValueError, LookupError, TypeError, AttributeError or OverflowError."""
     if "pieces" not in entry:
         return str(entry["key"]), None
     pieces = [
@@ -262,6 +263,11 @@ def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
     ]
     dtype = getattr(torch, entry["dtype"])
     value = Value(dtype, tuple(entry["shape"]), tuple(entry["stride"]), pieces, entry["checksum"])
+    numbers = [*value.shape, *value.stride, *(number for piece in pieces for number in (*piece[:3], *piece.extent))]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise ValueError("a number that cannot be")
+    if value.checksum is not None and type(value.checksum) is not int:
+        raise ValueError(f"its checksum is {value.checksum!r}")
     end = 0
     for piece in pieces:
         if piece.begin != end or piece.nbytes < 1 or piece.extent.nbytes != -(-piece.nbytes // PAGE) * PAGE:
@@ -269,4 +275,9 @@ def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
         end += piece.nbytes
     if end != math.prod(value.shape) * dtype.itemsize or len(value.stride) != len(value.shape):
         raise ValueError(f"{end} bytes of {dtype}, shape {value.shape}")
+    step = 1
+    for stride, length in sorted(zip(value.stride, value.shape, strict=True)) if end else ():
+        if length != 1 and stride != step:
+            raise ValueError(f"a stride of {value.stride} for the shape {value.shape}")
+        step *= length
     return str(entry["key"]), value

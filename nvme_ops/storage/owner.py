@@ -13,11 +13,13 @@ from pathlib import Path
 from nvme_ops.durable import sync
 from nvme_ops.errors import naming
 from nvme_ops.settings import PAGE
+from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
 MAGIC = "nvme_ops session"
 _CHANGING = ("magic", "pid", "boot", "machine")
+_MOST = 1 << 20  # bytes of the file
 _SECTOR = 512  # bytes that a device writes whole or not at all
 _BEGINNING = 86400  # seconds for which an empty owner file may belong to a session that is starting
 
@@ -31,11 +33,13 @@ def open_owner(path: str, create: bool = False) -> int:
 
 def read_owner(fd: int) -> dict[str, object] | None:
     """Returns what the file says: an empty dict before the first write, None for any other content."""
+    if os.fstat(fd).st_size > _MOST:
+        return None
     content = read_whole(fd)
     if not content.strip(b"\0"):  # a power failure may leave the length without the bytes
         return {}
     with contextlib.suppress(ValueError):
-        found = json.loads(content)
+        found = parse_json(content)
         if isinstance(found, dict) and found.get("magic") == MAGIC:
             return found
     return None
@@ -74,8 +78,8 @@ def is_dead(owner: dict[str, object], lock: int) -> bool:
     if owner.get("boot") != boot_id():
         return owner.get("machine") == machine_id()
     try:
-        os.kill(pid if isinstance(pid, int) else 0, 0)
-    except ProcessLookupError:
+        os.kill(pid if isinstance(pid, int) and pid > 0 else 0, 0)
+    except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
         pass

@@ -7,7 +7,6 @@ holds was left by a crash; the next session in that place removes it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -19,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from nvme_ops import at_exit
 from nvme_ops.durable import sync_folder
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import remove_litter
@@ -107,12 +107,16 @@ class Session:
 
     def _belong_together(self) -> bool:
         """Returns whether all folders were left by the same session, in this order."""
-        groups = {place.before.get("group") for place in self._places}
-        return len(groups) == 1 and all(
-            place.before.get("keep") is True
-            and place.before.get("fingerprint") == self.fingerprint
-            and place.before.get("place") == [number, len(self._places)]
-            for number, place in enumerate(self._places)
+        groups = {str(place.before.get("group", "")) for place in self._places}
+        return (
+            len(groups) == 1
+            and groups != {""}
+            and all(
+                place.before.get("keep") is True
+                and place.before.get("fingerprint") == self.fingerprint
+                and place.before.get("place") == [number, len(self._places)]
+                for number, place in enumerate(self._places)
+            )
         )
 
     def _require_whole(self) -> None:
@@ -395,5 +399,5 @@ def _forked() -> None:
             user.leave_to_parent()
 
 
-atexit.register(_close_all)
+at_exit.call(_close_all)
 os.register_at_fork(after_in_child=_forked)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _LEAST = 16 << 20  # bytes; smaller files are freed at once
 
-_lock = threading.Lock()
+_changed = threading.Condition()
 _under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
 
 
@@ -46,31 +47,42 @@ def require_room(folder: str) -> None:
 
 
 def wait() -> None:
-    """Waits until the blocks of all files unlinked so far are free."""
-    for thread in list(_under_way):
-        thread.join()
+    """Waits until the blocks of all files unlinked so far are free.
+
+    Not by ``Thread.join``: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for ended.
+    """
+    with _changed:
+        mine = list(_under_way)
+        while any(thread in _under_way for thread in mine):
+            _changed.wait()
 
 
 def _close_by_thread(fd: int, size: int) -> None:
-    thread = threading.Thread(target=_close, args=[fd], name="nvme_ops.storage.unlink", daemon=False)
-    with _lock:
-        _under_way[thread] = size
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads
-            del _under_way[thread]
-            os.close(fd)
+    owned = [fd]  # whoever takes it out closes it
+    thread = threading.Thread(target=lambda: _close(owned, thread), name="nvme_ops.storage.unlink", daemon=False)
+    try:
+        with _changed:
+            _under_way[thread] = size
+        if sys.is_finalizing():  # a new thread would never begin, and ``start`` wait for that for ever
+            raise RuntimeError
+        thread.start()
+    except BaseException as error:
+        _close(owned, thread)
+        if not isinstance(error, RuntimeError):  # no more threads
+            raise
 
 
-def _close(fd: int) -> None:
-    os.close(fd)
-    with _lock:
-        del _under_way[threading.current_thread()]
+def _close(owned: list[int], thread: threading.Thread) -> None:
+    with suppress(IndexError):
+        os.close(owned.pop())
+    with _changed:
+        _under_way.pop(thread, None)
+        _changed.notify_all()
 
 
 def _start_anew() -> None:
-    global _lock
-    _lock = threading.Lock()
+    global _changed
+    _changed = threading.Condition()
     _under_way.clear()
 
 

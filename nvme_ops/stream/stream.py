@@ -7,13 +7,13 @@ import contextlib
 import functools
 import io
 import os
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from nvme_ops import at_exit
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.read_ahead import ReadAhead
 from nvme_ops.memory.write_behind import WriteBehind
@@ -212,5 +212,7 @@ def _flush_all() -> None:
         try:
             stream.flush()
         except Exception:
-            sys.stderr.write("nvme_ops: a file that was still open at exit could not be written:\n")
-            traceback.print_exc()
+            at_exit.tell(f"a file that was still open at exit could not be written:\n{traceback.format_exc()}")
+
+
+at_exit.call(_flush_all)  # in a process of multiprocessing

@@ -7,36 +7,39 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nvme_ops.arguments import command, say
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable
+from nvme_ops.text import printable
 from nvme_ops.tune import options, report, store
 from nvme_ops.tune.devices import Result, tune
 
 
+@command("nvme-tune")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
     stop.leave_on_signals()
     given = options.parse(words)
     shown_by_the_bar = sys.stderr.isatty() and not given.verbose
     try:
-        result = tune(given, (lambda _: None) if shown_by_the_bar else _say)
+        result = tune(given, (lambda _: None) if shown_by_the_bar else say)
         if result.interrupted:
-            _say("\nnvme-tune: interrupted; the files are removed")
+            say("\nnvme-tune: interrupted; the files are removed")
         if result.devices:
             _show(result)
         return 130 if result.interrupted else 0
     except (NotUsable, OSError) as reason:
-        _say(f"nvme-tune: {reason}")
+        say(f"nvme-tune: {reason}")
         return 2
     except KeyboardInterrupt:
-        _say("\nnvme-tune: interrupted; the files are removed")
+        say("\nnvme-tune: interrupted; the files are removed")
         return 130
 
 
 def _show(result: Result) -> None:
     given = result.options
     document = json.dumps(report.as_document(result), indent=2) + "\n"
-    print(document if given.json == "-" else report.text(result) + "\n", end="")
+    print(document if given.json == "-" else printable(report.text(result), lines=True) + "\n", end="")
     if given.json and given.json != "-":
         Path(given.json).write_text(document, encoding="utf-8")
     if not given.no_store and not result.interrupted:
@@ -48,19 +51,15 @@ def _keep(result: Result) -> None:
         details = report.details(tuned)
         known = None if result.options.replace else store.document(tuned.identity)
         if known and (problem := store.why_keep(known, details)):
-            _say(f"not kept for tuned_handle, which has the result of {known.get('tuned')}: {problem}; "
+            say(f"not kept for tuned_handle, which has the result of {known.get('tuned')}: {problem}; "
                  "--replace keeps this one")  # fmt: skip
             continue
         try:
             path = store.save(tuned.identity, tuned.outcome.best, details)
         except (OSError, RuntimeError) as error:
-            _say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
+            say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
         else:
-            _say(f"kept for tuned_handle in {path}")
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+            say(f"kept for tuned_handle in {path}")
 
 
 if __name__ == "__main__":

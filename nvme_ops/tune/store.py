@@ -18,6 +18,7 @@ from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
 from nvme_ops.storage.atomic import make_folder, replacing
 from nvme_ops.storage.identity import Identity
+from nvme_ops.text import parse_json
 
 _PATIENCE = 500  # hundredths of a second for which a process waits for others that save
 FORMAT = 1  # of the files; those of another one are ignored
@@ -78,12 +79,12 @@ def document(
     except (OSError, RuntimeError):
         return None
     try:
-        found = json.loads(content)
+        found = parse_json(content)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']} instead of {FORMAT}")
         check(found)
         return dict(found)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         warnings.warn(
             f"{path} is ignored: {error or 'damaged'} (the next result replaces it)", RuntimeWarning, stacklevel=2
         )

@@ -213,7 +213,7 @@ def test_an_index_that_cannot_be_written_leaves_nothing(folder: Path, monkeypatc
 def test_a_writer_that_is_dropped(folder: Path) -> None:
     writer = SampleWriter(folder)
     writer.add(b"abc")
-    with pytest.warns(ResourceWarning, match="without close"):
+    with pytest.warns(RuntimeWarning, match=r"without close\(\): its 1 samples are not kept"):
         del writer
     assert list(folder.iterdir()) == []
 

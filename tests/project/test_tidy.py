@@ -35,7 +35,7 @@ BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 # What the modules of each part may import of the package.
 PARTS = {
     "op_builder": {"op_builder"},
-    "report": {"op_builder", "report", "host", "storage.device", "storage.mounts"},
+    "report": {"op_builder", "report", "arguments", "host", "storage.device", "storage.mounts", "text"},
 }
 
 # What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that

@@ -14,6 +14,7 @@ import torch
 import nvme_ops
 from nvme_ops.engine import Priority
 from nvme_ops.handle import aio_handle
+from nvme_ops.measuring import stop
 
 _TENSORS = 16
 
@@ -52,7 +53,7 @@ def checkpoints(folder: Path, nbytes: int, handle: aio_handle | None = None) -> 
     """Saves a model of ``nbytes`` again and again, by ``nvme_ops.save``, until the block ends."""
     each = max(4, nbytes // _TENSORS // 4)
     model = {f"layer.{number}": torch.full((each,), float(number)) for number in range(_TENSORS)}
-    saved, ended, failures = Saved(), threading.Event(), []
+    saved, ended, over, failures = Saved(), threading.Event(), threading.Event(), []
 
     def save() -> None:
         try:
@@ -63,6 +64,8 @@ def checkpoints(folder: Path, nbytes: int, handle: aio_handle | None = None) -> 
                 saved.nbytes += each * 4 * _TENSORS
         except Exception as error:
             failures.append(error)
+        finally:
+            over.set()
 
     thread = threading.Thread(target=save, name="nvme_ops.checkpoints", daemon=False)
     thread.start()
@@ -70,6 +73,8 @@ def checkpoints(folder: Path, nbytes: int, handle: aio_handle | None = None) -> 
         yield saved
     finally:
         ended.set()
+        with stop.deferred():  # or the folder is removed while the thread still saves there
+            over.wait()  # before Python 3.13 a ``join`` that a signal ends takes the thread for ended
         thread.join()
     if failures:
         raise failures[0]

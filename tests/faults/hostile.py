@@ -1,0 +1,313 @@
+"""Hostile files: each format read after thousands of changes, at random and by its structure, with little memory.
+
+    python -m tests.faults.hostile FORMAT --mutations 100000 --seed 1 [--findings FOLDER]
+
+Reading may succeed, or raise FormatError or OSError with the file's name, within seconds and ``ROOM`` bytes of memory.
+Anything else is a finding: it is printed, and the changed file is kept in FOLDER. A number gives the same change again,
+up to the random parts of the format's own files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import json
+import mmap
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOM = 256 << 20  # bytes of address space beyond what a process has that has read the format once
+PATIENCE = 5.0  # seconds of a processor for one file; six times as many if others have it
+MEMORY = "/dev/shm"  # where flushes take no time
+_EACH = 20_000  # changes for which one process serves
+_COUNT = struct.Struct("<q")
+
+NUMBERS = (-(2**63), -1, 0, 1, 7, 255, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64)
+DEEP = "nested deeply"  # stands for a value that ``text_of`` nests
+VALUES: tuple[Any, ...] = (
+    *NUMBERS, 10**30, 1.5, 1e308, float("inf"), float("nan"), None, True, False, "", "x", "\ud800", "\x1b[31m\x07",
+    "../../x", "/dev/zero", "a" * 5000, "float32", "storage", [], {}, [[]], [0] * 300, {"a": {"b": []}}, DEEP,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How files of a format are made, changed and read."""
+
+    make: Callable[[Path], Any]  # in an empty folder
+    read: Callable[[Path], Any]
+    files: str  # that are changed: a pattern
+    change: Callable[[bytes, random.Random], bytes | None] = lambda _, __: None  # by structure; None: at random
+
+
+# Changes
+
+
+def at_random(content: bytes, draw: random.Random) -> bytes:
+    """Changes some bytes, or parts."""
+    data = bytearray(content)
+    for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
+        place = draw.randrange(len(data) + 1)
+        length = draw.choice((1, 2, 4, 8, 64, 512, 4096))
+        what = draw.randrange(9)
+        if what == 0:
+            data[place : place + 1] = bytes([draw.randrange(256)])
+        elif what == 1 and place < len(data):
+            data[place] ^= 1 << draw.randrange(8)
+        elif what == 2:
+            width = draw.choice((1, 2, 4, 8))
+            number = draw.choice((*NUMBERS, len(data), len(data) - 1, len(data) + 1, place)) & (1 << 8 * width) - 1
+            data[place : place + width] = number.to_bytes(width, draw.choice(("little", "little", "big")))
+        elif what == 3:
+            del data[place : place + length]
+        elif what == 4:
+            data[place:place] = data[place : place + length]
+        elif what == 5:
+            del data[place:]
+        elif what == 6:
+            data[place:place] = draw.randbytes(length)
+        elif what == 7:
+            data[place : place + length] = bytes(length) if draw.random() < 0.5 else b"\xff" * length
+        else:
+            digits = [k for k in range(len(data)) if 48 <= data[k] < 58][:2000]
+            if digits:
+                place = draw.choice(digits)
+                data[place : place + 1] = str(draw.choice((*VALUES[:19], 10**400))).encode()
+    return bytes(data)
+
+
+def edited(document: Any, draw: random.Random) -> Any:
+    """Changes one value in a JSON document, or removes or adds one."""
+    places: list[tuple[Any, Any]] = []
+    waiting = [document]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list):
+            found = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+            places += [(node, key) for key, _ in found]
+            waiting += [child for _, child in found]
+    if not places or draw.random() < 0.02:
+        return copy.deepcopy(draw.choice(VALUES))
+    node, key = draw.choice(places)
+    what = draw.randrange(6)
+    if what == 0:
+        del node[key]
+    elif what == 1 and isinstance(node, dict):
+        node[draw.choice(("x", "", "__metadata__", str(draw.choice(VALUES))))] = node.pop(key)
+    elif what == 2 and isinstance(node, list):
+        node.insert(key, node[key])
+    elif what == 3:
+        other, place = draw.choice(places)
+        node[key] = json.loads(json.dumps(other.get(place) if isinstance(other, dict) else [*other, 0][place]))
+    elif what == 4 and type(node[key]) is int:
+        node[key] += draw.choice((-1, 1, 8, -8, 4096))
+    else:
+        node[key] = copy.deepcopy(draw.choice(VALUES))
+    return document
+
+
+def text_of(document: Any, draw: random.Random) -> bytes:
+    """Returns the JSON, with what stands for a deep value."""
+    depth = draw.choice((100, 2000, 100_000))
+    return json.dumps(document).replace(f'"{DEEP}"', "[" * depth + "]" * depth).encode()
+
+
+def changed_json(content: bytes, draw: random.Random) -> bytes:
+    """Changes the values of a JSON document."""
+    document = json.loads(content)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        document = edited(document, draw)
+    return text_of(document, draw)
+
+
+def mutated(format: Format, originals: dict[str, bytes], draw: random.Random) -> tuple[str, bytes]:
+    """Returns which file to replace, and by what."""
+    name = draw.choice(sorted(originals))
+    content = None
+    if draw.random() < 0.7:
+        content = format.change(originals[name], draw)
+    if content is None or draw.random() < 0.1:
+        content = at_random(originals[name] if content is None else content, draw)
+    return name, content
+
+
+# Reading
+
+
+def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
+    """Reads the changed files from ``start`` to ``stop``; prints a line for each finding and one at the end."""
+    from nvme_ops.errors import FormatError
+    from tests.faults.hostile_formats import FORMATS
+
+    warnings.simplefilter("ignore")
+    chosen, place = FORMATS[which], folder / "files"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    chosen.make(place)
+    originals = {str(path.relative_to(place)): path.read_bytes() for path in place.glob(chosen.files)}
+    kept = set(place.rglob("*"))
+    chosen.read(place)
+    with (folder / "at").open("r+b") as file:
+        at = mmap.mmap(file.fileno(), _COUNT.size)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
+    said: collections.Counter[str] = collections.Counter()
+
+    def tell(found: dict[str, Any], name: str, content: bytes) -> None:
+        (folder / "found" / f"{found['number']}-{Path(name).name}").write_bytes(content)
+        print(json.dumps(found), flush=True)
+
+    for number in range(start, stop):
+        at[:] = _COUNT.pack(number)
+        for name, content in originals.items():
+            (place / name).write_bytes(content)
+        for path in set(place.rglob("*")) - kept:
+            if not path.is_dir():
+                path.unlink()
+        name, content = mutated(chosen, originals, random.Random(f"{which}:{seed}:{number}"))
+        (place / name).write_bytes(content)
+        try:
+            chosen.read(place)
+            said["read"] += 1
+        except (FormatError, OSError) as error:
+            named = str(place) in str(error)
+            said[type(error).__name__] += 1
+            if not named:
+                tell(finding(number, error, "does not name the file: "), name, content)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            tell(finding(number, error), name, content)
+    print(json.dumps({"said": said}), flush=True)
+
+
+def finding(number: int, error: BaseException, what: str = "") -> dict[str, Any]:
+    """Describes an error: its kind and where it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/nvme_ops/" in frame.filename] or frames[-1:]
+    where = " < ".join(f"{frame.filename.rpartition('/nvme_ops/')[2]}:{frame.lineno}" for frame in reversed(ours[-3:]))
+    return {"number": number, "what": f"{what}{type(error).__name__}", "where": where, "words": str(error)[:300]}
+
+
+# Running
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of the changes of one format."""
+
+    said: collections.Counter[str]
+    findings: list[dict[str, Any]]
+
+
+def run(which: str, seed: int, mutations: int, keep: Path | None = None, start: int = 0) -> Result:
+    """Reads so many changed files, in processes of their own."""
+    result, number, stop = Result(collections.Counter(), []), start, start + mutations
+    with tempfile.TemporaryDirectory(prefix="nvme_ops-hostile-", dir=MEMORY if os.path.isdir(MEMORY) else None) as made:
+        folder = Path(made)
+        (folder / "found").mkdir()
+        while number < stop:
+            end = min(stop, number + _EACH)
+            last = _part(which, seed, number, end, folder, result)
+            number = end if last is None else last + 1
+        if keep is not None:
+            shutil.copytree(folder / "found", keep / f"{which}-{seed}", dirs_exist_ok=True)
+    return result
+
+
+def _part(which: str, seed: int, start: int, stop: int, folder: Path, result: Result) -> int | None:
+    """Returns the number of the change that ended the process; None if none did."""
+    (folder / "at").write_bytes(_COUNT.pack(-1))
+    words = [sys.executable, "-m", "tests.faults.hostile", which, "--seed", str(seed), "--serve", str(start), str(stop)]
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with (
+        (folder / "said").open("w+") as said,
+        (folder / "errors").open("w+") as errors,
+        subprocess.Popen([*words, str(folder)], stdout=said, stderr=errors, env=environment) as process,
+    ):
+        at, since, used = -1, time.monotonic(), 0.0
+        while process.poll() is None:
+            time.sleep(0.05)
+            (now,) = _COUNT.unpack((folder / "at").read_bytes())
+            if now != at:
+                at, since, used = now, time.monotonic(), _seconds_of(process.pid)
+            if at >= 0 and (_seconds_of(process.pid) - used > PATIENCE or time.monotonic() - since > 6 * PATIENCE):
+                process.kill()
+                break
+        process.wait()
+        (at,) = _COUNT.unpack((folder / "at").read_bytes())
+        said.seek(0)
+        for line in said:
+            found = json.loads(line)
+            if "said" in found:
+                result.said.update(found["said"])
+                return None
+            result.findings.append(found)
+        errors.seek(0)
+        what = "hangs" if process.returncode == -9 else f"ends the process: {process.returncode}"
+        if at < 0:
+            raise RuntimeError(f"{which}: {what}\n{errors.read()}")
+        shutil.copytree(folder / "files", folder / "found" / f"{at}", symlinks=True)
+        result.findings.append({"number": at, "what": what, "where": "", "words": errors.read()[-2000:]})
+        return at
+
+
+def _seconds_of(process: int) -> float:
+    """Returns what a process has had of the processors."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def main() -> int:
+    """Runs the command."""
+    from tests.faults.hostile_formats import FORMATS
+
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("format", choices=[*FORMATS, "all"])
+    made.add_argument("--mutations", type=int, default=1000)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--start", type=int, default=0)
+    made.add_argument("--findings", type=Path)
+    made.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
+    given = made.parse_args()
+    if given.serve:
+        start, stop, folder = given.serve
+        serve(given.format, given.seed, int(start), int(stop), Path(folder))
+        return 0
+    wrong = 0
+    for which in FORMATS if given.format == "all" else [given.format]:
+        begin = time.monotonic()
+        result = run(which, given.seed, given.mutations, given.findings, given.start)
+        words = ", ".join(f"{count} {what}" for what, count in sorted(result.said.items()))
+        seconds = time.monotonic() - begin
+        print(
+            f"{which}: {given.mutations} changes, {len(result.findings)} findings; {words}; {seconds:.0f} s", flush=True
+        )
+        kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for each in result.findings:
+            kinds.setdefault((each["what"], each["where"]), []).append(each)
+        for (what, where), those in sorted(kinds.items(), key=lambda item: -len(item[1])):
+            print(f"  {len(those)} x {what} at {where}; number {those[0]['number']}: {those[0]['words']}", flush=True)
+        wrong += len(result.findings)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Hostile files: a FormatError or an OSError that names the file, soon, and without memory for what they claim."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.data import SampleStore, SampleWriter
+from nvme_ops.errors import FormatError
+from nvme_ops.inspection.contents import contents
+from nvme_ops.storage import Session, TensorStore
+from tests.conftest import MIB, in_child, run_python
+from tests.faults import hostile
+from tests.faults.hostile_formats import FORMATS, crc
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_changed_files(name: str, tmp_path: Path) -> None:
+    if name == "npy":
+        pytest.importorskip("numpy")
+    result = hostile.run(name, 1, 300, tmp_path / "found")
+    assert not result.findings
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("other", ["pipe", "folder", "endless", "holes"])
+def test_something_else_in_the_place_of_a_file(name: str, other: str, tmp_path: Path) -> None:
+    """A pipe would be waited for, a device or a file of holes read until memory is full."""
+    form = FORMATS[name]
+    form.make(tmp_path)
+    for path in list(tmp_path.glob(form.files)):
+        content = path.read_bytes()
+        path.unlink()
+        if other == "pipe":
+            os.mkfifo(path)
+        elif other == "folder":
+            path.mkdir()
+        elif other == "endless":
+            path.symlink_to("/dev/zero")
+        else:
+            path.touch()
+            os.truncate(path, 1 << 40)
+        _read(form.read, tmp_path)
+        path.rmdir() if other == "folder" else path.unlink()
+        path.write_bytes(content)
+
+
+def _read(read: Callable[[Path], object], folder: Path) -> None:
+    def limited() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 512 * MIB, used + 512 * MIB))
+        try:
+            read(folder)
+        except (FormatError, OSError) as error:
+            named = str(folder) in str(error)
+            if not named:
+                raise
+
+    in_child(limited)
+
+
+def tar(header: bytes) -> bytes:
+    """A tar whose member has this pax header."""
+    member, made = tarfile.TarInfo("x"), io.BytesIO()
+    member.type, member.size = b"x", len(header)
+    made.write(member.tobuf(tarfile.USTAR_FORMAT) + header.ljust(512, b"\0"))
+    member = tarfile.TarInfo("a.txt")
+    made.write(member.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    return made.getvalue()
+
+
+def claimed(size: int, kind: bytes) -> bytes:
+    """A tar with a header of this kind that says how many bytes follow."""
+    member = tarfile.TarInfo("x")
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT) + bytes(3584)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        claimed(2 << 30, b"x"), claimed(2 << 30, b"L"), claimed(2**80, b"0"), claimed(-1024, b"0"),
+        tar(b"11 size=-9\n"),        tar(b"99999999999999999999 x=y\n"), tar(b"30 size=99999999999999999999\n"),
+    ],
+)  # fmt: skip
+def test_tars(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(content)
+
+    def opened() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, used + 256 * MIB))
+        with pytest.raises(FormatError, match=r"a\.tar"):
+            SampleStore(tmp_path)
+
+    in_child(opened)
+
+
+def test_a_tar_with_names_that_are_not_utf_8_is_read(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT, encoding="latin-1") as made:
+        made.addfile(tarfile.TarInfo("é.txt"))
+    assert os.fsencode(SampleStore(tmp_path)[0]["__key__"]) == b"\xe9"
+
+
+@pytest.mark.parametrize("name", ["owner", "journal", "mds", "claim", "store", "foreign", "sharded", "states", "tuned"])
+def test_json_that_is_nested_deeply(name: str, tmp_path: Path) -> None:
+    form = FORMATS[name]
+    form.make(tmp_path)
+    path = max(tmp_path.glob(form.files), key=lambda each: each.name == "index.json" or each.name.startswith("index."))
+    if name in ("store", "foreign"):
+        text = struct.pack("<8sIII", b"NVMEDATA", 1, len(DEEP), crc(DEEP)) + DEEP
+    elif name == "journal":
+        text = b"%08x %s\n" % (zlib.crc32(DEEP), DEEP)
+    elif name == "states":
+        header = json.dumps({"__metadata__": {"nvme_ops.optimizer": DEEP.decode()}}).encode()
+        text = struct.pack("<Q", len(header)) + header
+    else:
+        text = DEEP
+    path.write_bytes(text)
+    if name in ("claim", "tuned", "foreign"):  # where one is as good as none
+        form.read(tmp_path)
+    else:
+        with pytest.raises((FormatError, OSError), match=str(tmp_path)):
+            form.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"alignment": 1 << 61}, {"more": 5}, {"id": 5}, {"files": [{"name": 5, "nbytes": 0, "first": 0}]},
+        {"files": [{"name": "\ud800", "nbytes": 0, "first": 0}]}, {"files": [{"name": "a\0", "nbytes": 0, "first": 0}]},
+        {"columns": 5}, {"kind": None}, {"sections": []},
+    ],
+)  # fmt: skip
+def test_fields_of_an_index_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
+    with SampleWriter(tmp_path) as writer:
+        writer.add(b"x")
+    path = tmp_path / "index.nvmedata"
+    content = path.read_bytes()
+    header = json.loads(content[20 : 20 + struct.unpack_from("<8sIII", content)[2]])
+    text = json.dumps({**header, **change}).encode()
+    path.write_bytes((struct.pack("<8sIII", b"NVMEDATA", 1, len(text), crc(text)) + text).ljust(4096) + content[4096:])
+    with pytest.raises(FormatError, match=str(path)):
+        SampleStore(tmp_path)
+
+
+@pytest.mark.parametrize("owner", [{}, {"group": None}, {"group": []}, {"pid": 10**30}, {"fingerprint": 5}])
+def test_owners_that_say_something_else(owner: dict[str, object], tmp_path: Path) -> None:
+    with Session(tmp_path, name="s", keep=True) as session:
+        path = Path(session.folders[0]) / "owner"
+    kept = {"magic": "nvme_ops session", "keep": True, "fingerprint": "", "place": [0, 1], **owner}
+    path.write_text(json.dumps(kept))
+    with Session(tmp_path, name="s", keep=True) as session:
+        assert not session.found or "pid" in owner
+
+
+@pytest.mark.parametrize("change", [{"stride": [9]}, {"stride": [{}]}, {"shape": [6.0]}, {"checksum": "x"}])
+def test_a_journal_with_values_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
+    with Session(tmp_path, name="s", keep=True) as session, TensorStore(session) as store:
+        store.put("a", torch.arange(6))
+        store.sync()
+    path = next(path for path in tmp_path.glob("*/7d95*"))
+    text = json.dumps({**json.loads(path.read_bytes()[9:]), **change}).encode()
+    path.write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    with Session(tmp_path, name="s", keep=True) as session, pytest.raises(FormatError, match=str(path)):
+        TensorStore(session)
+
+
+def test_what_a_terminal_acts_on_is_escaped(tmp_path: Path) -> None:
+    name = "a\x1b[31m\u202e\n"
+    nvme_ops.save({name: torch.ones(2)}, tmp_path / "a.safetensors", metadata={"x": "\x07"})
+    (tmp_path / f"{name}.pt").write_bytes(b"x")
+    with pytest.raises(FormatError) as caught:
+        contents(tmp_path / f"{name}.pt")
+    assert "\x1b" not in str(caught.value)
+    for path in ("a.safetensors", f"{name}.pt"):
+        program = "import sys; from nvme_ops.inspection.cli import main; main(['info', sys.argv[1]])"
+        done = run_python(program, tmp_path / path)
+        assert r"a\x1b[31m\u202e" in done.stdout + done.stderr
+        assert not {"\x1b", "\u202e", "\x07"} & set(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("report.cli", []), ("inspection.cli", ["info", "a.safetensors"]), ("inspection.cli", ["--version"])],
+)
+def test_standard_output_that_is_full(module: str, words: list[str], unbuffered: str, tmp_path: Path) -> None:
+    if unbuffered and words == ["--version"]:
+        pytest.skip("argparse hides it")
+    nvme_ops.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    program = """
+        import os, sys
+        os.chdir(sys.argv[1])
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        from nvme_ops.{} import main
+        sys.exit(main({!r}))
+    """
+    done = run_python(program.format(module, words), tmp_path, check=False, fresh=True, PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
