@@ -42,7 +42,7 @@ class Index:
 
         Raises FormatError for any other line that is damaged.
         """
-        content = read_whole(self._fd)
+        content = read_whole(self._fd, self._path)
         found: dict[str, Value] = {}
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n") and self._end + len(line) == len(content):
