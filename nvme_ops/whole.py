@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from nvme_ops.errors import naming
 
+_LARGE, _LEAST_SHARE = 64 << 20, 64  # bytes of which less than a 64th has blocks, compressed or not: holes
 _MOST = 1 << 30  # bytes of one pread
 
 
-def read_whole(fd: int) -> bytes:
+def read_whole(fd: int, path: str | None = None) -> bytes:
     """Returns what an open file has.
 
-    Raises OSError: a part that cannot be read, after which a read returns less at first.
+    Raises OSError: a part that cannot be read, after which a read returns less at first; or a file of holes, which may
+    be larger than any memory.
     """
-    wanted, parts = os.fstat(fd).st_size, list[bytes]()
-    with naming("read", fd):
+    status, parts = os.fstat(fd), list[bytes]()
+    wanted = status.st_size
+    with naming("read", fd if path is None else path):
+        if wanted > _LARGE and status.st_blocks * 512 < wanted // _LEAST_SHARE:
+            raise OSError(errno.EFBIG, f"has {wanted} bytes, and blocks for {status.st_blocks * 512} of them")
         while wanted > 0 and (part := os.pread(fd, min(wanted, _MOST), sum(map(len, parts)))):
             parts.append(part)
             wanted -= len(part)

@@ -218,6 +218,11 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
         return behind if behind < nbytes else None
     place, before = damaged + 1, b""
     while place < nbytes:
+        data = _data_from(file.fileno(), place)
+        if data is None:
+            return None
+        if data > place:
+            place, before = data, b""
         file.seek(place)
         part = before + file.read(min(_SEARCHED, nbytes - place))
         if len(part) <= len(before):
@@ -231,6 +236,14 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
         place += len(part) - len(before)
         before = part[1 - len(_MAGIC) :]
     return None
+
+
+def _data_from(fd: int, place: int) -> int | None:
+    """Returns where the next bytes are that the file has blocks for: a hole may be of any size. None: nowhere."""
+    try:
+        return os.lseek(fd, place, os.SEEK_DATA)
+    except OSError as error:
+        return None if error.errno == errno.ENXIO else place
 
 
 def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:

@@ -19,14 +19,13 @@ from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Index
 from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage.atomic import content_of, opened
 from nvme_ops.tensors import bytes_of
 from nvme_ops.text import parse_json
 
 _LIST = "index.json"
 _WORD = 4
-_MOST = MOST_HEADER  # bytes of the index
+_MOST = 100_000_000  # bytes of the index
 _SCALARS = {
     name: getattr(torch, name)
     for name in (

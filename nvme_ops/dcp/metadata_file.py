@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from nvme_ops.checksums import checksums_of
-from nvme_ops.errors import ChecksumError, FormatError, naming
+from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.pieces import CHECKSUM
 from nvme_ops.storage.atomic import replacing
+from nvme_ops.whole import read_whole
 
 _CHECKSUM = re.compile(rb"\nnvme_ops\.crc32c=([0-9a-f]{8})\n\Z")
 _CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")
@@ -35,8 +36,7 @@ def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> An
         FormatError: it cannot be unpickled.
         OSError: it cannot be read.
     """
-    with naming("read", path), open(fd, "rb", closefd=False) as stream:
-        content = stream.read()
+    content = read_whole(fd, path)
     if found := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
         content = content[: found.start()]
         if checksums_of([content], CHECKSUM)[0] != int(found[1], 16):

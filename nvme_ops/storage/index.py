@@ -55,7 +55,7 @@ class Index:
             FormatError: a line is damaged that is not void.
             OSError: what is void could not be cut off.
         """
-        content = read_whole(self._fd)
+        content = read_whole(self._fd, self._path)
         lines = content.splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()

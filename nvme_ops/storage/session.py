@@ -107,16 +107,13 @@ class Session:
 
     def _belong_together(self) -> bool:
         """Returns whether all folders were left by the same session, in this order."""
-        groups = {str(place.before.get("group", "")) for place in self._places}
-        return (
-            len(groups) == 1
-            and groups != {""}
-            and all(
-                place.before.get("keep") is True
-                and place.before.get("fingerprint") == self.fingerprint
-                and place.before.get("place") == [number, len(self._places)]
-                for number, place in enumerate(self._places)
-            )
+        groups = [place.before.get("group") for place in self._places]
+        return isinstance(groups[0], str) and all(
+            place.before.get("group") == groups[0]
+            and place.before.get("keep") is True
+            and place.before.get("fingerprint") == self.fingerprint
+            and place.before.get("place") == [number, len(self._places)]
+            for number, place in enumerate(self._places)
         )
 
     def _require_whole(self) -> None:

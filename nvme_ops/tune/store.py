@@ -14,13 +14,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.errors import FormatError
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
-from nvme_ops.storage.atomic import make_folder, replacing
+from nvme_ops.storage.atomic import content_of, make_folder, replacing
 from nvme_ops.storage.identity import Identity
 from nvme_ops.text import parse_json
 
 _PATIENCE = 500  # hundredths of a second for which a process waits for others that save
+_MOST = 16 << 20  # bytes of a file
 FORMAT = 1  # of the files; those of another one are ignored
 _HASTY = 0.25  # of the earlier run's seconds
 
@@ -75,8 +77,8 @@ def document(
             return None
         if path.exists() and not path.is_file():  # a pipe would be waited for
             return None
-        content = path.read_bytes()
-    except (OSError, RuntimeError):
+        content = content_of(str(path), _MOST)
+    except (OSError, RuntimeError, FormatError):
         return None
     try:
         found = parse_json(content)

@@ -27,6 +27,12 @@ from tests.faults.hostile_formats import FORMATS, crc
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
+@pytest.fixture(autouse=True)
+def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back where settings are kept, which two formats change: ops are kept there, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", ""))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_changed_files(name: str, tmp_path: Path) -> None:
@@ -55,7 +61,7 @@ def test_something_else_in_the_place_of_a_file(name: str, other: str, tmp_path: 
             path.touch()
             os.truncate(path, 1 << 40)
         _read(form.read, tmp_path)
-        path.rmdir() if other == "folder" else path.unlink()
+        path.rmdir() if other == "folder" else path.unlink(missing_ok=True)  # an abandoned claim is removed
         path.write_bytes(content)
 
 
@@ -142,7 +148,7 @@ def test_json_that_is_nested_deeply(name: str, tmp_path: Path) -> None:
     [
         {"alignment": 1 << 61}, {"more": 5}, {"id": 5}, {"files": [{"name": 5, "nbytes": 0, "first": 0}]},
         {"files": [{"name": "\ud800", "nbytes": 0, "first": 0}]}, {"files": [{"name": "a\0", "nbytes": 0, "first": 0}]},
-        {"columns": 5}, {"kind": None}, {"sections": []},
+        {"columns": 5}, {"kind": None}, {"sections": 5},
     ],
 )  # fmt: skip
 def test_fields_of_an_index_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:

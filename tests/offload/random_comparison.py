@@ -153,7 +153,10 @@ def interrupted(line: int) -> Iterator[None]:
         nonlocal left
         if event == "line":
             left -= 1
-            if left == 0:
+            # A signal is not noticed between the end of a block and the __exit__ of a lock, which has its line as well.
+            if left <= 0 and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(
+                "with "
+            ):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return local
