@@ -30,6 +30,7 @@ from nvme_ops.op_builder.recipe import Recipe
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.identity import Identity
 from nvme_ops.tune import store as tune_store
+from tests.faults import promises_keep
 from tests.faults.power import SCRATCH, Promise
 
 VERSIONS = range(1, 9)
@@ -489,6 +490,12 @@ PROMISES = {
     "tune": numbered(_tuned, _check_tuned),
     "adaptive": numbered(_learned, _check_learned),
     "compiled op": numbered(_built, _check_built),
+    **{
+        f"NvmeOptimizer keep, {option}": Promise(
+            functools.partial(promises_keep.write, option=option), functools.partial(promises_keep.check, option=option)
+        )
+        for option in promises_keep.OPTIONS
+    },
     "control: durable=False": saves("x.safetensors", held=False, durable=False),
     "control: a rename without a flush": numbered(_renamed, _check_renamed, held=False),
 }

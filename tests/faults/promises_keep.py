@@ -1,19 +1,18 @@
 """What ``NvmeOptimizer(keep=True)`` promises for a power failure, as a program that trains and a check of what is left.
 
-``python promises_keep.py write FOLDER [OPTION]`` prints a line when a promise is made, once that is flushed:
+``write`` tells a line when a promise is made, once that is flushed:
 
     step N      N steps are done: a power failure may cost the newest, and no more
     closed N    the optimizer was closed after N steps: none may be lost
     saved N     ``save_states`` has returned: the file has the states of step N
 
-``python promises_keep.py check FOLDER LINE...`` prints ``fine``, or ``lost`` or ``mixed`` and what was found; the lines
-are those printed before the power failed. It takes the machine to have been started since, though no rig does that.
+``check`` returns ``fine``, or ``lost`` or ``mixed`` and what was found. It takes the machine to have been started
+since, though no rig does that.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -120,17 +119,3 @@ def _judged(optimizer: NvmeOptimizer) -> str:
         torch.equal(mine[number][name], value) for number, states in others.items() for name, value in states.items()
     )
     return "fine" if same else f"mixed: states under the number of step {optimizer.steps}"
-
-
-def main() -> None:
-    """Runs ``write`` or ``check``."""
-    action, folder, *rest = sys.argv[1:]
-    option = os.environ.get("PROMISES_KEEP", "plain")
-    if action == "write":
-        write(folder, lambda line: print(line, flush=True), option)
-    else:
-        print(check(folder, rest, option))
-
-
-if __name__ == "__main__":
-    main()

@@ -153,10 +153,9 @@ def interrupted(line: int) -> Iterator[None]:
         nonlocal left
         if event == "line":
             left -= 1
-            # A signal is not noticed between the end of a block and the __exit__ of a lock, which has its line as well.
-            if left <= 0 and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith(
-                "with "
-            ):
+            # A signal is not noticed between the end of a block and the __exit__ of a lock, whose line is that of with.
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if left <= 0 and not text.startswith("with "):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return local
