@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Literal
 
 from nvme_ops.errors import naming
@@ -43,7 +44,8 @@ class Syncing:
         except BaseException as error:
             failure = error
         if own:
-            os.close(fd)
+            with suppress(OSError):  # any write error was reported by that
+                os.close(fd)
         if failure is None:
             self._ended.set_result(None)
         else:

@@ -28,7 +28,7 @@ class naming:  # noqa: N801  (used as contextlib's)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            path = os.readlink(f"/proc/self/fd/{self._path}") if isinstance(self._path, int) else os.fspath(self._path)
+            path = os.readlink(f"/proc/self/fd/{self._path}") if isinstance(self._path, int) else self._path
             raise OSError(error.errno, f"{self._operation}: {error.strerror}", path) from error
 
 

@@ -214,12 +214,14 @@ class FaultyDisk:
             if self._server.poll() is not None:
                 raise RuntimeError("the disk did not start")
         loop = _run("losetup", "--find", "--show", "--direct-io=on", str(_EXPORT)).strip()
+        held = os.open(loop, os.O_RDONLY | os.O_CLOEXEC)
+        _run("losetup", "--detach", loop)  # once nobody has it open or mounted, whatever comes
         options = "nodiscard,lazy_itable_init=0"
         _run("mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-O", "^has_journal", "-E", options, loop)
         self._own = _own_ranges(_run("dumpe2fs", loop))
         MOUNTED.mkdir()
         _run("mount", loop, str(MOUNTED))
-        _run("losetup", "--detach", loop)  # once it is unmounted
+        os.close(held)
         return self
 
     def __exit__(self, *_: object) -> None:
