@@ -27,10 +27,13 @@ class Syncing:
     def __init__(self, fd: int, path: str | bytes | int | os.PathLike[str], call: Call = "fsync") -> None:
         self._name, self._path = call, path
         self._ended: Future[None] = Future()
-        if threading.current_thread() is not threading.main_thread():
+        own = -1
+        if threading.current_thread() is threading.main_thread():
+            with suppress(OSError):  # no more descriptors
+                own = os.dup(fd)
+        if own < 0:
             self._work(fd, own=False)
             return
-        own = os.dup(fd)
         try:
             # a daemon: whoever waits for it keeps the program from ending, and nobody else needs it
             threading.Thread(target=self._work, args=[own], name=f"nvme_ops {call}", daemon=True).start()

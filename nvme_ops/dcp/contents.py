@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,8 +66,8 @@ def contents(path: str) -> Contents:
         raise FormatError(f"{place}: something else than the metadata of a checkpoint")
     try:
         return Contents("dcp", list(_items(path, found)))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise FormatError(f"{place}: its parts contradict each other: {error!r}") from error
+    except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise FormatError(f"{place}: its parts contradict each other: {metadata_file.words_of(error)}") from error
 
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
@@ -77,6 +78,9 @@ def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
         path = os.path.join(folder, info.relative_path)
         if os.path.dirname(info.relative_path) not in ("", "."):
             raise FormatError(f"{path}: does not lie in the folder of the checkpoint")
+        size = os.path.getsize(path) if os.path.exists(path) else sys.maxsize
+        if not 0 <= info.offset <= info.offset + info.length <= size:
+            raise FormatError(f"{path}: {name!r} does not lie within its {size} bytes, as {METADATA} says")
         yield Item(name, dtype, shape, path, info.offset, info.offset + info.length, checksum)
 
 

@@ -44,4 +44,12 @@ def read(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> An
     try:
         return loads(content)
     except Exception as error:  # a damaged pickle can raise anything
-        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error}") from error
+        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {words_of(error)}") from error
+
+
+def words_of(error: Exception) -> str:
+    """Returns the kind of an error and what it says, unless that is nested too deeply to be said."""
+    try:
+        return repr(error)
+    except RecursionError:
+        return type(error).__name__

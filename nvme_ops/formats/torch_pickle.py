@@ -201,17 +201,18 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
     while waiting:
         name, node, depth = waiting.pop()
         if (found := tensor(node, name, path)) is not None:
+            if depth > _DEEPEST:
+                raise FormatError(f"{path}: data.pkl: a tensor is nested in more than {_DEEPEST} levels")
             yield name, found
             continue
         if not isinstance(node, dict | list | tuple | Call) or id(node) in seen:
             continue
         seen.add(id(node))
-        if depth >= _DEEPEST:  # names as long as the nesting is deep would take time and memory beyond any measure
-            raise FormatError(f"{path}: data.pkl: containers are nested in more than {_DEEPEST} levels")
         try:
-            waiting.extend(
-                (f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in reversed(_children(node))
-            )
+            for key, child in reversed(_children(node)):
+                # Names as long as any nesting is deep would take time and memory that grow with its square.
+                longer = name if depth >= _DEEPEST else f"{name}.{key}" if name else str(key)
+                waiting.append((longer, child, depth + 1))
         except RecursionError as error:
             raise FormatError(f"{path}: data.pkl: a key is nested too deeply") from error
 

@@ -189,7 +189,7 @@ def content_of(path: str, most: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", path)
         if status.st_size > most:
-            raise FormatError(f"{path}: has {status.st_size} bytes; such a file has at most {most}")
+            raise FormatError(f"{path}: has {status.st_size} bytes; such a file has at most {most} bytes")
         with naming("read", path):
             return read_whole(fd)
     finally:

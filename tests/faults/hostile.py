@@ -185,7 +185,7 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
             chosen.read(place)
             said["read"] += 1
         except (FormatError, OSError) as error:
-            named = str(place) in str(error)
+            named = str(place) in str(error) or getattr(error, "filename", None) is not None
             said[type(error).__name__] += 1
             if not named:
                 tell(finding(number, error, "does not name the file: "), name, content)
