@@ -412,9 +412,7 @@ class TensorStore:
 
     def close(self) -> None:
         """Waits for what is under way and closes the files, which are the session's to remove. Once or more."""
-        if self._process != os.getpid():
-            return
-        if not self._claims.close():
+        if self._process != os.getpid() or not self._claims.close():
             return
         try:
             self.wait()

@@ -33,9 +33,8 @@ from nvme_ops.tune import store as tune_store
 from tests.faults import promises_keep
 from tests.faults.power import SCRATCH, Promise
 
-VERSIONS = range(1, 9)
+VERSIONS, _LARGE = range(1, 9), 200_000  # elements
 Tell = Callable[[int], None]
-_LARGE = 200_000  # elements
 
 
 class LostError(AssertionError):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
-import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
-from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer, residents, swap_params
-from nvme_ops.offload.resident import Resident
 from nvme_ops.offload.swapped import SwappedTensor
 from tests.conftest import MIB, in_child
 from tests.offload.test_optimizer import Failing
@@ -356,49 +351,6 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
         model(torch.ones(1, 64))
 
 
-class EndsLater:
-    """A write that ends when the test says so, or somebody waits for it."""
-
-    ended = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def exception(self) -> BaseException | None:
-        self.ended = True
-        return None
-
-
-@pytest.mark.parametrize("then", ["room", "settle"])
-def test_what_is_changed_while_it_is_written_is_written_again(
-    folder: Path, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a write was taken for that of the one of the last change: several threads lost theirs."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1) as swapped, torch.no_grad():
-        first, *others = swapped_of(model)
-        first.zero_()
-        its = swapped._residents
-        write_back = its._write_back
-        write_back(first.resident)
-        assert first.resident.writing is not None
-        assert first.resident.writing.exception() is None
-        writing = first.resident.writing = EndsLater()  # type: ignore[assignment]
-        first.fill_(2.0)
-        if then == "settle":
-            its.settle()
-            its._forget(first.resident)
-
-        def and_it_ends(resident: Resident) -> None:
-            write_back(resident)
-            writing.ended = True
-
-        monkeypatch.setattr(its, "_write_back", and_it_ends)
-        with others[0].lent():
-            others[1].add(1.0)
-        assert torch.equal(first + 0.0, torch.full((64, 64), 2.0))
-
-
 def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> None:
     model, found = network(), dict[int, torch.Tensor]()
     expected = {number: model(words(number)).detach() for number in range(4)}
@@ -435,86 +387,6 @@ def test_a_forked_child_cannot_use_them(folder: Path) -> None:
 def layers(count: int = 6) -> torch.nn.Sequential:
     torch.manual_seed(1)
     return torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(count)))
-
-
-@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
-def test_a_read_that_fails_is_raised_and_tried_again_by_the_next_use(folder: Path, error: BaseException) -> None:
-    mine, other, handle = layers(), layers(), Failing()
-    handle.error = error
-    with swap_params(mine, folder, memory_budget=20 * KIB, min_bytes=1, handle=handle):
-        for number in range(4):
-            x = torch.full((1, 64), number + 1.0)
-            handle.after["read"] = 2
-            with pytest.raises(type(error)):
-                mine(x).sum().backward()
-            mine.zero_grad()
-            mine(x).sum().backward()
-            other.zero_grad()
-            other(x).sum().backward()
-            for one, two in zip(mine.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None
-                assert two.grad is not None
-                assert torch.equal(one.grad, two.grad)
-
-
-def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
-    mine, other, handle = layers(), layers(), Failing()
-    with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        for number in range(4):
-            handle.after["write"] = number
-            for each in other.parameters():
-                each.add_(1)
-            for each in mine.parameters():
-                try:
-                    each.add_(1)
-                except OSError:
-                    each.add_(1)
-            handle.after["write"] = -1
-            assert equal(values(mine), values(other))
-
-
-class Ill(aio_handle):
-    """Has writes fail once they are under way."""
-
-    ill = False
-
-    def submit_pwrite(self, tensor: Any, file: Any, *arguments: Any, **options: Any) -> Any:
-        return super().submit_pwrite(tensor, "/dev/full" if self.ill else file, *arguments, **options)
-
-
-def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
-    mine, other, handle = layers(), layers(), Ill()
-    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        handle.ill = True
-        for model in (mine, other):
-            for each in list(model.parameters())[:3]:
-                each.add_(1)
-        handle.ill = False
-        assert equal(values(mine), values(other))
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    place = make_file_system(8 * MIB)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
-    before = list(model.parameters())
-    with pytest.raises(OSError, match="making room for") as caught:
-        swap_params(model, place, memory_budget="8M", min_bytes=1)
-    assert caught.value.errno == errno.ENOSPC
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    assert not [each for each in place.iterdir() if each.name != "lost+found"]
-
-
-def test_a_flipped_bit_is_told(folder: Path) -> None:
-    model = layers()
-    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, checksum=True):
-        model(torch.ones(1, 64))
-        (file,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= 6 * 16 * KIB]
-        with open(file, "r+b") as opened:
-            for place in range(0, 6 * 16 * KIB, 4 * KIB):
-                opened.seek(place)
-                opened.write(b"\xff")
-        with pytest.raises(ChecksumError):
-            model(torch.ones(1, 64))
 
 
 def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path) -> None:
