@@ -77,7 +77,7 @@ def replacing(
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             if recycle and durable and os.path.lexists(spare):
-                os.fsync(folder_fd)  # who replaced it may have been killed: it may still be what was saved
+                sync(folder_fd, path, "fsync")  # who replaced it may have been killed: it may still be what was saved
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
                 os.fchmod(fd, mode)  # what the umask took away

@@ -123,12 +123,13 @@ class Session:
         for place in self._places:
             kept, mine = place.before.get("place"), place.before.get("fingerprint") == self.fingerprint
             if isinstance(kept, list) and place.before.get("keep") is True and mine and any(_files(place.path)):
-                number, count = kept
+                known = len(kept) == 2 and all(type(each) is int for each in kept)
+                part = f"part {kept[0] + 1} of {kept[1]}" if known else "a part"
                 for each in self._places:
                     each.close(remove=not each.before)
                 raise FileNotFoundError(
                     errno.ENOENT,
-                    f"has part {number + 1} of {count} of the kept session {self.name!r}, and the folders given are "
+                    f"has {part} of the kept session {self.name!r}, and the folders given are "
                     "not those of all its parts, in order: is a disk not mounted? Another fingerprint begins anew",
                     place.path,
                 )
