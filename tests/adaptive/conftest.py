@@ -43,5 +43,6 @@ def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * M
 
 
 def only(handle: adaptive_handle, **wanted: object) -> Learned:
-    (found,) = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
-    return found
+    found = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
+    assert len(found) == 1, f"{found}, of {handle.learned()}"
+    return found[0]
