@@ -141,7 +141,8 @@ class Pool:
         try:
             return Lease(self, self._allocate(nbytes, charge), charge)
         except BaseException:
-            self._give_back(charge)
+            self._freed.append(charge)
+            native().note_ending()
             raise
 
     def _admit(self, charge: int, timeout: float | None) -> None:
@@ -183,11 +184,6 @@ class Pool:
         while self._freed:
             self._in_use -= self._freed.popleft()
 
-    def _give_back(self, charge: int) -> None:
-        """Counts memory as free. Takes no lock, because a tensor may be freed anywhere."""
-        self._freed.append(charge)
-        native().note_ending()
-
     def _require_an_end(self) -> None:
         """Raises DeadlockError when only threads that wait themselves could free what the first one waits for."""
         first = self._waiting[0]
@@ -212,11 +208,13 @@ class Pool:
             owner = pool_buffer(nbytes)
         tensor = torch.frombuffer(owner, dtype=torch.uint8)
         key, process = id(owner), self._process
+        note_ending = native().note_ending  # at the end of Python this module has lost its names before the last tensor
 
         def gone(_: object) -> None:
             self._live.pop(key, None)
             if process == self._process:
-                self._give_back(charge)
+                self._freed.append(charge)  # takes no lock, because a tensor may be freed anywhere
+                note_ending()
 
         self._live[key] = weakref.ref(owner, gone)
         return tensor

@@ -339,3 +339,18 @@ def test_a_pinned_pool_leases_memory_where_there_is_no_accelerator() -> None:
 
 def test_a_pool_shows_itself() -> None:
     assert repr(Pool(2 * MIB)) == "Pool(2097152): 0 bytes in use"
+
+
+def test_memory_freed_after_the_module_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of Python: modules lose their names before the last tensor is freed."""
+    from nvme_ops.memory import pool as module
+
+    said: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    pool = Pool(2 * MIB)
+    lease = pool.lease(4096)
+    with monkeypatch.context() as names:
+        names.setattr(module, "native", None)
+        del lease
+    assert said == []
+    assert pool.bytes_in_use == 0
