@@ -273,7 +273,8 @@ def _replace(
     there: Any = module._buffers[name] if name in module._buffers else module._parameters[name]
     if id(there) not in made:
         tensor = value.computed(stored)
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # or who saves it would save that of all
+        # or who saves it would save that of all; and torch has no detach_() of a view
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor._is_view():
             tensor = tensor.clone()
         made[id(there)] = torch.nn.Parameter(tensor, False) if isinstance(there, torch.nn.Parameter) else tensor
     if there is not value and hasattr(there, "_local_tensor"):  # a DTensor

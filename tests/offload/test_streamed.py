@@ -359,6 +359,14 @@ def test_small_weights_have_memory_of_their_own(folder: Path) -> None:
         assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())
 
 
+def test_a_single_small_buffer_is_no_view(folder: Path) -> None:
+    module = nn.Linear(1024, 1024, bias=False)
+    module.register_buffer("steps", torch.arange(16.0))
+    with streamed(module, folder, "16M") as model:
+        model.steps.detach_()
+        assert torch.equal(model.steps, torch.arange(16.0))
+
+
 class Random(nn.Module):
     """Layers of all kinds that share weights, memory, buffers and themselves."""
 
