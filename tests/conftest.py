@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import os
 import shutil
@@ -81,6 +82,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
                 yield Path(path)
             return
     pytest.skip(f"neither {tmp_path} nor /var/tmp is on a file system with O_DIRECT")
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: what a signal handler raises while Python runs a ``__del__`` is lost."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -47,6 +47,7 @@ def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
     check(handle, folder)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_signal_whose_handler_raises(folder: Path) -> None:
     def interrupt(*_: object) -> None:
         raise InterruptedError("made up")

@@ -164,6 +164,7 @@ def test_all_is_removed_when_the_making_fails(
     nothing_left()
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_signal_while_they_are_made_acts_afterwards(
     usable: None, nothing_left: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

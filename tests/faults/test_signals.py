@@ -23,7 +23,7 @@ class Stop(Exception):  # noqa: N818  (what a handler of the user's might raise)
 
 
 @pytest.fixture
-def alarm() -> Iterator[None]:
+def alarm(no_collection: None) -> Iterator[None]:
     """Restores what SIGALRM did."""
     before = signal.getsignal(signal.SIGALRM)
     yield
@@ -72,8 +72,8 @@ def test_a_handler_that_raises_ends_the_wait(make_handle: HandleFactory, folder:
     future = handle.submit_pread(target[: 32 * MIB], path) if call == "result" else None
     if call == "wait":
         handle.async_pread(target[: 32 * MIB], path)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(Stop):  # noqa: PT012  (one of these)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         if call == "read":
             handle.read(target, path)
         elif call == "sync_pread":

@@ -97,6 +97,7 @@ def test_nothing_is_left_behind(cufile: FakeCuFile, device: PrivateDevice, folde
 # Interruption
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_handler_that_raises_ends_a_blocking_call(
     cufile: FakeCuFile, device: PrivateDevice, folder: Path, lanes: int

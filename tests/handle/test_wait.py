@@ -44,7 +44,7 @@ def interrupt(*_: object) -> None:
 
 
 @pytest.fixture
-def alarm() -> Iterator[None]:
+def alarm(no_collection: None) -> Iterator[None]:
     """SIGALRM raises ``InterruptionError``."""
     before = signal.signal(signal.SIGALRM, interrupt)
     yield
@@ -89,6 +89,7 @@ def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: 
     assert interruptions > 0
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_failures_of_an_interrupted_wait_are_raised_by_the_next(make_handle: HandleFactory, folder: Path) -> None:
     handle, path = make_handle(), store(folder / "file", pattern(100))
     before = signal.signal(signal.SIGALRM, interrupt)

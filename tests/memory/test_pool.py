@@ -194,6 +194,7 @@ def test_who_gave_up_is_in_nobodys_way() -> None:
     del lease
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_a_wait_can_be_interrupted() -> None:
     pool = Pool(2 * MIB)
     lease = pool.lease(2 * MIB)

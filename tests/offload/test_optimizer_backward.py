@@ -178,6 +178,7 @@ def test_state_dicts_wait_for_the_end_of_the_step(folder: Path) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_ctrl_c_while_the_step_waits(folder: Path) -> None:
     """What the thread has not updated is updated when the step is called again."""
     mine, other = network(), network()
@@ -211,6 +212,7 @@ class Held(aio_handle):
         return super().submit_pwrite(*arguments, **options)
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize(("times", "later"), [(1, True), (1, False), (2, False)])
