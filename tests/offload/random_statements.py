@@ -230,7 +230,7 @@ class Writer(Expressions):
         ), "backward"
 
     def zero(self) -> Any:
-        return f"m.zero_grad(set_to_none={self.rng.random() < 0.6})"
+        return f"m.zero_grad(set_to_none={self.rng.random() < 0.6})", "backward"
 
     def look(self) -> Any:
         name = self.tensor()[0]
@@ -335,7 +335,7 @@ class Writer(Expressions):
     def toggle(self) -> Any:
         found = self.parameter()
         assert found is not None
-        return f"{found[0]}.requires_grad_({self.rng.random() < 0.7})"
+        return f"{found[0]}.requires_grad_({self.rng.random() < 0.7})", "write"
 
     def threads(self) -> Any:
         count, seed = self.rng.randint(2, 3), self._seed()
