@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -243,8 +243,11 @@ class OffloadedTensor(torch.Tensor):
         if operators.is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
         if (count := operators.members(func, args)) > 1:
-            _written(func, args, kwargs)  # which refuses before anything is changed
-            return operators.one_by_one(func, count, args, kwargs)
+            _, listed = _written(func, args, kwargs)  # which refuses before anything is changed
+            try:
+                return operators.one_by_one(func, count, args, kwargs)
+            finally:
+                _count_changes(each for each in listed if not isinstance(each, OffloadedTensor))
         return _computed(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
@@ -288,11 +291,16 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     named = list(kwargs.values())
     lent = {id(each): each for each in operators.leaves((args, named)) if isinstance(each, OffloadedTensor)}
     written, listed = _written(func, args, kwargs)
+    apart = bool(written) and operators.has_out(func) and not _fits(func, args, kwargs, written)
     values: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     try:
         with contextlib.ExitStack() as uses:
             for key, each in lent.items():
                 values[key] = each._lend(uses, key in written)
+                if apart and key in written:
+                    results[key], values[key] = values[key], torch.empty_like(values[key])
+            uses.callback(results.clear)
             uses.callback(values.clear)  # before they are given back: what somebody has is in use
 
             def in_memory(value: Any) -> Any:
@@ -303,18 +311,49 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             if func.namespace in ("c10d", "_c10d_functional"):
                 _wait(result)
             for key, each in written.items():
-                if values[key].shape != each.shape:
-                    raise RuntimeError(
-                        f"{func}: the result has shape {tuple(values[key].shape)}; the tensor on storage that is to "
-                        f"have it cannot be resized from {tuple(each.shape)}, and has lost its values"
-                    )
-            for each in listed:  # torch counts these on its way to each tensor, which is not taken here
-                if not each.is_inference():
-                    torch.autograd.graph.increment_version(each)
+                _require_shape(func, values[key], each)
+                if key in results:
+                    results[key].copy_(values[key])
+            _count_changes(listed)
             back = {id(values[key]): each for key, each in written.items()}
             return _apart(result, back, {each.untyped_storage()._cdata for each in values.values()})
     finally:
         values.clear()  # which a traceback would keep
+        results.clear()
+
+
+def _fits(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[int, OffloadedTensor]) -> bool:
+    """Raises RuntimeError where an ``out=`` would be resized. Returns False where the shape depends on values."""
+    outlines: dict[int, torch.Tensor] = {}
+
+    def outline(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and id(value) not in outlines:
+            outlines[id(value)] = outline_of(value.shape, value.stride(), value.dtype)
+        return outlines.get(id(value), value)
+
+    options = dict(zip(kwargs, operators.mapped(outline, list(kwargs.values())), strict=True))
+    try:
+        func(*operators.mapped(outline, args), **options)
+    except Exception:  # which torch then raises of the values too, or it can do without
+        return False
+    for key, each in written.items():
+        _require_shape(func, outlines[key], each)
+    return True
+
+
+def _require_shape(func: Any, result: torch.Tensor, tensor: OffloadedTensor) -> None:
+    if result.shape != tensor.shape:
+        raise RuntimeError(
+            f"{func}: the result has shape {tuple(result.shape)}; the tensor on storage that is to have it cannot be "
+            f"resized from {tuple(tensor.shape)}: assign the result to its .data"
+        )
+
+
+def _count_changes(listed: Iterable[torch.Tensor]) -> None:
+    """Counts changes of members of lists, as torch does on its way to each tensor, which is not taken here."""
+    for each in listed:
+        if not each.is_inference():
+            torch.autograd.graph.increment_version(each)
 
 
 def _wait(result: Any) -> None:
@@ -341,12 +380,11 @@ def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> A
     return result
 
 
-def _written(
-    func: Any, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[dict[int, OffloadedTensor], list[OffloadedTensor]]:
-    """Returns the tensors that an operation writes to, and those whose versions are not counted otherwise."""
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[int, OffloadedTensor], list[torch.Tensor]]:
+    """Returns the tensors on storage that an operation writes to, and all whose versions are not counted otherwise."""
     found: dict[int, OffloadedTensor] = {}
-    listed: list[OffloadedTensor] = []
+    listed: list[torch.Tensor] = []
+    uncounted = not func._schema.name.startswith(("aten::_fused_", "aten::_amp_"))
     for number, name, is_list in operators.writes(func):
         if not operators.writes_now(func, args, kwargs):
             continue
@@ -362,8 +400,8 @@ def _written(
                 if any(step.function in operators.BITS.values() for step in each._steps):
                     raise RuntimeError(f"{func}: of a conjugated or negated view: change what it is a view of")
                 found[id(each)] = each
-                if is_list and not func._schema.name.startswith(("aten::_fused_", "aten::_amp_")):
-                    listed.append(each)
+            if is_list and uncounted and isinstance(each, torch.Tensor):
+                listed.append(each)
     return found, listed
 
 

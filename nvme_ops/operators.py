@@ -42,6 +42,12 @@ def writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
     )
 
 
+@functools.cache
+def has_out(func: Any) -> bool:
+    """Whether an operation has an ``out=``, which it resizes where the result has another shape."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
 def writes_now(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether this call writes to what ``writes`` names: batch norm does so in training alone."""
     if func._schema.name not in _WRITES:

@@ -244,6 +244,37 @@ def test_writes_of_all_kinds_are_kept(folder: Path) -> None:
         assert equal(values(model), values(other))
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_out_of_another_shape_is_refused_and_keeps_its_values(folder: Path) -> None:
+    model, x = torch.nn.Linear(48, 48), torch.ones(48)
+    before = model.bias.detach().clone()
+    with swap_params(model, folder, memory_budget="64K", min_bytes=1), torch.no_grad():
+        bias: Any = model.bias
+        bias.add_(1)  # newer in memory than on storage
+        for work in (
+            lambda: torch.add(torch.ones(1, 48), 1, out=bias),
+            lambda: torch.masked_select(x, x > 0, out=model.weight),  # of whatever shape the values say
+        ):
+            with pytest.raises(RuntimeError, match=r"cannot be resized from .*: assign the result to its \.data"):
+                work()
+        assert torch.equal(bias, before + 1)
+        assert torch.masked_select(x, x > 0, out=bias) is bias
+        assert torch.equal(bias, x)
+        assert torch.mul(bias, 3, out=bias) is bias
+        assert torch.equal(bias, 3 * x)
+
+
+def test_a_tensor_in_memory_beside_one_on_storage_in_a_list_is_changed_too(folder: Path) -> None:
+    model = torch.nn.Linear(48, 48)
+    x = torch.ones(3, requires_grad=True)
+    inner = x * 2
+    loss = (inner * inner).sum()
+    with swap_params(model, folder, memory_budget="64K", min_bytes=1), torch.no_grad():
+        torch._foreach_add_([inner, model.weight], 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_state_dicts_pickles_and_copies(folder: Path) -> None:
     mine, other = network(), network()
     with swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB):
