@@ -137,7 +137,7 @@ def in_children(seeds: Sequence[int], work: Callable[[int], Outcome], batch: int
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if begun is not None or done < min(batch, len(left)):
             errors.seek(0)
-            stacks = errors.read().decode(errors="replace").strip("\0")[-3000:]
+            stacks = errors.read().decode(errors="replace").strip("\0")[-20000:]
             yield left[done], Outcome("hangs" if status == 1 else f"crashes with {status}", detail="\n" + stacks)
             done += 1
         del left[:done]

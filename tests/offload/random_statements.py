@@ -315,7 +315,9 @@ class Writer(Expressions):
             f"trunc_normal_({name}, {seed})",
             f"orthogonal_({name}, {seed})",
         ]
-        return f"nn.init.{self.rng.choice(kinds)}", "write"
+        chosen = self.rng.choice(kinds)
+        in_steps = chosen.startswith(("trunc_normal_", "orthogonal_"))  # of which an interruption leaves some
+        return f"nn.init.{chosen}", "many" if in_steps else "write"
 
     def utility(self) -> Any:
         name = self._new()
@@ -326,7 +328,7 @@ class Writer(Expressions):
              f"for p in {real}: p.data = p.data.clone()  # at an address as others have", "many"),
             ("see(nn.utils.clip_grad_norm_([p for p in m.parameters() if not p.is_complex()], 0.1))", "many"),
             ("nn.utils.clip_grad_value_([p for p in m.parameters() if not p.is_complex()], 0.01)", "many"),
-            ("m.requires_grad_()", "read"),
+            ("m.requires_grad_()", "many"),
             ("m.train(), m.eval()", "read"),
             ("m.to('cpu')", "read"),
         ]  # fmt: skip
