@@ -104,13 +104,15 @@ class Index:
         """Records that the key has no value any more."""
         self._append(_line(key, None))
 
-    def sync(self) -> None:
-        """Makes the journal durable. Raises OSError; ``mark`` then writes it anew."""
+    def sync(self, fd: int) -> None:
+        """Makes the journal durable that ``mark`` has opened. Raises OSError; ``mark`` then writes it anew."""
         try:
-            sync(self._fd, self._path)
+            sync(fd, self._path)
         except BaseException:  # an interrupted one may fail yet
             self._doubtful = True
             raise
+        finally:
+            os.close(fd)
 
     def is_long(self, values: Mapping[str, Value]) -> bool:
         """Returns whether most lines are obsolete."""
@@ -120,8 +122,10 @@ class Index:
         """Returns what ``mark`` is to be given, if what was recorded by now is on the device then."""
         return self._rewritten, self._end
 
-    def mark(self, place: tuple[int, int], values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
-        """Notes that the values in ``durable``, those of the time of ``place``, are on the device; ``sync`` follows.
+    def mark(self, place: tuple[int, int], values: Mapping[str, Value], durable: Mapping[str, Value]) -> int:
+        """Notes that the values in ``durable``, those of the time of ``place``, are on the device.
+
+        Returns a descriptor for ``sync``, which another thread's ``compact`` does not close.
 
         Raises OSError, also if what a ``sync`` that failed did not make durable cannot be written anew.
         """
@@ -134,6 +138,7 @@ class Index:
             self._write(_mark_of(self._boot, end))
             self._covered = self._end if end == before else 0
             self._boot_marked = self._boot
+        return os.dup(self._fd)
 
     def compact(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
         """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays.

@@ -19,7 +19,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
-from nvme_ops.storage.claims import Claims
+from nvme_ops.storage.claims import Claim, Claims
 from nvme_ops.storage.index import Index, entry_of, value_in
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.session import Session
@@ -95,8 +95,7 @@ class TensorStore:
             self._unsynced.durable = dict(self._values)
             if self._index and self._index.is_ahead:  # of what a power failure would bring back
                 self._slabs.sync()
-                self._index.mark(self._index.place(), self._values, self._values)
-                self._index.sync()
+                self._index.sync(self._index.mark(self._index.place(), self._values, self._values))
             self._undo = undo.pop_all()
 
     # What users call
@@ -130,8 +129,7 @@ class TensorStore:
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
         source = to_store(tensor)
         self._measure()
-        self._claim(key)
-        try:
+        with self._claim(key):
             self._reclaim()
             with self._lock:
                 old = self._values.get(key)
@@ -157,8 +155,6 @@ class TensorStore:
                 if operation.trouble is not None:
                     operation.done()  # its extents are free again, unless some of it is on its way
             return StoreFuture(as_operation(operation), tensor)
-        finally:
-            self._claims.give_back(key)
 
     def _finish_put(
         self, failure: BaseException | None, key: str, value: Value, old: Value | None, in_place: bool
@@ -215,8 +211,7 @@ class TensorStore:
                 raise ValueError("elements of out share memory, so they cannot differ")
         memory: torch.Tensor | None = None
         while True:
-            self._claim(key)
-            try:
+            with self._claim(key):
                 with self._lock:
                     value = self._values.get(key)
                 if value is None:
@@ -230,8 +225,6 @@ class TensorStore:
                 if fits or (memory is not None and memory.numel() == value.nbytes):
                     return self._read(key, value, out, fits, memory, priority)
                 wanted = value.nbytes
-            finally:
-                self._claims.give_back(key)
             memory = None  # goes back first
             memory = self._memory(wanted)  # for which others may wait at this key meanwhile
 
@@ -296,27 +289,20 @@ class TensorStore:
             KeyError: nothing was put under it.
             OSError: ENOSPC, EIO.
         """
-        self._claim(key)
-        try:
+        with self._claim(key):
             with self._lock:
                 value = self._values[key]
             return self._slabs.share(value.pieces, target, place)
-        finally:
-            self._claims.give_back(key)
 
     def drop(self, key: str) -> None:
         """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
-        self._claim(key)
-        try:
-            with self._lock:
-                value = self._values[key]
-                if self._index:
-                    self._index.drop(key)
-                del self._values[key]
-                self._unsynced.put(key)
-                self._retire(key, value)
-        finally:
-            self._claims.give_back(key)
+        with self._claim(key), self._lock:
+            value = self._values[key]
+            if self._index:
+                self._index.drop(key)
+            del self._values[key]
+            self._unsynced.put(key)
+            self._retire(key, value)
         self._reclaim()
 
     def __contains__(self, key: object) -> bool:
@@ -375,7 +361,7 @@ class TensorStore:
                 each further call raises until it was put again, or dropped.
         """
         self.wait()
-        with self._claims.at(_SYNC):
+        with self._claims.take(_SYNC):
             with self._lock:
                 self._unsynced.begin(self._values)
                 place = self._index.place() if self._index else None
@@ -384,8 +370,8 @@ class TensorStore:
                 if self._index and place and self._unsynced.certain:
                     with self._lock:
                         self._unsynced.flushed()
-                        self._index.mark(place, self._values, self._unsynced.durable)
-                    self._index.sync()
+                        journal = self._index.mark(place, self._values, self._unsynced.durable)
+                    self._index.sync(journal)
                     if not self._named:
                         self._session.sync()
                         self._named = True
@@ -400,7 +386,7 @@ class TensorStore:
         """Gives the space of what was dropped back to the file systems."""
         self._require_own()
         self._reclaim()
-        with self._claims.at(_TRIM):
+        with self._claims.take(_TRIM):
             self._slabs.trim()
 
     @property
@@ -446,17 +432,18 @@ class TensorStore:
         if self._process != os.getpid():
             raise RuntimeError("this store is the parent's: a forked child makes one of its own")
 
-    def _claim(self, key: str) -> None:
+    def _claim(self, key: str) -> Claim:
         """Waits until nobody else is at the key and nothing of it is being written; its failure is its future's."""
         self._require_own()
         self._collect()
         while True:
             with self._lock:
-                self._claims.take(key)
+                claim = self._claims.take(key)
                 operation = self._writing.get(key)
                 if operation is None:
-                    return
-                self._claims.give_back(key)
+                    return claim
+                with claim:
+                    pass
             operation.wait(None)
 
     def _collect(self) -> None:
@@ -472,7 +459,7 @@ class TensorStore:
     def _measure(self) -> None:
         """The first who comes measures the devices; the others wait for that, and nobody has a lock meanwhile."""
         if not self._slabs.is_measured:
-            with self._claims.at(_MEASURE):
+            with self._claims.take(_MEASURE):
                 self._slabs.measure()
 
     def _memory(self, nbytes: int) -> torch.Tensor:

@@ -183,6 +183,27 @@ def place(folder: Path) -> Path:
     return folder / "place"
 
 
+def test_an_index_that_another_thread_rewrites_during_a_sync_is_durable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+
+    def rewritten_meanwhile(fd: int, path: str) -> None:
+        with store._lock:
+            store._index.compact(store._values, store._unsynced.durable)  # type: ignore[union-attr]
+        os.fsync(fd)
+        synced.append(os.fstat(fd).st_nlink == 0)
+
+    with opened(folder) as session, TensorStore(session) as store:
+        for key, tensor in OLD.items():
+            store.put(key, tensor).result()
+        monkeypatch.setattr(index, "sync", rewritten_meanwhile)
+        store.sync()
+        monkeypatch.undo()
+    assert synced == [True], "the file that was replaced"
+    assert set(found(folder).values()) == {"old"}
+
+
 @pytest.mark.parametrize("work", ["put", pytest.param("put keeping previous", marks=pytest.mark.slow), "drop"])
 @pytest.mark.parametrize("calls", ["that change something", pytest.param("of any kind", marks=pytest.mark.slow)])
 def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path, work: str, calls: str) -> None:
