@@ -32,6 +32,7 @@ import pytest
 CACHES = ("__pycache__/", ".pytest_cache/", ".hypothesis/", ".mypy_cache/", ".ruff_cache/", "tests/cpp/build/")
 
 IN_CHECKOUT, LEFT = pytest.StashKey[set[str]](), pytest.StashKey[list[str]]()
+SLOW = 1200  # seconds that a slow test may take
 TURNS, STDERR = pytest.StashKey[Path](), pytest.StashKey[int]()
 
 
@@ -93,6 +94,16 @@ def reason_of(report: Any) -> str:
     """In one line, without the place."""
     words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     return " ".join(words.removeprefix("Skipped: ").split()) or "no reason given"
+
+
+# Time
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests may take long on a machine that is busy: the time limit of all is for what hangs."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW))
 
 
 # Memory
