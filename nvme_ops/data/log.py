@@ -16,6 +16,7 @@ from typing import Literal
 from nvme_ops import at_exit
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, segments
 from nvme_ops.storage import locks
+from nvme_ops.storage.atomic import make_last_folder
 from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record
@@ -33,7 +34,8 @@ class AsyncLog:
     repeated until they succeed. A log that is dropped without ``close`` writes what it has, with a warning.
 
     Args:
-        path: the name of the files, to which a number is added; the folder must exist.
+        path: the name of the files, to which a number is added. Their folder is made where it is missing, in one that
+            exists.
         window: seconds within which a record is durable (``fsync``), as long as the device keeps up.
         buffer_bytes: bytes of records waiting to be written. Beyond that, ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.
@@ -70,6 +72,7 @@ class AsyncLog:
             raise ValueError(f"on_full must be 'block', 'drop' or 'raise', not {on_full!r}")
         if self._limit < 1 or self._rotate < 1 or (keep is not None and keep < 1):
             raise ValueError("buffer_bytes, rotate_bytes and keep must be at least 1")
+        make_last_folder(os.path.dirname(self.path))
         #: Records that ``append`` has dropped.
         self.dropped = 0
         self._process = os.getpid()

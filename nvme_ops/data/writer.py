@@ -26,6 +26,7 @@ from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
 from nvme_ops.storage import locks, unlink
+from nvme_ops.storage.atomic import make_last_folder
 from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
@@ -45,8 +46,8 @@ class SampleWriter:
     where it is dropped, a line on stderr where the program ends.
 
     Args:
-        folders: an existing folder, or several, each on a device of its own: data files are spread over all of them.
-            The index goes to the first.
+        folders: one, or several, each on a device of its own: data files are spread over all of them. The index goes to
+            the first. Each is made where it is missing, in a folder that exists.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
             and a shape, whose first dimension may be -1. One of these alone for samples that are not dicts; ``bytes``
             when None.
@@ -84,8 +85,7 @@ class SampleWriter:
         if alignment is not None and not (1 <= alignment <= PAGE and PAGE % alignment == 0):
             raise ValueError(f"alignment must be a power of two up to {PAGE}, not {alignment}")
         for folder in self._folders:
-            if not os.path.isdir(folder):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+            make_last_folder(folder)
         self.path = os.path.join(self._folders[0], NAME)
         self._overwrite = overwrite
         self._require_right_to_replace()

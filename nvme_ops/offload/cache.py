@@ -149,7 +149,7 @@ class NvmeCache(DynamicCache):
     gone, at the latest when the program ends. One thread at a time.
 
     Args:
-        folder: an existing folder; several, of one device each, share the layers by their measured rates.
+        folder: where it goes; several, of one device each, share the layers by their measured rates.
         memory_budget: bytes of host memory for keys and values, those of the layer at work included, or a size such as
             ``"4G"``.
         config: of the model. Layers with a sliding window then keep no more than the window, and layers with a

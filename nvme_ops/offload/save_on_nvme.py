@@ -37,7 +37,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     what was saved as a whole before.
 
     Args:
-        folder: an existing folder; several, one per device, share the tensors by their measured rates.
+        folder: where they go; several, one per device, share the tensors by their measured rates.
         min_bytes: smaller tensors stay in memory.
         memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; on the device where they are.
         policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what

@@ -168,6 +168,33 @@ def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
             sync_folder(os.path.dirname(made))
 
 
+def make_last_folder(path: str) -> None:
+    """Makes a folder, durably, in one that exists, unless it is there.
+
+    Raises:
+        FileNotFoundError: the folder that it would be in is missing, and is named: a disk may not be mounted.
+        NotADirectoryError: there is something else.
+    """
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+    except OSError as error:
+        if os.path.isdir(path):  # on a file system that cannot be written
+            return
+        above = os.path.dirname(os.path.abspath(path))
+        if not isinstance(error, FileNotFoundError) or os.path.lexists(above):
+            raise
+        while not os.path.lexists(os.path.dirname(above)):
+            above = os.path.dirname(above)
+        message = "no such folder, and only the last one of a path is made; is a disk not mounted?"
+        raise FileNotFoundError(errno.ENOENT, message, above) from None
+    else:
+        with suppress(PermissionError):  # a folder that may be written to and not read
+            sync_folder(os.path.dirname(os.path.abspath(path)))
+
+
 def sync_above(folder: str) -> None:
     """Makes the names of a folder, and of those that it is in, durable: on its device, as far as they can be opened."""
     folder = os.path.realpath(folder)

@@ -21,7 +21,7 @@ from typing import Protocol
 from nvme_ops import at_exit
 from nvme_ops.durable import sync_folder
 from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.atomic import remove_litter
+from nvme_ops.storage.atomic import make_last_folder, remove_litter
 from nvme_ops.storage.owner import (
     MAGIC,
     OWNER,
@@ -53,7 +53,7 @@ class Session:
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
-        folders: existing folders; if several, each on a device of its own.
+        folders: if several, each on a device of its own. Each is made where it is missing, in a folder that exists.
         name: what the session is for; any text.
         keep: leave the content for the next session of this name with the same folders, which takes it over. Only one
             process at a time can have such a session.
@@ -253,8 +253,7 @@ class _Place:
 
     @classmethod
     def open(cls, parent: str, name: str, keep: bool) -> _Place:
-        if not stat.S_ISDIR(os.stat(parent).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), parent)
+        make_last_folder(parent)
         parent = os.path.realpath(parent)
         _remove_abandoned(parent)
         base = os.path.join(parent, _PREFIX + _hash(name, 8))

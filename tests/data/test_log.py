@@ -364,7 +364,7 @@ def test_wrong_arguments(folder: Path, wrong: dict[str, Any]) -> None:
 
 def test_folders_that_cannot_be(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        AsyncLog(folder / "nothing" / "log")
+        AsyncLog(folder / "nothing" / "below" / "log")
     with AsyncLog(folder / "log") as log:
         log.append(b"private")
     open_to_all(folder)

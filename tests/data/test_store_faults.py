@@ -311,8 +311,8 @@ def test_folders_that_cannot_be(folder: Path) -> None:
     (folder / "file").touch()
     with pytest.raises(NotADirectoryError):
         SampleWriter(folder / "file")
-    with pytest.raises(NotADirectoryError):
-        SampleWriter([folder, folder / "nothing"])
+    with pytest.raises(FileNotFoundError):
+        SampleWriter([folder, folder / "nothing" / "below"])
     with pytest.raises(ValueError, match="none twice"):
         SampleWriter([folder, folder])
     with pytest.raises(ValueError, match="at least one"):

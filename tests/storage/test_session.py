@@ -393,7 +393,7 @@ def test_what_is_no_folder(folder: Path) -> None:
         Session(folder / "file", name="job")
     assert caught.value.filename == str(folder / "file")
     with pytest.raises(FileNotFoundError):
-        Session([folder, folder / "none"], name="job")
+        Session([folder, folder / "none" / "below"], name="job")
     with pytest.raises(ValueError, match="at least one"):
         Session([], name="job")
     assert ours(folder) == []
