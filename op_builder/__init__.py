@@ -10,3 +10,7 @@ from .gds import GDSBuilder
 from .pin_memory import PinMemoryBuilder
 
 __all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder", "PinMemoryBuilder"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -16,3 +16,7 @@ from nvme_ops.data.store import SampleStore as SampleStore
 from nvme_ops.data.writer import SampleWriter as SampleWriter
 
 __all__ = ["AsyncLog", "Columns", "Dataset", "Loader", "Read", "SampleStore", "SampleWriter", "read_log"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -24,3 +24,7 @@ from nvme_ops.dcp.reader import NvmeStorageReader as NvmeStorageReader
 from nvme_ops.dcp.writer import NvmeStorageWriter as NvmeStorageWriter
 
 __all__ = ["NvmeStorageReader", "NvmeStorageWriter", "load", "save", "use_by_default"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,3 +11,7 @@ from nvme_ops.memory.ring import Place as Place
 from nvme_ops.memory.ring import Ring as Ring
 
 __all__ = ["Lease", "Place", "Pool", "Ring"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -57,3 +57,7 @@ if not TYPE_CHECKING:
         except ImportError as error:
             raise ImportError("nvme_ops.offload.NvmeCache needs transformers 5: pip install transformers") from error
         return NvmeCache
+
+
+def __dir__() -> list[str]:
+    return __all__

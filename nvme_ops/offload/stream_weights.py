@@ -7,7 +7,7 @@ import fnmatch
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -31,7 +31,6 @@ from nvme_ops.text import parse_size
 _AHEAD = 8  # weights that are being written at once
 _LEAST = 1 << 16  # elements of a matrix that is quantized
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 Path = str | os.PathLike[str]
 
 
@@ -46,7 +45,7 @@ def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budg
 
 
 def stream_weights(
-    model: Model,
+    model: torch.nn.Module,
     folder: Path | Sequence[Path],
     *,
     memory_budget: int | str,
@@ -54,7 +53,7 @@ def stream_weights(
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
     handle: aio_handle | None = None,
-) -> Model:
+) -> Any:  # both a StreamedModel and what it was, for which Python has no type
     """Moves the weights of a model to storage, from where it reads them while it computes, in bounded memory.
 
         model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")

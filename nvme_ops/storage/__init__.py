@@ -31,3 +31,7 @@ if not TYPE_CHECKING:
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'nvme_ops.storage' has no attribute {name!r}")
         return getattr(importlib.import_module(f"nvme_ops.storage.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,3 +7,7 @@ fetched by ``memory.read_ahead``, both in ``memory.blocks``, at most 16 MiB each
 from nvme_ops.stream.stream import Stream as Stream
 
 __all__ = ["Stream"]
+
+
+def __dir__() -> list[str]:
+    return __all__

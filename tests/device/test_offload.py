@@ -85,4 +85,4 @@ def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folde
     assert {each.device for each in streamed.parameters()} == {there}
     assert streamed.to(there) is streamed
     assert all(torch.equal(each.detach().cpu(), value) for each, value in zip(before, values, strict=True))
-    streamed.close()  # type: ignore[operator]  # a streamed model has it
+    streamed.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_python
 
 OURS = re.compile(r"\b(NVME_OPS_(?!HAVE_)[A-Z_]+|NVME_BUILD_[A-Z]+)\b")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -40,3 +40,20 @@ def test_the_readme_names_every_page() -> None:
     internal = {"benchmarks.md", "bench-explain.md", "gpu-results.md", "index.md"}
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     assert {name for name in pages - internal if f"docs/{name}" not in readme} == set()
+
+
+def test_completion_shows_what_is_public_and_nothing_else() -> None:
+    """In a fresh process that has used much: what it imports on the way is not for users."""
+    program = """
+        import importlib, pkgutil
+        import nvme_ops, nvme_ops.offload, nvme_ops.data, nvme_ops.dcp
+        nvme_ops.offload.swap_params, nvme_ops.data.Loader, nvme_ops.tuned_handle
+        packages = [each.name for each in pkgutil.iter_modules(nvme_ops.__path__) if each.ispkg]
+        modules = [nvme_ops, *(importlib.import_module(f"nvme_ops.{name}") for name in packages)]
+        seen = {module.__name__: (dir(module), sorted(module.__all__)) for module in modules if hasattr(module, "__all__")}
+        assert {"nvme_ops", "nvme_ops.offload", "nvme_ops.data", "nvme_ops.dcp"} <= seen.keys()
+        assert [name for name, (shown, public) in seen.items() if shown != public] == []
+        assert all(hasattr(importlib.import_module(name), each) for name, (_, public) in seen.items() for each in public
+                   if each != "NvmeCache")
+    """
+    run_python(program)
