@@ -50,7 +50,8 @@ def test_completion_shows_what_is_public_and_nothing_else() -> None:
         nvme_ops.offload.swap_params, nvme_ops.data.Loader, nvme_ops.tuned_handle
         packages = [each.name for each in pkgutil.iter_modules(nvme_ops.__path__) if each.ispkg]
         modules = [nvme_ops, *(importlib.import_module(f"nvme_ops.{name}") for name in packages)]
-        seen = {module.__name__: (dir(module), sorted(module.__all__)) for module in modules if hasattr(module, "__all__")}
+        public = [module for module in modules if hasattr(module, "__all__")]
+        seen = {module.__name__: (dir(module), sorted(module.__all__)) for module in public}
         assert {"nvme_ops", "nvme_ops.offload", "nvme_ops.data", "nvme_ops.dcp"} <= seen.keys()
         assert [name for name, (shown, public) in seen.items() if shown != public] == []
         assert all(hasattr(importlib.import_module(name), each) for name, (_, public) in seen.items() for each in public
