@@ -90,7 +90,7 @@ if not TYPE_CHECKING:  # so that a name which is not there is an error to type c
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name in ("data", "dcp", "offload"):  # modules to be named as they are, which importing sets
+        if name in ("checkpoint", "data", "dcp", "offload"):  # modules to be named as they are, which importing sets
             return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 

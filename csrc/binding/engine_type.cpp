@@ -43,8 +43,8 @@ struct SingleCall {
   PyObject *memory, *file, *offset, *pending = Py_None;
 
   explicit SingleCall(PyObject* arguments) {
-    int urgency = 0;
-    if (!PyArg_ParseTuple(arguments, "pOOOp|piO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency,
+    PyObject* urgency = nullptr;
+    if (!PyArg_ParseTuple(arguments, "pOOOp|pOO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency,
                           &pending)) {
       throw PythonError();
     }
@@ -101,9 +101,9 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
-    int write, urgency = 0;
-    PyObject *objects, *files, *offsets;
-    if (!PyArg_ParseTuple(arguments, "pOOO|i", &write, &objects, &files, &offsets, &urgency)) throw PythonError();
+    int write;
+    PyObject *objects, *files, *offsets, *urgency = nullptr;
+    if (!PyArg_ParseTuple(arguments, "pOOO|O", &write, &objects, &files, &offsets, &urgency)) throw PythonError();
     const Priority priority = priority_of(urgency);
     const Op op = write ? Op::Write : Op::Read;
     std::vector<Memory> memories = memories_of(objects, op, "tensors");

@@ -146,7 +146,13 @@ private:
 
 }  // namespace
 
-Priority priority_of(int number) {
+Priority priority_of(PyObject* priority) {
+  const long number = priority ? PyLong_AsLong(priority) : 0;
+  if (number == -1 && PyErr_Occurred()) {
+    PyErr_Format(PyExc_TypeError, "priority must be one of nvme_ops.Priority, such as Priority.PREFETCH, not %R",
+                 priority);
+    throw PythonError();
+  }
   if (number < 0 || number >= static_cast<int>(kPriorities)) {
     raise(bad_argument("priority must lie between 0 and " + std::to_string(kPriorities - 1) + ", not " +
                        std::to_string(number)));

@@ -19,7 +19,7 @@ struct TransferKind {
 };
 
 // Returns the priority of a number that Python gave. Throws IoError.
-Priority priority_of(int number);
+Priority priority_of(PyObject* priority);  // the first one of nullptr
 
 // One memory and one file. Without an offset (None) a write makes the file end with it. Throw PythonError and IoError.
 Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject* file, PyObject* offset);

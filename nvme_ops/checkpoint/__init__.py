@@ -6,7 +6,8 @@ compares checksums. The data move through ``nvme_ops.memory``, files are replace
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import importlib
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 Format: TypeAlias = Literal["safetensors", "torch", "pt", "sharded"]
 
@@ -17,3 +18,10 @@ FORMATS = {
     "safetensors": ("nvme_ops.checkpoint.safetensors_file", (".safetensors",)),
     "torch": ("nvme_ops.checkpoint.torch_file", (".pt", ".pth", ".bin", ".ckpt")),
 }
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name != "background":  # whose release_memory() is for users, before the first save too
+            raise AttributeError(f"module 'nvme_ops.checkpoint' has no attribute {name!r}")
+        return importlib.import_module("nvme_ops.checkpoint.background")

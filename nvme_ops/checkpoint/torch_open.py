@@ -10,6 +10,7 @@ import torch
 
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.torch_zip import Archive, is_zip, open_archive, refuse, require_file
+from nvme_ops.formats.mistaken import HEAD, mistaken
 from nvme_ops.formats.torch_pickle import Storage
 from nvme_ops.handle import aio_handle
 
@@ -40,7 +41,8 @@ class File:
         size = require_file(self.fd, self.path)
         if not is_zip(self.fd):
             if os.pread(self.fd, 15, 0)[2:] != _LEGACY and not _is_tar(self.fd):
-                refuse(self.path, "begins neither as a zip file nor as a pickle of torch.save")
+                what = "begins neither as a zip file nor as a pickle of torch.save"
+                refuse(self.path, mistaken(os.pread(self.fd, HEAD, 0)) or what)
             return None
         archive = open_archive(self.fd, self.path)
         if PICKLE not in archive.records:

@@ -23,6 +23,7 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.errors import FormatError, naming
+from nvme_ops.formats.mistaken import HEAD, mistaken
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
@@ -100,7 +101,8 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
         _refuse(path, f"{size} bytes are too few for a safetensors file")
     length = struct.unpack("<Q", prefix)[0]
     if length > MOST_HEADER:
-        _refuse(path, f"header length {length} is more than the {MOST_HEADER} bytes a header may have")
+        what = f"header length {length} is more than the {MOST_HEADER} bytes a header may have"
+        _refuse(path, mistaken(_read(fd, HEAD, 0, path)) or what)
     if length > size - 8:
         _refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
     text = bytearray()

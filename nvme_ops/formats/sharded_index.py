@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
+from nvme_ops.formats.mistaken import HEAD, mistaken
 from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import atomic, unlink
 
@@ -98,7 +99,7 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
-        refuse(path, f"the index is not JSON: {error}")
+        refuse(path, mistaken(content[:HEAD]) or f"the index is not JSON: {error}")
     if not isinstance(document, dict):
         refuse(path, "the index is not a JSON object")
     return document
@@ -116,6 +117,8 @@ def resolved(path: str) -> str:
     for name in _IN_FOLDERS:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
+    if os.path.isfile(os.path.join(path, ".metadata")):
+        refuse(path, "is a checkpoint of torch.distributed.checkpoint: nvme_ops.dcp.load(state_dict, path) reads it")
     refuse(path, f"is a folder that has none of {', '.join(_IN_FOLDERS)}")
 
 

@@ -161,6 +161,11 @@ def _kind_of(chunk: Chunk) -> _Kind:
 def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Returns it. Raises TypeError unless it is one of ``ELEMENTWISE``."""
     if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"an optimizer was given, not its class: NvmeOptimizer(torch.optim.{name}, params, folder, ...)"
+            )
         name = getattr(optimizer, "__qualname__", repr(optimizer))
         raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
     return optimizer

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,10 @@ def test_a_priority_that_there_is_not_is_refused(folder: Path) -> None:
     for wrong in (-1, 4):
         with pytest.raises(ValueError, match="priority must lie between 0 and 3"):
             aio_handle().submit_pwrite(pattern(10), folder / "file", priority=wrong)  # type: ignore[arg-type]
+    for function in (aio_handle().submit_pwrite, aio_handle().submit_pwritev):
+        data: Any = pattern(10) if function.__name__ == "submit_pwrite" else [pattern(10)]
+        with pytest.raises(TypeError, match=r"one of nvme_ops\.Priority, such as Priority\.PREFETCH, not 'high'"):
+            function(data, folder / "file", priority="high")  # type: ignore[arg-type]
 
 
 def test_priorities_meet_in_one_handle(folder: Path) -> None:

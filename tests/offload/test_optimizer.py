@@ -233,6 +233,9 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     for kind in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch.optim's elementwise optimizers: Ada"):
             NvmeOptimizer(kind, parameters, folder)
+    made: Any = torch.optim.AdamW(parameters)
+    with pytest.raises(TypeError, match=r"not its class: NvmeOptimizer\(torch.optim.AdamW, params, folder"):
+        NvmeOptimizer(made, parameters, folder)
     with pytest.raises(ValueError, match="memory_budget must be at least 1 MiB, not 4 KiB"):
         NvmeOptimizer(torch.optim.AdamW, parameters, folder, memory_budget=4096)
     with pytest.raises(ValueError, match="'lots' is not a size"):

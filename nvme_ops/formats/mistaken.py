@@ -1,0 +1,23 @@
+"""What a file is that was taken for another: its first bytes say so, and often what to do."""
+
+from __future__ import annotations
+
+#: Bytes of a file's beginning that are looked at.
+HEAD = 64
+_BEGINNINGS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file that it stands for: git lfs pull fetches that",
+    b"PK\x03\x04": "is a zip archive, as torch.save writes: give it a name that ends in .pt",
+    b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.": "was written by torch.save: give it a name that ends in .pt",
+    b"\x89HDF\r\n\x1a\n": "is an HDF5 file, as Keras and h5py write",
+    b"GGUF": "is a GGUF file, as llama.cpp reads",
+    b"\x1f\x8b": "is compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd",
+    b"<": "is a web page, perhaps of a download that failed",
+}
+
+
+def mistaken(head: bytes) -> str | None:
+    """Returns what a file with these first bytes is, for a sentence that begins with its name; None if unknown."""
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return "is a safetensors file: give it a name that ends in .safetensors"
+    return next((words for beginning, words in _BEGINNINGS.items() if head.startswith(beginning)), None)
