@@ -235,7 +235,7 @@ def test_a_budget_that_is_no_size(budget: Any, folder: Path) -> None:
 
 def test_a_folder_that_does_not_exist(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        NvmeCache(folder / "none", "1M")
+        NvmeCache(folder / "none" / "below", "1M")
 
 
 def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:

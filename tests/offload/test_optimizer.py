@@ -247,7 +247,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="Invalid learning rate"):
         NvmeOptimizer(torch.optim.AdamW, parameters, folder, lr=-1.0)
     with pytest.raises(FileNotFoundError):
-        NvmeOptimizer(torch.optim.AdamW, parameters, folder / "none")
+        NvmeOptimizer(torch.optim.AdamW, parameters, folder / "none" / "below")
     assert list(folder.iterdir()) == []
 
 

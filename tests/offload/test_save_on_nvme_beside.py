@@ -419,7 +419,7 @@ def test_a_budget_of_nothing_is_a_size(folder: Path, nothing: int | str) -> None
 
 def test_wrong_arguments(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        save_on_nvme(folder / "missing")
+        save_on_nvme(folder / "missing" / "below")
     with pytest.raises(ValueError, match="memory_budget must be at least 0 bytes, not -1"):
         save_on_nvme(folder, memory_budget=-1)
     with pytest.raises(ValueError, match="policy='disk' is not one of nvme, auto"):

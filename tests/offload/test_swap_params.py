@@ -353,7 +353,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
     with pytest.raises(ValueError, match="Module is on the meta device and has no reset_parameters"):
         swap_params(bare, folder, memory_budget="1M", min_bytes=1)
     with pytest.raises(FileNotFoundError):
-        swap_params(model, folder / "missing", memory_budget="1M", min_bytes=1)
+        swap_params(model, folder / "missing" / "below", memory_budget="1M", min_bytes=1)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
     with (
         swap_params(model, folder, memory_budget="1M", min_bytes=1),
