@@ -317,8 +317,8 @@ class Residents:
             self._stats.bytes_on_demand += resident.nbytes * resident.demanded
         else:
             resident.changed = True  # has no values yet
+        self._resident[resident] = None  # first, or Ctrl-C leaves values that nobody lets go of
         resident.values, resident.memory = values, memory
-        self._resident[resident] = None
         return True
 
     def _read_ahead(self) -> None:
@@ -385,9 +385,9 @@ class Residents:
             return
         if resident.writing is not None and not resident.writing.done():
             return  # it is tried again
-        resident.changed = resident.is_used()
-        self._to_write.pop(resident, None)
         try:
+            resident.changed = resident.is_used()
+            self._to_write.pop(resident, None)
             resident.writing = self._store.put(resident.key, resident.values)
             resident.stored, resident.scale = True, None  # the values in memory are scaled
         except BaseException as error:
@@ -416,8 +416,8 @@ class Residents:
                 return False
             there = resident.values is not None
             if failure is None or there:
-                resident.writing = None
                 resident.changed = resident.changed or failure is not None
+                resident.writing = None
             resident.rewritten = again = failure is not None and there and not resident.rewritten
             if again:
                 self._write_back(resident)

@@ -91,13 +91,15 @@ class Window:
         """
         while True:
             held = self._take(source)
+            tensor = held.tensor  # which another thread takes from it where Ctrl-C ends its wait
             try:
                 self._wait(source, held)
-            except Exception:
-                if held.ahead:  # perhaps it would not fail any more
+            except BaseException as error:
+                del tensor  # which the traceback would keep
+                if held.ahead and isinstance(error, Exception):  # perhaps it would not fail any more
                     continue
                 raise
-            return held.tensor
+            return tensor
 
     def _take(self, source: Source) -> _Held:
         """Returns the weight, in memory or on its way there; waits for memory where there is none."""
