@@ -161,8 +161,9 @@ class JoinedOperation:
 
     def __del__(self) -> None:
         """Tells of a failure that nobody has asked for."""
-        if self._failure is not None and not self.asked and self._process == os.getpid():
-            raise self._failure  # which Python hands to the hook
+        failure = getattr(self, "_failure", None)  # it may never have been made
+        if failure is not None and not self.asked and self._process == os.getpid():
+            raise failure  # which Python hands to the hook
 
 
 def as_operation(joined: JoinedOperation) -> Operation:

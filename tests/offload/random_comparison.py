@@ -155,11 +155,12 @@ def interrupted(line: int) -> Iterator[None]:
 
     def local(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if event == "line":
+        if event == "line" and frame.f_code.co_name != "__del__":  # from where Python raises nothing
             left -= 1
-            # A signal is not noticed between the end of a block and the __exit__ of a lock, whose line is that of with.
+            # A signal is not noticed between the end of a block and the __exit__ of a lock, whose line is that of with;
+            # nor at try, which does nothing, and what is raised there is raised outside of the block around it.
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            if left <= 0 and not text.startswith("with "):
+            if left <= 0 and not text.startswith(("with ", "try:")):
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return local

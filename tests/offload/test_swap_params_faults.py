@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import swap_params
 from nvme_ops.offload.resident import Resident
 from tests.conftest import MIB
+from tests.offload.random_comparison import interrupted
 from tests.offload.test_optimizer import Failing
 from tests.offload.test_swap_params import KIB, layers, swapped_of
 from tests.offload.training import equal, values
@@ -142,3 +145,22 @@ def test_a_flipped_bit_is_told(folder: Path) -> None:
                 opened.write(b"\xff")
         with pytest.raises(ChecksumError):
             model(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(each, marks=[pytest.mark.slow] * (each % 9 > 0)) for each in range(1, 1000)]
+)
+def test_ctrl_c_at_any_line_of_a_use_loses_nothing(folder: Path, line: int) -> None:
+    """Neither a change that was made before, nor memory."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
+        for number, each in enumerate(model):
+            each.weight.fill_(number)  # the last two are newer in memory than on storage
+        its = swapped._residents
+        with contextlib.suppress(KeyboardInterrupt), interrupted(line):
+            its.acquire(swapped_of(model)[0].resident, "forward")
+        gc.collect()
+        assert all(torch.equal(each.weight, torch.full((64, 64), number)) for number, each in enumerate(model))
+        both = swapped_of(model)[2:]
+        with its.used(both[0].resident, "forward"), its.used(both[1].resident, "forward"):
+            assert its._memory.bytes_in_use == 32 * KIB
