@@ -207,6 +207,10 @@ class Flush:
                 self._work()
             except Exception as error:
                 self.failure = _untold[self] = error
+            except BaseException as error:
+                if threading.current_thread() is not self._thread:  # Ctrl-C: it is begun again
+                    raise
+                self.failure = _untold[self] = RuntimeError(f"the thread was ended by {type(error).__name__}")
             self._work = None  # and what it keeps alive
             self._done.set()
 

@@ -37,7 +37,7 @@ class Line:
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_filename not in TRACED or code.co_name == "_work":  # Ctrl-C never comes to that
+        if code.co_filename not in TRACED or code.co_name in ("_work", "work"):  # to these Ctrl-C never comes
             return None
         # An exception at the end of a with block, before the lock is released, is one that Python itself never raises.
         lock = linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with self._")
