@@ -177,7 +177,7 @@ class StoredTensor(OffloadedTensor):
         dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
         that the last bits may be others.
         """
-        if func in _MULTIPLYING:
+        if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
             made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
             args = tuple(made.get(id(each), each) for each in args)  # attention asks whether its inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
