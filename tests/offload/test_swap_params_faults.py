@@ -154,13 +154,13 @@ def test_ctrl_c_at_any_line_of_a_use_loses_nothing(folder: Path, line: int) -> N
     """Neither a change that was made before, nor memory."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
     with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
-        for number, each in enumerate(model):
-            each.weight.fill_(number)  # the last two are newer in memory than on storage
+        for number, each in enumerate(model.parameters()):
+            each.fill_(number)  # the last two are newer in memory than on storage
         its = swapped._residents
         with contextlib.suppress(KeyboardInterrupt), interrupted(line):
             its.acquire(swapped_of(model)[0].resident, "forward")
         gc.collect()
-        assert all(torch.equal(each.weight, torch.full((64, 64), number)) for number, each in enumerate(model))
+        assert all(torch.equal(each, torch.full((64, 64), number)) for number, each in enumerate(model.parameters()))
         both = swapped_of(model)[2:]
         with its.used(both[0].resident, "forward"), its.used(both[1].resident, "forward"):
             assert its._memory.bytes_in_use == 32 * KIB
