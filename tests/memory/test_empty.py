@@ -200,6 +200,7 @@ def test_freed_memory_is_reused_and_bounded() -> None:
     def body() -> None:
         before = live_bytes()
         native().trim_pool()
+        rest = native().pool_statistics()["cached_bytes"]  # of huge pages of which an earlier test has a part
         tensor = nvme_ops.empty(4 * MIB, dtype=torch.uint8)
         address = tensor.data_ptr()
         assert live_bytes() == before + 4 * MIB
@@ -211,9 +212,9 @@ def test_freed_memory_is_reused_and_bounded() -> None:
         tensors = [nvme_ops.empty(64 * MIB, dtype=torch.uint8) for _ in range(8)]
         del tensors
         assert live_bytes() == before
-        assert 4 * MIB <= native().pool_statistics()["cached_bytes"] <= 256 * MIB
+        assert 4 * MIB <= native().pool_statistics()["cached_bytes"] - rest <= 256 * MIB
         native().trim_pool()
-        assert native().pool_statistics()["cached_bytes"] == 0
+        assert native().pool_statistics()["cached_bytes"] == rest
 
     in_child(body)  # where no thread that an earlier test left frees memory meanwhile
 
