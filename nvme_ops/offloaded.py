@@ -317,6 +317,10 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             _count_changes(listed)
             back = {id(values[key]): each for key, each in written.items()}
             return _apart(result, back, {each.untyped_storage()._cdata for each in values.values()})
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C: it may have changed them
+            _count_changes(written.values())
+        raise
     finally:
         values.clear()  # which a traceback would keep
         results.clear()

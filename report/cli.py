@@ -14,22 +14,28 @@ from nvme_ops.op_builder import ALL_OPS
 
 from . import driver, ops, render, storage, torch_info
 from .result import Status
+from .screen import as_screen
 from .sections import collect
 
 _DESCRIPTION = """\
-Shows which ops of nvme_ops are installed and which can be built here, which backend they would use and why the others
-are not usable, and what else on this machine affects them. Every warning ends with the command that fixes it. No op is
-compiled, nothing is installed or changed, cuFile's driver is not opened unless --open-driver asks for it.
+Shows which ops of nvme_ops are installed and which can be built here, which
+backend they would use and why the others are not usable, and what else on this
+machine affects them. Every warning ends with the command that fixes it. No op
+is compiled, nothing is installed or changed, cuFile's driver is not opened
+unless --open-driver asks for it.
 """
 _EPILOG = """\
 examples:
-  nvme-report                       the report
-  nvme-report --path /mnt/nvme      and what that folder's file system and device can do
+  nvme-report                      the report, on one screen
+  nvme-report -v                   all that was looked at
+  nvme-report --path /mnt/nvme     and what that folder's device can do
   nvme-report --json | jq .sections.backends.chosen
-  nvme-report --strict              exit status 1 when an op cannot be used, for Dockerfiles and CI
-  nvme-report --strict async_io     the same, for this op only
+  nvme-report --strict             exit status 1 when an op cannot be used, for
+                                   Dockerfiles and CI
+  nvme-report --strict async_io    the same, for this op only
 
-exit status: 0; 1 with --strict when an op or a folder of --path cannot be used; 2 for a wrong argument
+exit status: 0; 1 with --strict when an op or a folder of --path cannot be used;
+2 for a wrong argument
 """
 
 
@@ -45,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
     add("--path", metavar="DIR", action="extend", nargs="+", default=[], help=words)
+    add("-v", "--verbose", action="store_true", help="all that was looked at, and the environment, as ds_report has it")
     add("--json", action="store_true", help="one JSON document with everything, instead of text")
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
@@ -71,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hidden = render.OPERATORS if options.hide_operator_status else ()
         shown = {name: results for name, results in sections.items() if name not in hidden}
         style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
-        text = render.as_text(shown, folders, style)
+        about = ", ".join(torch_info.versions())
+        text = render.as_text(shown, folders, style) if options.verbose else as_screen(about, shown, folders, style)
     _write(text)
     if options.strict is None:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -41,21 +42,21 @@ def as_text(sections: Sections, storage: Sections, style: Style) -> str:
     lines: list[str] = []
     if BUILD in sections or OPS in sections:
         lines += [LINE, "nvme_ops op report", LINE, *NOTE.splitlines(), LINE, "JIT compiled ops requires ninja"]
-        lines += _lines(sections.get(BUILD, ()), style, _NAME_WIDTH)
+        lines += result_lines(sections.get(BUILD, ()), style, _NAME_WIDTH)
         lines += [LINE, f"op name {'.' * 16} installed .. compatible", LINE]
-        lines += _ops(sections.get(OPS, ()), style)
+        lines += op_lines(sections.get(OPS, ()), style)
     for name, results in sections.items():
         if name not in (BUILD, OPS):
             lines += [LINE, _TITLES.get(name, name), LINE]
             plain = replace(style, colour=False) if name == CUFILE and not _has_gpu(sections) else style
-            lines += _lines(results, plain, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
+            lines += result_lines(results, plain, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
     for folder, results in storage.items():
-        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *_lines(results, style, _NAME_WIDTH)]
-    return "\n".join([*lines, LINE, *([verdict(sections)] if sections.get(OPS) else []), LINE]) + "\n"
+        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *result_lines(results, style)]
+    return "\n".join([*lines, LINE, *([verdict(sections, storage)] if sections.get(OPS) else []), LINE]) + "\n"
 
 
-def verdict(sections: Sections) -> str:
-    """Returns one line: what can be used here, and how."""
+def verdict(sections: Sections, storage: Sections) -> str:
+    """Returns one line: what can be used here, and how, or what cannot, be it a folder."""
     chosen = next((each.detail for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
     words, ready = [], True
     for op in sections.get(OPS, ()):
@@ -68,6 +69,10 @@ def verdict(sections: Sections) -> str:
             words.append(f"{op.name} on {chosen}" if chosen else op.name)
         elif op.data.get("expected") is not None:
             words.append(op.name)
+    for folder, results in storage.items():
+        for each in [each for each in results if each.status is Status.NO][:1]:
+            ready = False
+            words.append(printable(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
     return f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
 
 
@@ -82,20 +87,22 @@ _TITLES = {
 }
 
 
-def _ops(results: Sequence[Result], style: Style) -> list[str]:
+def op_lines(results: Sequence[Result], style: Style) -> list[str]:
+    """Returns the table of ops."""
     lines = [] if results else ["no op is known"]
     for result in results:
         if "installed" not in result.data:  # its check failed
-            lines += _lines([result], style, _NAME_WIDTH)
+            lines += result_lines([result], style, _NAME_WIDTH)
             continue
         just_in_time = result.data.get("compiled") == "cached"
         installed = "[JIT]" if just_in_time else "[YES]" if result.data["installed"] else "[NO]"
         colour = Status.OKAY if result.data["installed"] or just_in_time else Status.INFO
         cells = f"{_dotted(result.name, _NAME_WIDTH)} {_paint(installed, colour, style)}"
-        lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {_bracket(result.status, style)}")
+        lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {bracket(result.status, style)}")
         if style.fixes:
             words = [printable(result.detail, lines=True)] if result.detail else []
-            lines += [f"{_paint(' [WARNING] ', Status.WARNING, style)}{word}" for word in _warnings(result) or words]
+            mark = " optional: " if result.status is Status.OKAY else _paint(" [WARNING] ", Status.WARNING, style)
+            lines += [f"{mark}{word}" for word in _warnings(result) or words]
             lines += _fix(result, style)
     return lines
 
@@ -105,13 +112,14 @@ def _warnings(result: Result) -> list[str]:
     return [printable(warning, lines=True) for warning in warnings] if isinstance(warnings, (list, tuple)) else []
 
 
-def _lines(results: Sequence[Result], style: Style, width: int) -> list[str]:
+def result_lines(results: Sequence[Result], style: Style, width: int = _NAME_WIDTH, fix: bool = True) -> list[str]:
+    """Returns a line for each result, each followed by its ``fix``."""
     lines = []
     for result in results:
-        judged = "" if result.status is Status.INFO else _bracket(result.status, style)
+        judged = "" if result.status is Status.INFO else bracket(result.status, style)
         words = "" if not style.fixes and result.status.needs_fix else printable(result.detail, lines=True)
         lines.append(" ".join(filter(None, [_dotted(result.name, width), judged, words])))
-        lines += _fix(result, style)
+        lines += _fix(result, style) if fix else []
     return lines
 
 
@@ -123,8 +131,14 @@ def _dotted(name: str, width: int) -> str:
     return f"{name} {'.' * max(2, width - len(name))}"
 
 
-def _bracket(status: Status, style: Style) -> str:
+def bracket(status: Status, style: Style) -> str:
+    """Returns a mark such as ``[OKAY]``."""
     return _paint(f"[{status.value}]", status, style)
+
+
+def uncoloured(text: str) -> str:
+    """Returns the text without the codes of colours."""
+    return re.sub(r"\033\[\d+m", "", text)
 
 
 def _paint(text: str, status: Status, style: Style) -> str:

@@ -43,6 +43,12 @@ def build() -> tuple[str, str | None]:
     return str(module.__version__), module.version.cuda
 
 
+def versions() -> list[str]:
+    """Returns the versions of this package, torch, Python and the kernel, each with its name."""
+    python = platform.python_version()
+    return [f"nvme_ops {PACKAGE_VERSION}", f"torch {build()[0]}", f"Python {python}", f"Linux {platform.release()}"]
+
+
 def torch() -> list[Result]:
     """Reports torch's path, version, CUDA or ROCm and C++ ABI; one line if it cannot be imported."""
     module = _import()

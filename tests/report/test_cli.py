@@ -50,7 +50,7 @@ def broken_torch(folder: Path, body: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    done = report("--path", "/dev/shm", "--path", "/no/such/folder")
+    done = report("-v", "--path", "/dev/shm", "--path", "/no/such/folder")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,8 +79,9 @@ def test_the_text_has_the_lines_that_users_of_ds_report_know(text: str) -> None:
 
 def test_the_last_line_is_the_verdict(text: str) -> None:
     verdict = text.splitlines()[-2]
-    assert verdict.startswith("ready: async_io on ")
+    assert verdict.startswith("NOT ready: async_io on ")
     assert "gds" in verdict
+    assert verdict.endswith("; /no/such/folder does not exist")
 
 
 def test_strict_fails_for_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_strict_by_name_leaves_out_the_others(tmp_path: Path) -> None:
 def test_strict_without_a_compiler_fails_and_says_which_op_and_why(tmp_path: Path) -> None:
     if prebuilt.find("async_io"):
         pytest.skip("the op is prebuilt, so no compiler is needed")
-    done = report("--strict", PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
+    done = report("-v", "--strict", PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
     assert done.returncode == 1
     assert "nvme-report: async_io cannot be used: no C++ compiler was found" in done.stderr
     assert "fix: " in done.stderr
@@ -181,14 +182,14 @@ def test_a_compiler_that_does_not_find_libaio_gives_the_warnings_of_ds_report(tm
     if found is None or prebuilt.find("async_io") or probes.conda_prefix():
         pytest.skip("the header is not looked for, or not only where the compiler looks")
     cxx = f"{' '.join(found.command)} -nostdinc"
-    done = report("--strict", CXX=cxx, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    done = report("-v", "--strict", CXX=cxx, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr  # usable without
     lines = done.stdout.splitlines()
-    place = lines.index("async_io ............... [NO] ....... [WARNING]")
-    words = " [WARNING] async_io requires the dev libaio .so object and headers but these were not found."
+    place = lines.index("async_io ............... [NO] ....... [OKAY]")
+    words = " optional: async_io requires the dev libaio .so object and headers but these were not found."
     assert lines[place + 1] == words
     assert lines[place + 2].startswith(
-        (" [WARNING] async_io: please install the ", " [WARNING] If libaio is already installed")
+        (" optional: async_io: please install the ", " optional: If libaio is already installed")
     )
     assert any(line.startswith("libaio ................. [NO] libaio") for line in lines)
 
@@ -241,6 +242,7 @@ def test_help_and_version_answer() -> None:
     flags = (
         "--path DIR",
         "--json",
+        "--verbose",
         "--strict",
         "--open-driver",
         "--hide_operator_status",
@@ -273,7 +275,7 @@ def test_it_works_without_proc_and_sys(tmp_path: Path) -> None:
     if probe.returncode:
         pytest.skip(f"needs a mount namespace: {probe.stderr.strip()}")
     environment = {**os.environ, **broken_torch(tmp_path, "raise ImportError")}
-    command = [*UNSHARE, "sh", "-c", f"{hide} && {sys.executable} -m nvme_ops.report --path {tmp_path}"]
+    command = [*UNSHARE, "sh", "-c", f"{hide} && {sys.executable} -m nvme_ops.report -v --path {tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "aio-max-nr ....................... [WARNING] cannot read /proc/sys/fs/aio-max-nr" in done.stdout
