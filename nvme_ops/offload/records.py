@@ -149,6 +149,7 @@ class Records:
             if self._marked:
                 _sync(self._fd, self._target)
             self._marked = self._pending = False
+            self.close()
         if self._outdated:
             fd = _open(self._outdated)
             try:
