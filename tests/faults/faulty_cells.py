@@ -422,5 +422,6 @@ def main() -> int:
         start = time.monotonic()
         wrong += run(kinds, faults, (lambda _: None) if options.quiet else lambda words: print(words, flush=True))
         print(f"run {number + 1}: {len(kinds) * len(faults)} cells, {time.monotonic() - start:.0f} s", flush=True)
-    print("\n".join(wrong), flush=True)
+    for line in wrong:
+        print(line, flush=True)
     return 1 if wrong else 0
