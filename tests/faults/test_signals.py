@@ -17,6 +17,8 @@ import torch
 from nvme_ops import aio_handle
 from tests.conftest import GIB, MIB, REPOSITORY, HandleFactory, pattern, store
 
+PART = 64 * MIB  # takes 0.1 s where 512-byte requests are fastest
+
 
 class Stop(Exception):  # noqa: N818  (what a handler of the user's might raise)
     pass
@@ -29,6 +31,16 @@ def alarm(no_collection: None) -> Iterator[None]:
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def alarm_after(seconds: float) -> Iterator[None]:
+    """SIGALRM comes within the block, or not at all."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def sparse(path: Path, size: int) -> Path:
@@ -69,23 +81,22 @@ def test_a_handler_that_raises_ends_the_wait(make_handle: HandleFactory, folder:
         raise Stop
 
     signal.signal(signal.SIGALRM, stop)
-    future = handle.submit_pread(target[: 32 * MIB], path) if call == "result" else None
+    future = handle.submit_pread(target[:PART], path) if call == "result" else None
     if call == "wait":
-        handle.async_pread(target[: 32 * MIB], path)
-    with pytest.raises(Stop):  # noqa: PT012  (one of these)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        handle.async_pread(target[:PART], path)
+    with pytest.raises(Stop), alarm_after(0.01):  # noqa: PT012  (one of these)
         if call == "read":
             handle.read(target, path)
         elif call == "sync_pread":
-            handle.sync_pread(target[: 32 * MIB], path)
+            handle.sync_pread(target[:PART], path)
         elif call == "validated":
-            handle.pread(target[: 32 * MIB], path, True, False)
+            handle.pread(target[:PART], path, True, False)
         elif call == "wait":
             handle.wait()
         elif future is not None:
             future.result()
     if future is not None:
-        assert future.result() == 32 * MIB
+        assert future.result() == PART
     handle.wait()  # nothing of the interrupted call is left but what goes on in the background
     assert handle.wait() == 0
     data = pattern(100_000)
