@@ -89,17 +89,9 @@ class Window:
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
         """
-        while True:
-            held = self._take(source)
-            tensor = held.tensor  # which another thread takes from it where Ctrl-C ends its wait
-            try:
-                self._wait(source, held)
-            except BaseException as error:
-                del tensor  # which the traceback would keep
-                if held.ahead and isinstance(error, Exception):  # perhaps it would not fail any more
-                    continue
-                raise
-            return tensor
+        while (tensor := self._arrived(source, self._take(source))) is None:
+            pass
+        return tensor
 
     def _take(self, source: Source) -> _Held:
         """Returns the weight, in memory or on its way there; waits for memory where there is none."""
@@ -129,12 +121,9 @@ class Window:
         """Returns some rows of a matrix in new memory; None where it is better read as a whole."""
         if len(indices) * MANY_ROWS > source.shape[0]:
             return None
-        with self._lock:
-            self._require_open()
-            held = self._held.get(source)
-        if held is not None:  # which is no use of the whole: it would be read ahead again
-            self._wait(source, held)
-            return held.tensor[list(indices)]
+        while (held := self._found(source)) is not None:  # which is no use of the whole: it would be read ahead again
+            if (tensor := self._arrived(source, held)) is not None:
+                return tensor[list(indices)]
         row = source.nbytes // source.shape[0]
         memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self._device)
         targets, extents = [], []
@@ -260,22 +249,32 @@ class Window:
         self._held[source] = held
         return held
 
-    def _wait(self, source: Source, held: _Held) -> None:
+    def _found(self, source: Source) -> _Held | None:
+        with self._lock:
+            self._require_open()
+            return self._held.get(source)
+
+    def _arrived(self, source: Source, held: _Held) -> torch.Tensor | None:
+        """Waits for a weight; None where it was read ahead and that failed: perhaps it would not fail any more."""
         if not held.transfers:
-            return
+            return held.tensor
         begin = time.perf_counter()
         try:
             for transfer in list(held.transfers):
                 transfer.result()
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 if self._held.get(source) is held:
                     del self._held[source]
-            held.memory = held.tensor = torch.empty(0)  # the traceback would keep it
+            again = held.ahead and isinstance(error, Exception)
+            del held  # the traceback would keep its memory
+            if again:
+                return None
             raise
         held.transfers.clear()
         with self._lock:
             self._stats.seconds_waited += time.perf_counter() - begin
+        return held.tensor
 
 
 def least_budget(sources: Sequence[Source]) -> int:

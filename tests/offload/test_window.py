@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.engine import Priority
 from nvme_ops.offload import stream_weights, window
 
 
@@ -50,3 +51,19 @@ def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
             with pytest.raises(EOFError):
                 layer(torch.ones(1, 256))
     assert not told
+
+
+def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -> None:
+    """As when another thread needs its memory, which ends the read that this one waits for."""
+    embedding: Any = torch.nn.Embedding(4096, 64)
+    model, wanted = torch.nn.ModuleList([embedding, torch.nn.Linear(512, 512)]), embedding.weight[3].clone()
+    with stream_weights(model, folder, memory_budget="1200K"), torch.no_grad():
+        weights, source = embedding.weight._weights._open(), embedding.weight.source
+        files = {file: file.read_bytes() for file in next(folder.iterdir()).iterdir() if file.name != "owner"}
+        for file in files:
+            os.truncate(file, 0)
+        for transfer in weights._begin(source, Priority.PREFETCH).transfers:
+            assert isinstance(transfer.exception(), EOFError)
+        for file, values in files.items():
+            file.write_bytes(values)
+        assert torch.equal(embedding(torch.tensor([3]))[0], wanted)
