@@ -172,8 +172,9 @@ class Outcome:
         try:
             self.after = copied([p.requires_grad, p.dtype, str(p.device), [*p.shape], [*p.stride()], p.grad, values(p)])
             self.after += copied(settle(self._module, p))
-            with contextlib.suppress(RuntimeError):  # of another dtype
-                self.after += [self._module(torch.ones(1, 4))]
+            with contextlib.suppress(RuntimeError, AttributeError):  # of another dtype, or the weight is gone
+                if not self._module.weight.is_meta:  # with which torch returns whatever is in memory
+                    self.after += [self._module(torch.ones(1, 4))]
         except Exception as error:  # whatever a hook is
             self.after = [f"{type(error).__name__}: {error}"]
         return self
