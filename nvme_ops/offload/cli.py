@@ -19,7 +19,7 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command, command_line, positive, say
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
-from nvme_ops.offload import page
+from nvme_ops.offload import hub, page
 from nvme_ops.offload.generation import generate
 from nvme_ops.offload.plan import Computing, plan
 from nvme_ops.offload.pretrained import from_pretrained, weight_files
@@ -100,7 +100,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
-    made.add_argument("model", metavar="MODEL", help="a folder of save_pretrained, or a safetensors file in one")
+    made.add_argument(
+        "model", metavar="MODEL", help="a folder of save_pretrained, a safetensors file in one, or org/name"
+    )
     made.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
 
@@ -168,7 +170,7 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
 
 def _generate(given: argparse.Namespace) -> int:
     device, files = _device(given.compute_device), weight_files(given.model)
-    tokenizer = _tokenizer(os.path.dirname(files[0]))
+    tokenizer = _tokenizer(given.model, os.path.dirname(files[0]))
     if given.prompt is not None and tokenizer is None:
         raise ValueError(f"{given.model} has no tokenizer: give the prompt as ids of tokens, --ids 1,2,3")
     prompt = given.ids if given.prompt is None else tokenizer(given.prompt)["input_ids"]
@@ -263,11 +265,16 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _tokenizer(folder: str) -> Any:
-    if not any(os.path.exists(os.path.join(folder, name)) for name in _NAMES):
-        return None
+def _tokenizer(model: str, folder: str) -> Any:
     from transformers import AutoTokenizer
 
+    if hub.is_name(model):
+        try:
+            return AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError):  # it has none
+            return None
+    if not any(os.path.exists(os.path.join(folder, name)) for name in _NAMES):
+        return None
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

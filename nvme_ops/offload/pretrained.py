@@ -16,6 +16,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload import hub
 from nvme_ops.offload.quantized import KINDS, SCALES
 from nvme_ops.offload.source import Extent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights
@@ -42,7 +43,7 @@ def from_pretrained(
 ) -> Any:
     """Returns a transformers model that reads its weights while it computes, in bounded memory.
 
-        model = nvme_ops.offload.from_pretrained("Mixtral-8x7B", memory_budget="16G")
+        model = nvme_ops.offload.from_pretrained("mistralai/Mixtral-8x7B-v0.1", memory_budget="16G")
         model.generate(**inputs)
 
     Its files are used as they are and where they are: loading reads their headers alone. The model is what
@@ -51,7 +52,8 @@ def from_pretrained(
 
     Args:
         path: a folder of ``save_pretrained``, or its safetensors files; the configuration lies beside them, unless
-            ``config=`` gives it.
+            ``config=`` gives it. Or a name on the Hugging Face Hub, found in its cache or downloaded as transformers
+            does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``subfolder``.
         memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
             comes on top of it, a key-value cache too.
         device: where it computes; the CPU when None.
@@ -63,6 +65,7 @@ def from_pretrained(
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: no safetensors file, or no configuration.
+        OSError: transformers' own, for a name: no such model, no access, or no connection and not in the cache.
         FormatError: a file is damaged.
         ValueError: the budget is too small (the message says what is needed), or weights are missing or of another
             shape than the configuration says.
@@ -75,7 +78,9 @@ def from_pretrained(
         ) from error
     budget = budget_of(memory_budget)
     target = device_of(device or "cpu")
-    paths = weight_files(path)
+    name = path if hub.is_name(path) else ""
+    options = {key: kwargs.pop(key) for key in hub.OPTIONS if key in kwargs}
+    paths = weight_files(path, kwargs.pop("subfolder", ""), **options)
     folder = os.path.dirname(paths[0])
     config = kwargs.pop("config", None)
     if config is None:
@@ -102,7 +107,7 @@ def from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
             )
         _require_complete(info, folder)
-        model.name_or_path = model.config.name_or_path = folder  # which adapters are saved with
+        model.name_or_path = model.config.name_or_path = name or folder  # which adapters are saved with
         with contextlib.suppress(OSError):  # where there is none
             if model.can_generate():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -115,11 +120,14 @@ def from_pretrained(
     return model
 
 
-def weight_files(path: Path | Sequence[Path]) -> list[str]:
-    """Returns the safetensors files of a model. Raises FileNotFoundError."""
+def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: Any) -> list[str]:
+    """Returns the safetensors files of a model, which is downloaded if need be. Raises OSError."""
     if not isinstance(path, str | os.PathLike):
         return [os.path.abspath(each) for each in path]
-    folder = os.path.abspath(path)
+    if hub.is_name(path):
+        folder = hub.local_folder(str(path), subfolder, **options)
+    else:
+        folder = os.path.abspath(os.path.join(path, subfolder) if subfolder else path)
     if not os.path.isdir(folder):
         os.stat(folder)  # says that it does not exist
         return [folder]
@@ -129,7 +137,9 @@ def weight_files(path: Path | Sequence[Path]) -> list[str]:
     single = os.path.join(folder, _FILE)
     if os.path.exists(single):
         return [single]
-    raise FileNotFoundError(f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert makes such files")
+    raise FileNotFoundError(
+        f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
+    )
 
 
 def _stored(file: WeightFile, weights: Weights, device: torch.device) -> Iterator[tuple[str, StoredTensor]]:
@@ -202,7 +212,12 @@ def _class_of(transformers: Any, config: Any) -> Any:
     for name in config.architectures or ():
         if (found := getattr(transformers, name, None)) is not None:
             return found
-    return transformers.AutoModelForCausalLM
+    found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise ValueError(
+            f"the configuration, a {type(config).__name__}, names no class that transformers has: give model_class="
+        )
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _require_complete(info: Any, folder: str) -> None:

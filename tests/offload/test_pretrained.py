@@ -296,6 +296,19 @@ def test_a_file_that_is_replaced_meanwhile_stays_what_it_was(folder: Path) -> No
         assert torch.equal(output(model), wanted)
 
 
+def test_a_configuration_that_names_no_class(folder: Path) -> None:
+    path = saved(folder)
+    told = json.loads((path / "config.json").read_text())
+    wanted = output(transformers.LlamaForCausalLM.from_pretrained(path).eval())
+    for architectures in (None, ["LlamaOfMine"]):
+        (path / "config.json").write_text(json.dumps({**told, "architectures": architectures}))
+        with from_pretrained(path, memory_budget="3M") as model:
+            assert torch.equal(output(model), wanted)
+    (path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
+    with pytest.raises(ValueError, match=r"ResNetConfig, names no class .* model_class="):
+        from_pretrained(path, memory_budget="3M")
+
+
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         from_pretrained(folder, memory_budget="3M")
