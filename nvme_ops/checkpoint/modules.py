@@ -27,7 +27,11 @@ def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
 
     Chosen as in safetensors' ``save_model``, which writes them into the metadata in the same way.
     """
-    state: dict[str, Any] = dict(module.state_dict())
+    return without_ties(dict(module.state_dict()))
+
+
+def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns each tied tensor under its first name, and the other names with that one."""
     left_out = {name: names[0] for name, names in tied(state).items() if name != names[0]}
     return {name: value for name, value in state.items() if name not in left_out}, left_out
 

@@ -1,1 +1,1 @@
-"""``nvme-checkpoint``: what checkpoints of all formats hold, listed, verified and compared without loading them."""
+"""``nvme-checkpoint``: checkpoints of all formats listed, verified, compared and converted without loading them."""

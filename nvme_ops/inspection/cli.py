@@ -1,4 +1,4 @@
-"""The command ``nvme-checkpoint``: list, verify and compare checkpoints."""
+"""The command ``nvme-checkpoint``: list, verify, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ examples:
   nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes, metadata
   nvme-checkpoint verify checkpoints/step-1000     every byte against the checksums kept when it was saved
   nvme-checkpoint diff old.pt new.pt               which tensors differ
+  nvme-checkpoint convert model.pt model.safetensors
+  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, as safetensors files beside them
   nvme-checkpoint clean checkpoints                removes what killed saves have left
 
 exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff a difference; 2 for wrong arguments and
@@ -35,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     made = argparse.ArgumentParser(
         prog="nvme-checkpoint",
-        description="Looks into checkpoints: safetensors files, files of torch.save, shards, and folders of DCP.",
+        description="Looks into checkpoints, and converts them: safetensors files, files of torch.save, shards; and\n"
+        "looks into folders of DCP.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,6 +56,16 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("more", metavar="MORE", nargs="*", help="more of them")
         command.add_argument("--format", choices=FORMATS, help="instead of the format that the name implies")
         command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    words = "write the tensors in another format, in bounded memory"
+    command = commands.add_parser("convert", help=words, description=words)
+    command.add_argument("source", metavar="SOURCE", help="a file, an index, or a folder; it stays as it is")
+    command.add_argument(
+        "target", metavar="TARGET", help="a .safetensors, .pt or .bin file, or a folder for several safetensors files"
+    )
+    command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
+    command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
+    command.add_argument("--no-checksum", action="store_true", help="store no checksums")
+    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     words = "remove what killed saves left in a folder; files of running saves are kept"
     command = commands.add_parser("clean", help=words, description=words)
     command.add_argument("folders", metavar="FOLDER", nargs="+")
@@ -66,7 +79,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     given = parser().parse_args(words)
     try:
-        return {"info": _info, "verify": _verify_all, "diff": _diff, "clean": _clean}[given.command](given)
+        return {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}[
+            given.command
+        ](given)
     except (OSError, ValueError) as error:
         say(f"nvme-checkpoint: {error}")
         return 2
@@ -162,6 +177,26 @@ def _diff(given: argparse.Namespace) -> int:
         if not found:
             print(f"the same {len(first.tensors)} tensors")
     return 1 if found else 0
+
+
+def _convert(given: argparse.Namespace) -> int:
+    from nvme_ops.inspection.convert import convert  # which takes a while
+
+    done = convert(
+        given.source,
+        given.target,
+        key=given.key,
+        max_shard_size=given.max_shard_size,
+        checksum=not given.no_checksum,
+        on_progress=lambda total: byte_bar(total, "convert"),
+    )
+    if given.json:
+        print(json.dumps(asdict(done), indent=2))
+        return 0
+    for name, stored in done.tied.items():
+        print(printable(f"{name}: the same tensor as {stored}, which is stored"))
+    print(printable(f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}"))
+    return 0
 
 
 if __name__ == "__main__":

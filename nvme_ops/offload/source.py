@@ -84,7 +84,7 @@ class Source:
         self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes: whole pages
         self.copies: dict[Any, Any] = {}  #: in memory, that were pickled; references that do not keep them
         self._parts: dict[tuple[int, int], Source] = {}
-        self._viewed: dict[tuple[int, ...], Source] = {}
+        self._viewed: dict[tuple[tuple[int, ...], torch.dtype], Source] = {}
 
     def rows(self, begin: int, end: int) -> Source:
         """The part from index ``begin`` to ``end`` of the first dimension."""
@@ -96,13 +96,14 @@ class Source:
             self._parts[begin, end] = Source(extents, self.dtype, (end - begin, *self.shape[1:]))
         return self._parts[begin, end]
 
-    def view(self, shape: tuple[int, ...]) -> Source:
-        """The same bytes as a tensor of another shape."""
-        if shape == self.shape:
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Source:
+        """The same bytes as a tensor of another shape, or of another dtype."""
+        key = shape, dtype or self.dtype
+        if key == (self.shape, self.dtype):
             return self
-        if shape not in self._viewed:
-            self._viewed[shape] = Source(self.extents, self.dtype, shape)
-        return self._viewed[shape]
+        if key not in self._viewed:
+            self._viewed[key] = Source(self.extents, key[1], shape)
+        return self._viewed[key]
 
     def range(self, begin: int, nbytes: int) -> list[Extent]:
         """The extents of ``nbytes`` bytes from byte ``begin`` of the tensor on."""

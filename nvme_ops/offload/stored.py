@@ -275,6 +275,18 @@ def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
     return _reshaped(tensor, tensor._outline.view(tuple(shape)))
 
 
+@_lazily(aten.view.dtype)
+def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
+    """Bytes are written so, a part after the other."""
+    if tensor.dtype != tensor.source.dtype:
+        return NotImplemented
+    outline = tensor._outline.view(dtype)
+    source = tensor.source.view(tuple(outline.shape), dtype)
+    made = StoredTensor(tensor._weights, source, None, tensor._device, None, outline)
+    made._is_part = tensor._is_part
+    return made
+
+
 @_lazily(aten.unsqueeze.default)
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
     return _reshaped(tensor, tensor._outline.unsqueeze(dim))

@@ -1,0 +1,247 @@
+"""``nvme-checkpoint convert``: the tensors of a checkpoint in another format, piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint import torch_load
+from nvme_ops.checkpoint.modules import without_ties
+from nvme_ops.checkpoint.plan import plan_for
+from nvme_ops.checkpoint.torch_open import File, require_record
+from nvme_ops.checkpoint.torch_zip import Archive
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.formats import safetensors_format, torch_pickle
+from nvme_ops.formats.sharded_index import Index, read_index, refuse, resolved
+from nvme_ops.formats.torch_pickle import Call, Described
+from nvme_ops.memory.carve import cut, is_dense
+from nvme_ops.memory.ring import Ring
+from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.stored import StoredTensor, Weights
+from nvme_ops.offload.window import Window
+from nvme_ops.storage.atomic import open_to_read
+
+#: Bytes of the window that is read through, unless a tensor with gaps or transposed has more.
+BUDGET = 64 << 20
+
+OnProgress = Callable[[int], None]  # how many bytes more were read
+
+
+@dataclass
+class Converted:
+    """What was written."""
+
+    path: str  # the file, or the index
+    tensors: int
+    bytes: int
+    tied: dict[str, str] = field(default_factory=dict)  # names that are not stored, and those that have their values
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    key: str = "",
+    format: str | None = None,
+    max_shard_size: int | str | None = None,
+    checksum: bool = True,
+    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
+) -> Converted:
+    """Writes the tensors of one checkpoint as another one, atomically, in about 100 MiB of memory.
+
+    Of tensors with several names safetensors files have one; the others are in the metadata, as ``nvme_ops.save`` of a
+    module leaves them. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other tensors than
+    dense ones are loaded as a whole.
+
+    Args:
+        source: a file of safetensors or of ``torch.save``, an index, or a folder with one.
+        target: as the path of ``nvme_ops.save``: its ending chooses the format.
+        key: the entry that has the tensors, where a file of ``torch.save`` has more: ``"model"``, or ``"a.b"``.
+        format: of the target, instead of what its name implies.
+        max_shard_size: as in ``nvme_ops.save``.
+        checksum: as in ``nvme_ops.save``.
+        on_progress: makes a context that shows the progress, of the bytes in all.
+
+    Raises:
+        OSError: of the source, or of the target.
+        FormatError: the source is damaged.
+        ValueError: the target is the source; the source has what is no tensor, or no such entry; something that the
+            format of the target cannot hold.
+    """
+    weights = _Counted()
+    with contextlib.ExitStack() as ends:
+        reader = _Reader(weights, ends)
+        tensors, metadata = reader.read(resolved(source), key)
+        tied: dict[str, str] = {}
+        if not target.endswith((".pt", ".pth", ".bin", ".ckpt")) and format not in ("torch", "pt"):
+            tensors, tied = without_ties(tensors)
+        plan = plan_for(target, tensors, format, checksum, {**metadata, **tied}, max_shard_size, True, False)
+        path = plan.target(target)
+        if os.path.realpath(path) in reader.paths:
+            raise ValueError(f"{path} is what is converted: name another file")
+        pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
+        sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
+        weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
+        ends.callback(weights.window.close)
+        total = sum(tensor.nbytes for tensor in plan.tensors)
+        if on_progress is not None:
+            weights.on_progress = ends.enter_context(on_progress(total))
+        plan.write(target, durable=True, handle=shared_handle())
+    return Converted(path, len(tensors), total, tied)
+
+
+class _Counted(Weights):
+    """Says how much was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_progress: OnProgress = lambda _: None
+        self._seen: set[Source] = set()
+
+    def fetch(self, source: Source) -> torch.Tensor:
+        if source not in self._seen:
+            self._seen.add(source)
+            self.on_progress(source.nbytes)
+        return super().fetch(source)
+
+
+class _Reader:
+    """Opens files, and finds the tensors in them, of which nothing is read yet.
+
+    Args:
+        weights: read them later.
+        ends: closes the files.
+    """
+
+    def __init__(self, weights: Weights, ends: contextlib.ExitStack) -> None:
+        self._weights, self._ends = weights, ends
+        self.paths: set[str] = set()  # of the files
+
+    def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Returns the tensors by name, and the metadata."""
+        if not path.endswith(".index.json"):
+            return self._file(path, key)
+        index = read_index(path)
+        self.paths.add(os.path.realpath(path))
+        found: dict[str, torch.Tensor] = {}
+        for shard, names in index.shards(index.places).items():
+            found.update(self._shard(index, shard, names, key))
+        return {name: found[name] for name in index.places}, index.metadata
+
+    def _shard(self, index: Index, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
+        there, _ = self._file(path, key)
+        for name in names:
+            if name not in there:
+                refuse(index.path, f"weight_map says that {name!r} is in {path}, and it is not")
+        return {name: there[name] for name in names}
+
+    def _file(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        self.paths.add(os.path.realpath(path))
+        fd = open_to_read(path)
+        file = WeightFile(fd, path, shared_handle())
+        self._ends.callback(file.close)
+        if not path.endswith(".safetensors"):
+            return self._of_torch(file, fd, key), {}
+        if key:
+            raise ValueError(f"{path}: safetensors files have no entries within entries: no --key")
+        header = safetensors_format.read(fd, path)
+        found: dict[str, torch.Tensor] = {}
+        for name, entry in header.entries.items():
+            dtype, shape = entry.in_torch(path, name)
+            if entry.end > file.size:
+                raise FormatError(f"{path}: tensor {name!r} reaches beyond the end of the file")
+            source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
+            found[name] = StoredTensor(self._weights, source) if source.nbytes else torch.empty(shape, dtype=dtype)
+        return found, header.metadata
+
+    def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
+        opened = File(fd, file.path, shared_handle())
+        archive = opened.archive()
+        if archive is not None:
+            root, _ = torch_pickle.read(opened.pickle(archive), file.path)
+            entries = _entry(root, key, file.path)
+            described = {name: torch_pickle.tensor(each, name, file.path) for name, each in entries.items()}
+            _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
+            plain = {name: each for name, each in described.items() if isinstance(each, Described)}
+            if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
+                return self._views(file, archive, plain)
+        loaded = _entry(torch_load.everything(opened, "cpu", False), key, file.path)
+        others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
+        _require_tensors(loaded, others, file.path)
+        return _apart(loaded)
+
+    def _views(self, file: WeightFile, archive: Archive, described: Mapping[str, Described]) -> dict[str, torch.Tensor]:
+        for each in described.values():
+            require_record(archive, each.storage)
+        archive.locate(shared_handle(), {each.storage.record for each in described.values()})
+        known: dict[Any, Source] = {}  # tied ones have one source
+
+        def view(each: Described) -> torch.Tensor:
+            begin, end = each.extent
+            if begin == end:
+                return torch.empty(each.shape, dtype=each.dtype)
+            extent = Extent(file, archive.starts[each.storage.record] + begin, end - begin)
+            shape = each.shape if each.contiguous else ((end - begin) // each.dtype.itemsize,)
+            source = known.setdefault((extent, each.dtype, shape), Source([extent], each.dtype, shape))
+            found = StoredTensor(self._weights, source)
+            if each.contiguous:
+                return found
+            strided: Any = found.as_strided(each.shape, each.stride)
+            made: torch.Tensor = (
+                strided if is_dense(strided) else strided.to_memory()
+            )  # those with gaps are not emitted
+            return made
+
+        return {name: view(each) for name, each in described.items()}
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gives parts of a larger tensor memory of their own, which one file of safetensors would hold twice."""
+    made: dict[Any, torch.Tensor] = {}
+
+    def own(each: torch.Tensor) -> torch.Tensor:
+        if each.layout != torch.strided or each.untyped_storage().nbytes() == each.nbytes:
+            return each
+        place = each.data_ptr(), each.dtype, each.shape, each.stride()
+        return made.setdefault(place, each.detach().clone())
+
+    return {name: own(each) for name, each in tensors.items()}
+
+
+def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
+    """Returns what the dictionary that ``key`` leads to has, by name."""
+    node, rest = _members(root), key
+    while node is not None and rest:
+        step = next((name for name in node if rest == name or rest.startswith(f"{name}.")), None)
+        if step is None:
+            break
+        node, rest = _members(node[step]), rest[len(step) + 1 :]
+    if node is None:
+        raise ValueError(f"{path}: {repr(key) if key else 'what it has'} is no dictionary of tensors by name")
+    if rest:
+        raise ValueError(f"{path} has no entry {key!r}; it has {_listed(node)}")
+    return {str(name): each for name, each in node.items()}
+
+
+def _members(node: Any) -> Mapping[Any, Any] | None:
+    if isinstance(node, Call):
+        return node.items if node.path == "collections.OrderedDict" else None
+    return node if isinstance(node, Mapping) else None
+
+
+def _require_tensors(entries: Mapping[str, Any], others: list[str], path: str) -> None:
+    if others:
+        inner = [name for name in others if _members(entries[name])]
+        what = f"; --key takes the tensors of one entry: {_listed(inner)}" if inner else ""
+        raise ValueError(f"{path} has more than tensors by name: {_listed(others)}{what}")
+
+
+def _listed(names: Any) -> str:
+    shown = [repr(name) for name in names]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
