@@ -45,13 +45,14 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
     ``path`` only identifies the device: the handle reads and writes any file.
 
     Args:
-        path: a file or folder, which need not exist yet.
+        path: a file or folder, which need not exist yet; the folder that it is to be in must.
         objective: ``"time"``, or ``"energy"``: joules of the whole machine per byte, where RAPL can be read. That
             applies from 16 MiB on; smaller transfers, for which the counters are too coarse, use the handle's settings.
         gds: whether to let cuFile move accelerator tensors. None: if the gds op is built and works here.
         overrides: arguments of ``aio_handle``, which are never changed.
 
     Raises:
+        FileNotFoundError: the folder of ``path`` is missing.
         ValueError: as ``aio_handle``; an unknown objective or value of ``NVME_OPS_ADAPTIVE``.
         RuntimeError: no energy counter can be read, or cuFile was asked for and cannot work here; the
             message says why.

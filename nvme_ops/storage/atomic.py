@@ -168,6 +168,13 @@ def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
             sync_folder(os.path.dirname(made))
 
 
+def no_folder(path: str, words: str = "no such folder") -> FileNotFoundError:
+    """Returns the error for a folder that is missing, which names the first one of its path that is."""
+    while not os.path.lexists(os.path.dirname(path)):
+        path = os.path.dirname(path)
+    return FileNotFoundError(errno.ENOENT, f"{words}; is a disk not mounted?", path)
+
+
 def make_last_folder(path: str) -> None:
     """Makes a folder, durably, in one that exists, unless it is there.
 
@@ -186,10 +193,7 @@ def make_last_folder(path: str) -> None:
         above = os.path.dirname(os.path.abspath(path))
         if not isinstance(error, FileNotFoundError) or os.path.lexists(above):
             raise
-        while not os.path.lexists(os.path.dirname(above)):
-            above = os.path.dirname(above)
-        message = "no such folder, and only the last one of a path is made; is a disk not mounted?"
-        raise FileNotFoundError(errno.ENOENT, message, above) from None
+        raise no_folder(above, "no such folder, and only the last one of a path is made") from None
     else:
         with suppress(PermissionError):  # a folder that may be written to and not read
             sync_folder(os.path.dirname(os.path.abspath(path)))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nvme_ops.host import Host
+from nvme_ops.storage.atomic import no_folder
 from nvme_ops.storage.device import Device, devices, devices_under
 from nvme_ops.storage.mounts import MEMORY, NETWORK, Mount, mount_of
 from nvme_ops.text import size_words
@@ -49,8 +50,14 @@ class Identity:
 
 
 def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | None = None) -> Identity:
-    """The device of a file or folder, or of where it would be: the nearest parent that exists. OSError if none does."""
-    host, place = host or Host(), nearest(path)
+    """The device of a file or folder, or of where it would be: in a folder that exists.
+
+    Raises:
+        FileNotFoundError: that folder is missing, and is named.
+    """
+    host, place, folder = host or Host(), nearest(path), os.path.dirname(os.path.abspath(path))
+    if not os.path.exists(path) and place != folder:
+        raise no_folder(folder)
     status = os.stat(place)
     if stat.S_ISBLK(status.st_mode):
         found, kind, number = devices(host, status.st_rdev), BARE, ""

@@ -17,10 +17,13 @@ def stored_settings(path: str | os.PathLike[str], way: str = "cpu", backend: str
     """Returns the settings stored for the device under ``path``, or None.
 
     Args:
-        path: a file or folder, which need not exist yet.
+        path: a file or folder, which need not exist yet; the folder that it is to be in must.
         way: ``"cpu"``; ``"gpu"`` or ``"gds"`` for what ``nvme-tune --gpu`` and ``--gds`` found:
             ``gds_handle(**stored_settings(path, "gds").as_json())``.
         backend: of the handle; by default the one that a handle takes here.
+
+    Raises:
+        FileNotFoundError: the folder of ``path`` is missing.
     """
     return store.load(identify(path, way, backend or aio_handle().backend))
 
@@ -33,10 +36,11 @@ class tuned_handle(aio_handle):  # noqa: N801  (as aio_handle)
     ``path`` only identifies the device: the handle reads and writes any file.
 
     Args:
-        path: a file or folder, which need not exist yet.
+        path: a file or folder, which need not exist yet; the folder that it is to be in must.
         overrides: arguments of ``aio_handle``, which are used as they are given.
 
     Raises:
+        FileNotFoundError: the folder of ``path`` is missing.
         ValueError: as ``aio_handle``.
     """
 

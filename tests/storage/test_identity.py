@@ -65,7 +65,14 @@ def test_two_folders_of_one_file_system_are_one_device(tmp_path: Path) -> None:
 
 def test_a_file_and_what_does_not_exist_yet_are_known_by_where_they_lie(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert known(tmp_path / "file") == known(tmp_path) == known(tmp_path / "not" / "there" / "yet")
+    assert known(tmp_path / "file") == known(tmp_path) == known(tmp_path / "not there yet")
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Its disk may not be mounted: what was found for another one would be used."""
+    with pytest.raises(FileNotFoundError, match="mounted") as raised:
+        known(tmp_path / "not" / "there" / "yet")
+    assert raised.value.filename == str(tmp_path / "not")
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
