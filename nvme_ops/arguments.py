@@ -7,7 +7,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from nvme_ops.text import parse_size, printable
@@ -28,6 +29,14 @@ def command_line(command: str, description: str, epilog: str) -> argparse.Argume
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+
+
+def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
+    """Returns lines of names, each with its words beside it, for the epilog of a terminal of 80 columns."""
+    indent = " " * (width + 2)
+    return "\n".join(
+        textwrap.fill(words, 80, initial_indent=f"  {name:{width}}", subsequent_indent=indent) for name, words in rows
     )
 
 

@@ -30,11 +30,15 @@ from nvme_ops.progress import Step, progress_bar
 from nvme_ops.text import GIB, MIB, size_words
 
 _DESCRIPTION = """\
-Measures for about half a minute how fast a default aio_handle moves an ordinary tensor, and how fast the device is, and
-says on one page which part limits and what to change. A FILE is only read; its pages are dropped from the page cache.
+Measures for about half a minute how fast a default aio_handle moves an ordinary
+tensor, and how fast the device is, and says on one page which part limits and
+what to change. A FILE is only read; its pages are dropped from the page cache.
 In a DIR a file of --io_size is made, and removed at the end.
 """
-_EPILOG = "exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that cannot be used"
+_EPILOG = """\
+exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
+cannot be used
+"""
 _PASS_SECONDS = 0.4  # of a pass, unless the user chooses its size
 _TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
 
@@ -60,9 +64,10 @@ def main(words: Sequence[str], progress: Step | None = None) -> tuple[int, str]:
     return 0, explain_page.as_text(page)
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = command_line("nvme-bench explain", _DESCRIPTION, _EPILOG)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = command_line("nvme-bench explain", _DESCRIPTION, _EPILOG)
+    add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
     words_of_size = "bytes of a pass (default: what the device moves in 0.4 s, 1 GiB at most; of a smaller FILE all)"
     add("--io_size", type=size, metavar="SIZE", help=words_of_size)
@@ -70,18 +75,23 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--write", action="store_true", help="explain writing too; for a folder")
     add("--gpu", type=int, nargs="?", const=0, metavar="N", help="GPU memory instead of an ordinary tensor (default 0)")
     add("--json", metavar="FILE", help="everything as JSON; - for standard output, then no text")
-    given = parser.parse_args(words)
+    return made
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    made = parser()
+    given = made.parse_args(words)
     if given.rounds < 2:
-        parser.error(f"--rounds {given.rounds}: at least 2, or nothing is known of the noise")
+        made.error(f"--rounds {given.rounds}: at least 2, or nothing is known of the noise")
     if given.json and given.json != "-":
         try:
             check_output("--json", given.json)
         except ValueError as error:
-            parser.error(str(error))
+            made.error(str(error))
     if given.gpu is not None and not 0 <= given.gpu < torch.cuda.device_count():
-        parser.error(f"--gpu {given.gpu}: torch sees {torch.cuda.device_count()} GPUs")
+        made.error(f"--gpu {given.gpu}: torch sees {torch.cuda.device_count()} GPUs")
     if given.write and os.path.isfile(given.path):
-        parser.error("--write: a file that exists is only read; name a folder")
+        made.error("--write: a file that exists is only read; name a folder")
     return given
 
 

@@ -12,26 +12,28 @@ from typing import Any
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import check_output, command_line, count, positive, size
+from nvme_ops.arguments import check_output, command_line, count, listed, positive, size
 from nvme_ops.bench.engines import ENGINES
 from nvme_ops.settings import Settings
 
 _DESCRIPTION = """\
-Moves tensors between files and memory by all engines asked for, on the same file in interleaved rounds, and says how
-fast each was, at what cost, and how close to fio at its best. Writes by default; --read reads.
+Moves tensors between files and memory by all engines asked for, on the same
+file in interleaved rounds, and says how fast each was, at what cost, and how
+close to fio at its best. Writes by default; --read reads.
 """
 _EPILOG = """\
 examples:
-  nvme-bench --folder /mnt/nvme --read                             this package, 1 GiB
-  nvme-bench --folder /mnt/nvme --read --engine all                beside torch, safetensors, DeepSpeed, fio, ...
-  nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M,8M queue_depth=1,32,128 --plot sweep.png
-  nvme-bench --folder_to_device_mapping /mnt/nvme0:0 /mnt/nvme1:1 --read --gpu --scaling
-  nvme-bench explain /mnt/nvme                                     what limits, and what to change
-  nvme-bench explain model.safetensors                             the same for a file, which is only read
-  nvme-bench workload resnet50 --folder /mnt/nvme                  how many accelerators a job keeps busy
+  nvme-bench --folder /mnt/nvme --read
+  nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
+  nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
+  nvme-bench --folder_to_device_mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
+  nvme-bench explain /mnt/nvme               what limits, and what to change
+  nvme-bench explain model.safetensors       the same for a file, only read
+  nvme-bench workload resnet50 --folder /mnt/nvme   accelerators kept busy
 
-exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and for folders that cannot be used or lack
-the space; 130 after Ctrl-C, which prints what was measured until then
+exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and
+for folders that cannot be used or lack the space; 130 after Ctrl-C, which
+prints what was measured until then
 """
 #: What --sweep takes, by the name of the setting it changes.
 _SWEEPABLE = {
@@ -86,7 +88,7 @@ class Options:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of ``nvme-bench``, with destinations named as in ``Options`` where they are the same."""
-    engines = "\n".join(f"  {name:12}{engine.words}" for name, engine in ENGINES.items())
+    engines = listed(((name, engine.words) for name, engine in ENGINES.items()), 12)
     made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
     where("--folder", metavar="DIR", help="a folder for all processes")

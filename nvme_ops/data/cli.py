@@ -20,15 +20,19 @@ from nvme_ops.text import MIB, printable, size_words
 
 _EPILOG = """\
 examples:
-  nvme-data convert imagenet/train /mnt/nvme/train     each file a sample; folders become labels
-  nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample; also .parquet, tars and MDS shards
+  nvme-data convert imagenet/train /mnt/nvme/train     files; folders are labels
+  nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample
   nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
-                                                       rows of a file without a header, as of numpy.memmap
+                                                       as of numpy.memmap
   nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
-  nvme-data info /mnt/nvme/train                       samples, columns, files; also of tars and MDS shards
-  nvme-data verify /mnt/nvme/train                     reads every sample, and compares checksums where there are any
+  nvme-data info /mnt/nvme/train                       samples, columns, files
+  nvme-data verify /mnt/nvme/train                     reads every sample
 
-exit status: 0; 1 when verify finds damage; 2 for wrong arguments and what cannot be read or written; 130 after Ctrl-C
+convert, info and verify take .parquet, tars and MDS shards too; verify compares
+checksums where there are any.
+
+exit status: 0; 1 when verify finds damage; 2 for wrong arguments and what
+cannot be read or written; 130 after Ctrl-C
 """
 _AT_ONCE = 32 * MIB
 

@@ -21,15 +21,16 @@ from nvme_ops.text import columns_text, printable, size_words
 
 _EPILOG = """\
 examples:
-  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes, metadata
-  nvme-checkpoint verify checkpoints/step-1000     every byte against the checksums kept when it was saved
+  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes
+  nvme-checkpoint verify checkpoints/step-1000     every byte, by its checksums
   nvme-checkpoint diff old.pt new.pt               which tensors differ
   nvme-checkpoint convert model.pt model.safetensors
-  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, as safetensors files beside them
-  nvme-checkpoint clean checkpoints                removes what killed saves have left
+  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, to
+                                                   safetensors beside them
+  nvme-checkpoint clean checkpoints                what killed saves have left
 
-exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff a difference; 2 for wrong arguments and
-files that cannot be read
+exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff
+a difference; 2 for wrong arguments and files that cannot be read
 """
 
 
@@ -37,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     made = argparse.ArgumentParser(
         prog="nvme-checkpoint",
-        description="Looks into checkpoints, and converts them: safetensors files, files of torch.save, shards; and\n"
-        "looks into folders of DCP.",
+        description="Looks into checkpoints, and converts them: safetensors files, files of\n"
+        "torch.save, shards; and looks into folders of DCP.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

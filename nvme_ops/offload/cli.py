@@ -32,23 +32,25 @@ _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _EPILOG = """\
 examples:
-  nvme-offload plan Llama-70B --memory 16G                   tokens per second, and the best batch size
-  nvme-offload plan Llama-70B --memory 16G --device /mnt/b   with the weights on another device
-  nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --price-per-hour 1.20 --watts 350
-  nvme-offload plan Llama-8B --memory 32G --train            training, with states, parameters, activations on NVMe
+  nvme-offload plan Llama-70B --memory 16G                   tokens per second
+  nvme-offload plan Llama-70B --memory 16G --device /mnt/b   on another device
+  nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --watts 350
+  nvme-offload plan Llama-8B --memory 32G --train            states on NVMe too
   nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
   nvme-offload generate Llama-70B --memory 16G --ids 1,2,3 --batch 16 --json
 
-Plan measures the storage and the computer for some seconds; it reads a part of the model and changes nothing.
+Plan measures the storage and the computer for some seconds; it reads a part of
+the model and changes nothing.
 
-exit status: 0; 2 for wrong arguments and models that cannot be used; 130 after Ctrl-C
+exit status: 0; 2 for wrong arguments and models that cannot be used; 130 after
+Ctrl-C
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     made = command_line(
-        "nvme-offload", "Runs transformers models that are larger than memory, with their weights on NVMe.", _EPILOG
+        "nvme-offload", "Runs transformers models larger than memory, with their weights on NVMe.", _EPILOG
     )
     made.add_argument("--version", action="version", version=f"nvme-offload {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")

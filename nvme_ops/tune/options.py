@@ -20,23 +20,27 @@ from nvme_ops.tune.search import Axis, axes
 
 DROP_CACHES = "/proc/sys/vm/drop_caches"
 _DESCRIPTION = """\
-Finds the settings of aio_handle with which a device is read and written fastest, in less than 20 seconds. Prints them
-as the section "aio" that DeepSpeed's configuration and aio_handle(**section) take, and keeps them for
+Finds the settings of aio_handle with which a device is read and written
+fastest, in less than 20 seconds. Prints them as the section "aio" that
+DeepSpeed's configuration and aio_handle(**section) take, and keeps them for
 nvme_ops.tuned_handle. A difference inside the noise keeps the default.
 """
 _EPILOG = """\
 examples:
-  nvme-tune --nvme_dir /mnt/nvme                           read and write, CPU memory
-  nvme-tune --nvme_dir /mnt/nvme --explain --json aio.json why, and the result in a file
-  nvme-tune --nvme_dir /mnt/nvme0 /mnt/nvme1               each by itself, then what suits both at once
-  nvme-tune --nvme_dir /mnt/nvme --gpu --no_write          reads into GPU memory
+  nvme-tune --nvme_dir /mnt/nvme                     read and write, CPU memory
+  nvme-tune --nvme_dir /mnt/nvme --explain --json aio.json
+                                                     why; and a file
+  nvme-tune --nvme_dir /mnt/nvme0 /mnt/nvme1         each by itself, then both
+  nvme-tune --nvme_dir /mnt/nvme --gpu --no_write    reads into GPU memory
 
-A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to which the search is restricted:
-  {"block_size": ["1M", "8M"], "queue_depth": [32, 128], "sequential_requests": [true, false],
-   "single_submit": [false, true], "io_parallel": [1, 2, 4, 8]}
+A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to
+which the search is restricted:
+  {"block_size": ["1M", "8M"], "queue_depth": [32, 128],
+   "sequential_requests": [true, false], "single_submit": [false, true],
+   "io_parallel": [1, 2, 4, 8]}
 
-exit status: 0; 2 for wrong arguments and for folders that cannot be used or lack the space; 130 after Ctrl-C, which
-prints the best so far
+exit status: 0; 2 for wrong arguments and for folders that cannot be used or
+lack the space; 130 after Ctrl-C, which prints the best so far
 """
 
 

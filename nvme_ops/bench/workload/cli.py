@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import command_line, positive, size
+from nvme_ops.arguments import command_line, listed, positive, size
 from nvme_ops.bench.cli import show_progress, write_json
 from nvme_ops.bench.machine import machine, place
 from nvme_ops.bench.measure import kept_as_note
@@ -26,18 +26,23 @@ from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
 
 _DESCRIPTION = """\
-Reads as known training and inference jobs do and says how many accelerators that keeps busy. An accelerator is only
-emulated: it takes a batch, waits as long as it would compute, and meanwhile asks for the next one. Utilization is its
-busy time over all of its time, as MLPerf Storage counts it. Jobs that write compute, write, and compute again.
+Reads as known training and inference jobs do and says how many accelerators
+that keeps busy. An accelerator is only emulated: it takes a batch, waits as
+long as it would compute, and meanwhile asks for the next one. Utilization is
+its busy time over all of its time, as MLPerf Storage counts it. Jobs that write
+compute, write, and compute again.
 """
 _EPILOG = """\
 examples:
-  nvme-bench workload resnet50 --folder /mnt/nvme                       how many H100s does this device feed?
-  nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all  who feeds how many
-  nvme-bench workload resnet50 --folder /mnt/nvme --accelerators 8 --with llm-checkpoint
-                                                                        8 of them, while checkpoints are saved
-exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and folders that cannot be used; 130 after
-Ctrl-C, which prints and writes what was measured until then
+  nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
+  nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
+                                                     who feeds how many
+  nvme-bench workload resnet50 --folder /mnt/nvme --accelerators 8
+    --with llm-checkpoint                            and saves checkpoints
+
+exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
+folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
+measured until then
 """
 _MOST_SAMPLES = 1 << 18
 _BESIDE = "llm-checkpoint"
@@ -47,8 +52,8 @@ _BESIDE_SECONDS = 4.0  # of a measurement beside checkpoints, at least: several 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     known: list[Job | Writing] = [*JOBS.values(), *WRITING.values()]
-    jobs = "\n".join(f"  {job.name:16}{job.words} ({job.source})" for job in known)
-    readers = "\n".join(f"  {name:16}{_words(make)}" for name, make in READERS.items())
+    jobs = listed(((job.name, f"{job.words} ({job.source})") for job in known), 16)
+    readers = listed(((name, _words(make)) for name, make in READERS.items()), 16)
     made = command_line("nvme-bench workload", _DESCRIPTION, f"jobs:\n{jobs}\n\nreaders:\n{readers}\n\n{_EPILOG}")
     add = made.add_argument
     add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
