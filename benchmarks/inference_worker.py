@@ -59,6 +59,7 @@ def _decode(job: Job) -> dict[str, Any]:
     loaded = time.perf_counter()
     ids = torch.randint(0, model.config.vocab_size, (job.batch, job.prompt), generator=generator)
     output = model(ids, use_cache=True)
+    cache = "cache" if "cache" in output else "past_key_values"  # before transformers 5.24
     tokens = [_greedy(output)]
     first = time.perf_counter()
     peak = _status("VmHWM") - before
@@ -70,7 +71,7 @@ def _decode(job: Job) -> dict[str, Any]:
             _make_cold(job, model, sync)
             sync = False
         bytes_before, begin = _bytes_read(), time.perf_counter()
-        output = model(tokens[-1][:, None], past_key_values=output.past_key_values, use_cache=True)
+        output = model(tokens[-1][:, None], use_cache=True, **{cache: output[cache]})
         tokens.append(_greedy(output))
         seconds.append(time.perf_counter() - begin)
         read.append(_bytes_read() - bytes_before)

@@ -2,7 +2,7 @@
 
 model = nvme_ops.offload.from_pretrained("Llama-70B", memory_budget="16G")
 model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
-model.generate(**inputs, past_key_values=nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G"))
+model.generate(**inputs, cache=nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G"))
 swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="4G")
 gradients = nvme_ops.offload.swap_gradients(model.parameters(), "/mnt/nvme")
 optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)

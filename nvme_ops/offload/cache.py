@@ -142,7 +142,7 @@ class NvmeCache(DynamicCache):
     """Keys and values in bounded host memory, and beyond it in files, for contexts and batches larger than memory.
 
         with nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G") as cache:
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
 
     It is used like transformers' ``DynamicCache``, with any implementation of attention. As many layers as fit stay in
     memory; the others are read while those before them compute. The files are removed when the cache is closed or

@@ -203,6 +203,7 @@ class Layers:
         layers[-1].register_forward_hook(self._note_end)
         accepted = inspect.signature(self._model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
 
     def cache_bytes(self) -> int:
         """Returns the bytes of keys and values that a token has in all layers."""
@@ -288,7 +289,7 @@ class Layers:
         ids = torch.randint(self._rows, (batch, length), device=self._device)  # as experts are chosen at random
         cache = self._new_cache() if cache is None else cache
         with torch.inference_mode():
-            self._model(ids, past_key_values=cache, use_cache=True, **self._last_logits)
+            self._model(ids, use_cache=True, **{self._cache_name: cache}, **self._last_logits)
         return cache
 
     def _new_cache(self) -> Any:

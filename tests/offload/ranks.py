@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.distributed import DistributedConfig
 
 from nvme_ops.offload import from_pretrained
 
@@ -15,7 +16,8 @@ path = sys.argv[1]
 ids = torch.tensor([[1, 2, 3, 4]])
 plain = transformers.LlamaForCausalLM.from_pretrained(path)
 size = sum(each.nbytes for each in plain.parameters())
-with torch.no_grad(), from_pretrained(path, memory_budget="3M", tp_plan="auto") as model:
+divided = DistributedConfig(tp_plan="auto")
+with torch.no_grad(), from_pretrained(path, memory_budget="3M", distributed_config=divided) as model:
     for _ in range(3):
         logits = model(ids).logits
     found = logits.full_tensor() if hasattr(logits, "full_tensor") else logits

@@ -60,7 +60,7 @@ def generated(name: str, cache: Any, new: int = 8, **way: Any) -> torch.Tensor:
         max_new_tokens=new,
         pad_token_id=0,
         eos_token_id=None,
-        past_key_values=cache,
+        cache=cache,
         **way,
     )
     return torch.as_tensor(found)
@@ -106,10 +106,10 @@ def test_a_context_of_four_times_the_memory(kind: str, folder: Path) -> None:
         large = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=199, n_embd=256, n_head=4)).eval()
     prompts = torch.randint(3, 199, (2, 700), generator=torch.Generator().manual_seed(9))
     arguments: dict[str, Any] = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
-    want = large.generate(prompts, past_key_values=transformers.DynamicCache(), **arguments)
+    want = large.generate(prompts, cache=transformers.DynamicCache(), **arguments)
     budget = 12 * 2 * 707 * 2 * 256 * 4 // 4
     with NvmeCache(folder, budget) as cache:
-        assert torch.equal(large.generate(prompts, past_key_values=cache, **arguments), want)
+        assert torch.equal(large.generate(prompts, cache=cache, **arguments), want)
         assert cache.stats().bytes_cached == 4 * budget
         assert cache.stats().peak_bytes <= budget
 
@@ -141,7 +141,7 @@ def test_prompt_lookup_crops_what_was_guessed_wrong(folder: Path) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": 30, "prompt_lookup_num_tokens": 5, "eos_token_id": None}
     want = model("llama").generate(prompt, pad_token_id=0, **arguments)
     with NvmeCache(folder, "800K") as cache:
-        found = model("llama").generate(prompt, pad_token_id=0, past_key_values=cache, **arguments)
+        found = model("llama").generate(prompt, pad_token_id=0, cache=cache, **arguments)
         assert torch.equal(found, want)
         assert cache.stats().bytes_written > 0
 
@@ -152,9 +152,7 @@ def test_an_assistant_of_another_size(folder: Path) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": 12, "assistant_model": assistant, "eos_token_id": None}
     want = model("llama").generate(PROMPTS[:1], pad_token_id=0, **arguments)
     with NvmeCache(folder, "640K") as cache:
-        assert torch.equal(
-            model("llama").generate(PROMPTS[:1], pad_token_id=0, past_key_values=cache, **arguments), want
-        )
+        assert torch.equal(model("llama").generate(PROMPTS[:1], pad_token_id=0, cache=cache, **arguments), want)
 
 
 def test_a_conversation_goes_on_with_the_same_cache(folder: Path) -> None:
@@ -162,9 +160,9 @@ def test_a_conversation_goes_on_with_the_same_cache(folder: Path) -> None:
     outputs = []
     with NvmeCache(folder, "1536K") as cache:
         for each in (transformers.DynamicCache(), cache):
-            first = model("llama").generate(PROMPTS, max_new_tokens=20, pad_token_id=0, past_key_values=each)
+            first = model("llama").generate(PROMPTS, max_new_tokens=20, pad_token_id=0, cache=each)
             again = torch.cat([first, more], 1)
-            outputs.append(model("llama").generate(again, max_new_tokens=20, pad_token_id=0, past_key_values=each))
+            outputs.append(model("llama").generate(again, max_new_tokens=20, pad_token_id=0, cache=each))
     assert torch.equal(*outputs)
 
 
@@ -179,7 +177,7 @@ def test_encoder_and_decoder_have_a_cache_each(way: str, folder: Path) -> None:
     rows = 2 * WAYS[way].get("num_beams", 1)
     with NvmeCache(folder, "4M") as own, NvmeCache(folder, rows * 640 * KIB) as cross:
         cache = transformers.EncoderDecoderCache(own, cross)
-        assert torch.equal(t5.generate(PROMPTS, attention_mask=PADDED, past_key_values=cache, **arguments), want)
+        assert torch.equal(t5.generate(PROMPTS, attention_mask=PADDED, cache=cache, **arguments), want)
         assert cross.stats().bytes_read > 0
 
 
@@ -298,7 +296,7 @@ def test_a_copy_is_refused(folder: Path) -> None:
 
 def test_gradients_are_refused(folder: Path) -> None:
     with NvmeCache(folder, "1536K") as cache, pytest.raises(RuntimeError, match="NvmeCache is for inference"):
-        model("llama")(PROMPTS, past_key_values=cache)
+        model("llama")(PROMPTS, cache=cache)
 
 
 def test_an_unsupported_layer_is_named(folder: Path) -> None:
