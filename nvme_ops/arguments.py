@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from nvme_ops.text import parse_size, printable
+from nvme_ops.text import fitted, parse_size, printable
 
 
 class Main(Protocol):
@@ -79,6 +79,12 @@ def _is_written(name: str) -> bool:
         say(f"{name}: standard output cannot be written: {error.strerror}")
         return False
     return True
+
+
+def show(text: str) -> None:
+    """Prints to stdout, wrapped for the terminal; escapes what a terminal would act on."""
+    sys.stdout.write(printable(fitted(text), lines=True) + "\n")
+    sys.stdout.flush()
 
 
 def say(words: object) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 # Control characters, halves of surrogate pairs, and what changes the direction of what follows.
 _ACTED_ON_IN_LINES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _ACTED_ON = re.compile(_ACTED_ON_IN_LINES.pattern[:-1] + "\\t\\n]")
+
+_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths and flags stay whole
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
@@ -82,10 +87,54 @@ def rounded(value: float, digits: int) -> str:
     return f"{value:.{max(0, digits - whole)}f}"
 
 
+def terminal_width() -> int:
+    """Returns the columns of the terminal, or of the variable COLUMNS; 80 where there is neither."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
 def columns_text(lines: Sequence[Sequence[str]]) -> str:
-    """Aligns cells in columns, each as wide as its widest cell. They are made ``printable``."""
+    """Aligns cells in columns, each as wide as its widest cell. They are made ``printable``.
+
+    Columns for which a line has no room come below, beside the first column again. A name in the first column that
+    leaves no room for the others has a line of its own; other cells are wrapped.
+    """
+    width = terminal_width()
     lines = [[printable(cell) for cell in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    label = min(first, max(width // 3, width - sum(2 + each for each in others)))
+    others = [min(each, width - label - 2) for each in others]
+    blocks: list[list[int]] = [[]]
+    for number in range(len(others)):
+        if blocks[-1] and label + sum(2 + others[other] for other in [*blocks[-1], number]) > width:
+            blocks.append([])
+        blocks[-1].append(number)
+    return "\n\n".join(_block(lines, label, [(number + 1, others[number]) for number in block]) for block in blocks)
+
+
+def _block(lines: Sequence[Sequence[str]], label: int, columns: Sequence[tuple[int, int]]) -> str:
+    shown = []
+    for line in lines:
+        name, cells = line[0], [textwrap.wrap(line[number], max(1, width)) or [""] for number, width in columns]
+        if columns and columns[0][0] > 1 and not any(line[number] for number, _ in columns):
+            continue  # of a block below, in which it has nothing
+        if len(name) > label:
+            shown.append(name)
+            name = ""
+        for number, parts in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+            row = [("" if number else name).ljust(label)]
+            row += [part.ljust(width) for part, (_, width) in zip(parts, columns, strict=True)]
+            shown.append("  ".join(row).rstrip())
+        if not columns and name:
+            shown.append(name)
+    return "\n".join(shown)
+
+
+def fitted(text: str) -> str:
+    """Wraps the lines that are too long for the terminal, with what follows indented."""
+    width = terminal_width()
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        line
+        if len(line) <= width
+        else textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), **_WORDS)
+        for line in text.split("\n")
     )

@@ -41,6 +41,9 @@ hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 
+os.environ["COLUMNS"] = "80"  # whatever terminal the tests run in
+
+
 def pattern(size: int, seed: int = 0) -> torch.Tensor:
     """``size`` bytes that tell where they belong."""
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nvme_ops.text import GIB, KIB, MIB, columns_text, parse_size, rate_words, rounded, share_words, size_of, size_words
+from nvme_ops.text import (
+    GIB,
+    KIB,
+    MIB,
+    columns_text,
+    fitted,
+    parse_size,
+    rate_words,
+    rounded,
+    share_words,
+    size_of,
+    size_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +92,42 @@ def test_values_are_rounded_without_an_exponent(value: float, digits: int, words
 
 def test_columns_are_as_wide_as_their_widest_cell_and_end_without_blanks() -> None:
     assert columns_text([["", "b", "c"], ["long", "x", ""]]) == "      b  c\nlong  x"
+
+
+@given(st.lists(st.lists(st.text("ab ,", max_size=70), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_a_table_fits_a_terminal_and_loses_no_word(lines: list[list[str]]) -> None:
+    text = columns_text(lines)
+    assert all(len(line) <= 80 or " " not in line.strip() for line in text.splitlines())
+    assert set(text.split()) >= {word for line in lines for cell in line for word in cell.split()}
+
+
+def test_a_table_that_is_too_wide_goes_on_below() -> None:
+    row = [
+        "a row with a name that is long",
+        "1.234 (1.000 - 2.000)",
+        "1.234 (1.000 - 2.000)",
+        "1.234 (1.000 - 2.000)",
+        "",
+    ]
+    lines = [["", "GB/s (min - max)", "end to end", "/ fio best", ""], row, ["fio", "1", "2", "3", "not here: no fio"]]
+    assert (
+        columns_text(lines)
+        == """\
+                            GB/s (min - max)       end to end
+a row with a name that is long
+                            1.234 (1.000 - 2.000)  1.234 (1.000 - 2.000)
+fio                         1                      2
+
+                            / fio best
+a row with a name that is long
+                            1.234 (1.000 - 2.000)
+fio                         3                      not here: no fio"""
+    )
+
+
+def test_long_lines_are_wrapped_and_short_ones_are_not() -> None:
+    assert fitted("a\n\n  b  c") == "a\n\n  b  c"
+    assert (
+        fitted("  " + "word " * 20 + "--long-flag")
+        == "  " + "word " * 14 + "word\n    word word word word word --long-flag"
+    )

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import command, say
+from nvme_ops.arguments import command, say, show
 from nvme_ops.bench import explain, options, plot, report
 from nvme_ops.bench.run import run
 from nvme_ops.measuring import files, stop
-from nvme_ops.text import printable
 
 
 @command("nvme-bench")
@@ -35,7 +34,7 @@ def _bench(words: Sequence[str]) -> int:
     given = options.parse(words)
     result = run(given, show_progress)
     if given.json != "-":
-        print(printable(report.text(result), lines=True))
+        show(report.text(result))
     if given.json:
         write_json(given.json, report.as_document(result))
     if given.csv:
@@ -49,7 +48,7 @@ def _bench(words: Sequence[str]) -> int:
 
 def _explain(words: Sequence[str]) -> int:
     status, text = explain.main(words)
-    print(text, file=sys.stderr if status else sys.stdout)
+    (say if status else show)(text)
     return status
 
 

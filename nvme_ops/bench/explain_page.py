@@ -12,9 +12,8 @@ from nvme_ops.bench.explain_place import Place
 from nvme_ops.bench.measure import Row, Spread
 from nvme_ops.bench.tables import Table, as_json, with_range
 from nvme_ops.bench.tables import as_text as table_text
-from nvme_ops.text import rate_words, size_words
+from nvme_ops.text import rate_words, size_words, terminal_width
 
-_WIDTH = 120
 _NOTE = 50
 
 
@@ -145,7 +144,7 @@ def _cache_words(page: Page) -> str:
 def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:
     whole = label + re.sub(r" (?=[GM]B/s)", "\xa0", text)  # keeps a number and its unit together
     lines = textwrap.wrap(
-        whole, _WIDTH, subsequent_indent=" " * len(label) if indent is None else indent,
+        whole, terminal_width(), subsequent_indent=" " * len(label) if indent is None else indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return [line.replace("\xa0", " ") for line in lines]

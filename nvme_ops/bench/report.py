@@ -7,11 +7,11 @@ import io
 from dataclasses import asdict
 from typing import Any
 
-from nvme_ops.bench.measure import PERCENTILES, Row
+from nvme_ops.bench.measure import PERCENTILES, Row, spread
 from nvme_ops.bench.run import Result
 from nvme_ops.bench.tables import as_json, as_text, plain, with_range
 from nvme_ops.measuring.energy import total
-from nvme_ops.text import GIB, columns_text, share_words
+from nvme_ops.text import GIB, columns_text, rounded, share_words
 
 
 def text(result: Result) -> str:
@@ -25,9 +25,26 @@ def text(result: Result) -> str:
         _scaling_text(result) if result.scaling else "",
         ds_io_lines(result),
         f"energy: {result.energy}" if result.energy else "",
+        verdict(result),
         "interrupted: this is what was measured until then; the files are removed" if result.interrupted else "",
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def verdict(result: Result) -> str:
+    """Returns in one line which row is the fastest, and which others were no slower in some round."""
+    table = result.table
+    rates = {row.name: found for row in table.rows if (found := spread(table.values(row)))}
+    measured = [row for row in table.rows if row.name in rates and row.name != table.reference]
+    if not measured:
+        return ""
+    best = max(measured, key=lambda row: rates[row.name].median)
+    words = f"{best.name}: {rounded(rates[best.name].median, 4)} GB/s"
+    if against := spread(table.against(best, table.reference)):
+        words += f", {rounded(against.median, 3)} of {table.reference}"
+    others = [row.name for row in measured if row is not best and max(table.against(row, best.name), default=0) >= 1]
+    words = f"fastest: {words}" if len(measured) > 1 else words
+    return f"{words}; as fast in some round: {'; '.join(others)}" if others else words
 
 
 def from_page_cache(row: Row) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, say, size
+from nvme_ops.arguments import command, command_line, say, show, size
 from nvme_ops.data.convert import convert, open_source
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
@@ -102,7 +102,7 @@ def _convert(given: argparse.Namespace) -> int:
     ):
         count = convert(source, writer, advance)
     words = f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}"
-    print(printable(words))
+    show(words)
     return 0
 
 
@@ -128,9 +128,9 @@ def _info(given: argparse.Namespace) -> int:
     mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
     print(f"{index.kind}: {len(store)} samples, {size_words(store.nbytes)}{mean}")
     for words in columns:
-        print(printable(f"  column {words}"))
+        show(f"  column {words}")
     for each in found["files"]:
-        print(printable(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}"))
+        show(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}")
     return 0
 
 

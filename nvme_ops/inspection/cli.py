@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, say
+from nvme_ops.arguments import command, say, show
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.formats.contents import Contents
@@ -98,7 +98,7 @@ def _info(given: argparse.Namespace) -> int:
     kept = sum(item.checksum is not None for item in found.tensors)
     print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
     for key, text in found.metadata.items():
-        print(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}"))
+        show(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}"))
     lines = [["", "dtype", "shape", ""]]
     lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
     print(columns_text(lines))
@@ -131,7 +131,7 @@ def _verify(given: argparse.Namespace, path: str, label: str) -> int:
     else:
         for name in wrong:
             print(printable(f"{label}DAMAGED {name}"))
-        print(printable(label + _verdict(found, len(checked), bare, wrong)))
+        show(printable(label + _verdict(found, len(checked), bare, wrong)))
     return 1 if wrong or (found.items and not checked) else 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, positive, say
+from nvme_ops.arguments import command, command_line, positive, say, show
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
 from nvme_ops.offload import hub, page
@@ -26,7 +26,7 @@ from nvme_ops.offload.pretrained import from_pretrained, weight_files
 from nvme_ops.offload.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.training_plan import TrainedModel, TrainingPlan
 from nvme_ops.progress import progress_bar
-from nvme_ops.text import printable
+from nvme_ops.text import fitted, printable
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -137,7 +137,7 @@ def _plan(given: argparse.Namespace) -> int:
     watts = energy.watts() if given.watts is None else given.watts
     left_out = [batch for batch in batches if batch not in computing]
     shown = page.Shown(about, sizes, measured, found, left_out, given.memory, given.price_per_hour, watts)
-    print(json.dumps(shown.document(), indent=2) if given.json else printable(shown.text(), lines=True))
+    _show(given, shown)
     return 0
 
 
@@ -166,8 +166,15 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
         seconds=seconds,
     )
     shown = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
-    print(json.dumps(shown.document(), indent=2) if given.json else printable(shown.text(), lines=True))
+    _show(given, shown)
     return 0
+
+
+def _show(given: argparse.Namespace, plan: Any) -> None:
+    if given.json:
+        print(json.dumps(plan.document(), indent=2))
+    else:
+        show(plan.text())
 
 
 def _generate(given: argparse.Namespace) -> int:
@@ -209,10 +216,10 @@ def _generate(given: argparse.Namespace) -> int:
     if given.sample:
         for each in found.tokens[1:]:
             words = _decoded(tokenizer, each) if tokenizer is not None else ",".join(map(str, each))
-            print(printable(words, lines=True))
+            show(words)
     if tokenizer is None:
         say("no tokenizer in the folder: these are ids of tokens")
-    say(page.reached_text(found, joules))
+    say(fitted(page.reached_text(found, joules)))
     return 0
 
 

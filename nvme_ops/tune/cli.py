@@ -7,10 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nvme_ops.arguments import command, say
+from nvme_ops.arguments import command, say, show
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable
-from nvme_ops.text import printable
 from nvme_ops.tune import options, report, store
 from nvme_ops.tune.devices import Result, tune
 
@@ -39,7 +38,10 @@ def main(words: Sequence[str] | None = None) -> int:
 def _show(result: Result) -> None:
     given = result.options
     document = json.dumps(report.as_document(result), indent=2) + "\n"
-    print(document if given.json == "-" else printable(report.text(result), lines=True) + "\n", end="")
+    if given.json == "-":
+        print(document, end="")
+    else:
+        show(report.text(result))
     if given.json and given.json != "-":
         Path(given.json).write_text(document, encoding="utf-8")
     if not given.no_store and not result.interrupted:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import command_line, listed, positive, size
+from nvme_ops.arguments import command_line, listed, positive, show, size
 from nvme_ops.bench.cli import show_progress, write_json
 from nvme_ops.bench.machine import machine, place
 from nvme_ops.bench.measure import kept_as_note
@@ -182,7 +182,7 @@ def _printed(found: dict[str, Any], *head: str) -> Iterator[_Lines]:
     finally:
         show_progress("")
         if len(table.lines) > 1:
-            print(columns_text(table.lines), flush=True)
+            show(columns_text(table.lines))
 
 
 def _sizes(job: Job, total: int) -> list[int]:
@@ -196,7 +196,7 @@ def _sizes(job: Job, total: int) -> list[int]:
 def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
     sizes = _sizes(job, given.size)
     compute, nbytes = job.compute * given.slower, sum(sizes)
-    print(
+    show(
         f"\n{job.name}: {job.words}; batches of {job.batch} x {size_words(int(job.record))}, {compute:.4g} s each: "
         f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
         f"a data set of {size_words(nbytes)}"
@@ -287,7 +287,7 @@ def _as_json(fed: Fed) -> dict[str, Any]:
 def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> None:
     nbytes = min(job.nbytes, given.size) if job.records == 1 else job.nbytes
     compute = job.compute * given.slower * nbytes / job.nbytes
-    print(
+    show(
         f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
         + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
     )
