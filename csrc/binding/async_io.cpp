@@ -148,6 +148,8 @@ PyMethodDef functions[] = {
      "set_storages(tensors, owners, offsets, sizes, strides). Makes each a view of its owner's storage."},
     {"deny_memory", deny_memory, METH_VARARGS,
      "deny_memory(tensor, message). Whoever asks for the memory of the tensor's storage gets a RuntimeError."},
+    {"share_version", share_version, METH_VARARGS,
+     "share_version(tensor, other). From now on both have the _version of the other, and count changes of either."},
     {"scan_pickle", scan_pickle, METH_VARARGS,
      "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
      "its own size; empty when they are one."},

@@ -223,4 +223,16 @@ PyObject* deny_memory(PyObject*, PyObject* arguments) {
   });
 }
 
+PyObject* share_version(PyObject*, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *object, *from;
+    if (!PyArg_ParseTuple(arguments, "OO", &object, &from)) throw PythonError();
+    for (PyObject* each : {object, from}) {
+      if (!is_tensor(each)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(each));
+    }
+    implementation(object)->set_version_counter(implementation(from)->version_counter());
+    Py_RETURN_NONE;
+  });
+}
+
 }  // namespace nvme_ops

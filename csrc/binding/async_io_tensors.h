@@ -21,4 +21,7 @@ PyObject* set_storages(PyObject*, PyObject* arguments);
 // deny_memory(tensor, message): whoever asks for the memory of the tensor's storage gets a RuntimeError.
 PyObject* deny_memory(PyObject*, PyObject* arguments);
 
+// share_version(tensor, other): counts changes of the other in the tensor's _version, too.
+PyObject* share_version(PyObject*, PyObject* arguments);
+
 }  // namespace nvme_ops

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
+
+from nvme_ops._native import native
 
 _MOST = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
 _node = getattr(torch._C, "_current_autograd_node", lambda: None)
@@ -52,6 +53,20 @@ class Layout:
         return Layout(self.dtype, self.shape, tuple(_where_moved(self.stride, stride)), 0)
 
 
+class Seen:
+    """The version of a tensor, of which nothing else is kept: others may change its memory when it is gone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._counter = torch.empty(0, device="cpu")
+        native().share_version(self._counter, tensor)
+        self._version = tensor._version
+
+    def require_unchanged(self, layout: Layout) -> None:
+        """Raises RuntimeError if it was modified in place."""
+        if self._counter._version != self._version:
+            raise modified(layout.dtype, layout.shape)
+
+
 class Kept:
     """A tensor that stays in memory."""
 
@@ -73,13 +88,11 @@ class Copied:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._layout, self._memory = Layout.of(tensor), _distinct(tensor.detach()).clone()
-        self._tensor, self._version = weakref.ref(tensor), tensor._version
+        self._seen = Seen(tensor)
 
     def value(self) -> torch.Tensor:
         """Returns an equal tensor. Raises RuntimeError if it was modified in place."""
-        tensor = self._tensor()
-        if tensor is not None and tensor._version != self._version:
-            raise modified(self._layout.dtype, self._layout.shape)
+        self._seen.require_unchanged(self._layout)
         close = self._layout.close()
         return _copy_like(self._memory.as_strided(close.shape, close.stride), self._layout)
 
@@ -115,16 +128,14 @@ class Saved:
         like: Layout | None = None,
     ) -> None:
         self._layout, self._fetch, self._shared, self._like = layout, fetch, shared, like
-        self._tensor = None if tensor is None else weakref.ref(tensor)
-        self._version = -1 if tensor is None else tensor._version
+        self._seen = None if tensor is None else Seen(tensor)
         self._may_be_gradient = tensor is not None and not tensor.requires_grad
 
     def value(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified in place, and what ``fetch`` raises."""
         layout = self._layout
-        tensor = None if self._tensor is None else self._tensor()
-        if tensor is not None and tensor._version != self._version:  # whether or not it was written before that
-            raise modified(layout.dtype, layout.shape)
+        if self._seen is not None:  # whether or not it was written before that
+            self._seen.require_unchanged(layout)
         value = self._made_of(self._fetch())
         return value if self._like is None else _spread(value, self._like)
 

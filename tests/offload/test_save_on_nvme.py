@@ -269,6 +269,18 @@ def test_a_tensor_that_is_changed_after_it_was_saved(folder: Path, budget: int, 
         z.sum().backward()
 
 
+@pytest.mark.parametrize("size", [4240, 1 << 20], ids=["a small part", "a large part"])
+def test_a_change_of_what_a_view_that_is_gone_was_of_is_told(folder: Path, size: int) -> None:
+    """Nothing of the view is left but its values on storage, which are those that were saved; torch raises."""
+    whole = torch.randn(size, requires_grad=True).clone()
+    with save_on_nvme(folder, memory_budget=0, min_bytes=1):
+        loss = whole[size // 4 : size // 2].abs().sum()
+    with torch.no_grad():
+        whole.normal_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_change_before_it_is_saved_again(folder: Path) -> None:
     """The buffer of a recurrent loop is saved in each of its states by operations that do not need the others."""
     start = torch.randn(64, 64, requires_grad=True)
