@@ -6,24 +6,40 @@ one op or fail. Without them nothing is compiled and torch is not needed.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# not "import nvme_ops.op_builder": that would import torch, which need not be here
-sys.path.insert(0, str(Path(__file__).parent / "nvme_ops"))
 
-from op_builder import ALL_OPS, OpBuilder, prebuilt
+def load_op_builder() -> ModuleType:
+    """Returns ``nvme_ops.op_builder`` without ``nvme_ops``, which would import torch: that need not be here."""
+    folder = Path(__file__).parent / "op_builder"
+    spec = importlib.util.spec_from_file_location(
+        "nvme_ops_op_builder", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return package
 
 
-def requested_ops() -> list[OpBuilder]:
+op_builder = load_op_builder()
+prebuilt = importlib.import_module("nvme_ops_op_builder.prebuilt")
+
+
+def requested_ops() -> list[Any]:
     """The builders of the ops to compile; exits with the reason when one that is asked for cannot be built."""
     try:
         all_asked = prebuilt.variable(prebuilt.BUILD_ALL)
-        asked = {op: prebuilt.variable(op.BUILD_VAR) for op in ALL_OPS.values()}
+        asked = {op: prebuilt.variable(op.BUILD_VAR) for op in op_builder.ALL_OPS.values()}
     except ValueError as error:
         sys.exit(f"nvme-ops: {error}")
     wanted = [op for op, own in asked.items() if own or (own is None and all_asked)]
@@ -47,7 +63,7 @@ class BuildOps(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile one op into the place setuptools has for it."""
-        op = next(op for op in ALL_OPS.values() if op.absolute_name() == ext.name)
+        op = next(op for op in op_builder.ALL_OPS.values() if op.absolute_name() == ext.name)
         try:
             prebuilt.build(op.recipe(), Path(self.get_ext_fullpath(ext.name)))
         except RuntimeError as error:

@@ -19,12 +19,10 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nvme_ops import op_builder
 
@@ -110,26 +108,47 @@ def _loader(ours: Any) -> Callable[..., Any]:
 
 def _asker(ours: Any) -> Callable[..., Any]:
     def is_compatible(_self: Any, verbose: bool = False) -> bool:
-        """Tells whether the op of nvme_ops can be built here."""
-        return bool(ours().is_compatible(verbose=verbose))
+        """Tells whether the op of nvme_ops can be built here; with ``verbose`` why not."""
+        return bool(ours().is_compatible()) or bool(ours().is_compatible(verbose=verbose))
 
     return is_compatible
 
 
-def main(words: Sequence[str]) -> int:
-    """Runs a Python program of this environment, such as ``ds_io``, with ``install``; returns its exit status."""
-    found = shutil.which(words[0], path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+def main(words: Sequence[str]) -> NoReturn:
+    """Becomes a program, such as ``ds_io``, with ``install`` in all of its Python processes.
+
+    Args:
+        words: a file or a program of this environment, and its arguments. Those in Python run with this Python,
+            whatever their first line says; others, such as shell scripts, as they are.
+    """
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    found = words[0] if os.path.isfile(words[0]) else shutil.which(words[0], path=path)
     if found is None:
         raise SystemExit(f"{words[0]}: no such program")
-    with tempfile.TemporaryDirectory() as folder:
-        # Python imports this module when it starts, in the processes that the program starts too.
-        Path(folder, "sitecustomize.py").write_text("import nvme_ops\n", encoding="utf-8")
-        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "NVME_OPS_DEEPSPEED": "1"}
-        return subprocess.run([sys.executable, found, *words[1:]], env=environment, check=False).returncode
+    site = str(Path(__file__).parent / "at_start")
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "NVME_OPS_DEEPSPEED": "1",
+    }
+    command = [*([sys.executable] if _is_python(found) else []), os.path.join(".", found), *words[1:]]
+    sys.stdout.flush()
+    try:
+        os.execve(command[0], command, environment)
+    except OSError as error:
+        raise SystemExit(f"{found}: {error.strerror}: it is no program in Python, and no other that can run") from None
+
+
+def _is_python(program: str) -> bool:
+    if program.endswith(".py"):
+        return True
+    with open(program, "rb") as file:
+        first = file.readline(200)
+    return first.startswith(b"#!") and b"python" in first
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m nvme_ops.integrations.deepspeed PROGRAM [ARGUMENT ...]")
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -41,7 +41,6 @@ def load(op: str = "async_io") -> Any:
     again, under another name, if another ``async_io`` was built before.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    sys.modules.setdefault("op_builder", None)  # type: ignore[arg-type]  # in a checkout of ours it would take that one
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
             with _silenced(said.fileno()):

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: what Python imports from it when it starts."""
