@@ -274,7 +274,7 @@ def test_a_change_of_what_a_view_that_is_gone_was_of_is_told(folder: Path, size:
     """Nothing of the view is left but its values on storage, which are those that were saved; torch raises."""
     whole = torch.randn(size, requires_grad=True).clone()
     with save_on_nvme(folder, memory_budget=0, min_bytes=1):
-        loss = whole[size // 4 : size // 2].abs().sum()
+        loss = whole[: size // 16].abs().sum()
     with torch.no_grad():
         whole.normal_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
