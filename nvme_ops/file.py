@@ -110,8 +110,10 @@ class File(_RawFile):
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-            if stat.S_ISFIFO(os.fstat(self._fd).st_mode):
+            if stat.S_ISFIFO(kind := os.fstat(self._fd).st_mode):
                 raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE), path)
+            if stat.S_ISDIR(kind):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             os.set_blocking(self._fd, True)
             if _FLAGS[plain] & os.O_CREAT and stat.S_ISREG(os.fstat(self._fd).st_mode):
                 self._unnamed = os.path.dirname(os.path.realpath(path))

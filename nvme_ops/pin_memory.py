@@ -60,6 +60,8 @@ class pin_handle:  # noqa: N801  (DeepNVMe's name)
 
 def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
     """Implements ``new_cpu_locked_tensor`` of all handles; the warning points at their caller."""
+    if not isinstance(num_elem, int):
+        raise TypeError(f"num_elem must be an int, not {type(num_elem).__name__}")
     if num_elem < 0:
         raise ValueError(f"num_elem must not be negative: {num_elem}")
     buffer = pool_buffer(max(1, num_elem) * example.element_size())

@@ -14,6 +14,7 @@ from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
+from nvme_ops.paths import name_of
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
@@ -67,7 +68,7 @@ def save(
         OSError: no space, no permission, a device error. The old file is unchanged.
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
-    name = os.fspath(path)
+    name = name_of(path, "save(obj, path)")
     plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     try:
@@ -126,7 +127,9 @@ def load(
         OSError: the file cannot be read.
         MemoryError: there is not enough memory for the tensors.
     """
-    name = os.fspath(path)
+    name = name_of(path, "load(path)")
+    if into is not None and not isinstance(into, Mapping | list | tuple | torch.nn.Module):
+        raise TypeError(f"into must be a module or a dict of tensors, not {type(into).__name__}")
     if isinstance(map_location, int):
         map_location = torch.device(map_location)
     if keys is not None:

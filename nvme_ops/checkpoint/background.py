@@ -22,6 +22,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.carve import copy, placed
 from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.paths import name_of
 from nvme_ops.tensors import empty
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
@@ -120,7 +121,7 @@ def save_async(
         raise ValueError(f"strategy must be {' or '.join(map(repr, STRATEGIES))}, not {strategy!r}")
     if memory is not None and memory < 0:
         raise ValueError(f"memory must not be negative: {memory}")
-    name = os.fspath(path)
+    name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     handle = handle or shared_handle()

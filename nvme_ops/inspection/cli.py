@@ -131,7 +131,7 @@ def _verify(given: argparse.Namespace, path: str, label: str) -> int:
     else:
         for name in wrong:
             print(printable(f"{label}DAMAGED {name}"))
-        show(printable(label + _verdict(found, len(checked), bare, wrong)))
+        print(printable(label + _verdict(found, len(checked), bare, wrong)))
     return 1 if wrong or (found.items and not checked) else 0
 
 

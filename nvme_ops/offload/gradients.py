@@ -262,6 +262,8 @@ def swap_gradients(
         OSError: what can be wrong with the folder. A backward pass raises ENOSPC when the disk is full.
     """
     budget, least = budget_of(memory_budget), budget_of(min_bytes)
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("params must be parameters, not a module: model.parameters()")
     every = [each for each in params if each.requires_grad]
     large = [each for each in every if each.nbytes >= least]
     if not large:

@@ -9,7 +9,7 @@ from typing import Any
 #: What transformers' ``from_pretrained`` takes to find a model.
 OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def is_name(path: Any) -> bool:

@@ -91,6 +91,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         self._class, self._options, self._master = require_elementwise(optimizer), kwargs, master_weights
+        if isinstance(params, torch.nn.Module):
+            raise TypeError("params must be parameters, not a module: model.parameters()")
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         budget = budget_of(memory_budget)

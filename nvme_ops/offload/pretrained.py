@@ -78,6 +78,8 @@ def from_pretrained(
         ) from error
     budget = budget_of(memory_budget)
     target = device_of(device or "cpu")
+    if not isinstance(path, str | os.PathLike | Sequence):
+        raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
     name = path if hub.is_name(path) else ""
     options = {key: kwargs.pop(key) for key in hub.OPTIONS if key in kwargs}
     paths = weight_files(path, kwargs.pop("subfolder", ""), **options)

@@ -87,6 +87,8 @@ def stream_weights(
     """
     if quantize not in (None, "int8"):
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     budget = budget_of(memory_budget)
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")

@@ -58,6 +58,8 @@ def replacing(
         given = os.path.abspath(os.fspath(target))
         path = os.path.join(os.path.realpath(os.path.dirname(given)), os.path.basename(given))
     folder, name = os.path.split(path)
+    if not os.path.lexists(folder):
+        raise no_folder(folder)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
     if _is_special(path):

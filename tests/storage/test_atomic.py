@@ -264,9 +264,11 @@ def test_a_folder_for_a_file(path: Path) -> None:
     assert beside(path) == [folder.name]
 
 
-@pytest.mark.parametrize("name", ["no/such/model.safetensors", "model.safetensors/model.safetensors"])
-def test_a_folder_that_is_none(path: Path, name: str) -> None:
-    refuses(path.parent / name, errno.ENOENT if name.startswith("no") else errno.ENOTDIR)
+def test_a_folder_that_is_none(path: Path) -> None:
+    refuses(path / "model.safetensors", errno.ENOTDIR)
+    with pytest.raises(FileNotFoundError, match="is a disk not mounted") as caught:
+        nvme_ops.save(NEW, path.parent / "no" / "such" / "model.safetensors")
+    assert caught.value.filename == str(path.parent / "no")
     assert_untouched(path)
 
 

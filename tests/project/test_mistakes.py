@@ -1,0 +1,193 @@
+"""What people do wrong in their first minutes: each ends in one sentence that says what to do instead.
+
+``t`` is a tensor, ``m`` a module, ``h`` a handle; ``text`` a file of words, ``dir`` an empty folder, ``ok.pt`` and
+``ok.safetensors`` checkpoints of a tensor ``a``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import data, offload
+from tests import prepared
+
+#: What is written, the class of the exception, and words of its sentence.
+CALLS: list[tuple[str, type[BaseException], str]] = [
+    # Handles
+    ("nvme_ops.aio_handle(block_size='1M')", TypeError, "block_size must be an int, not str"),
+    ("nvme_ops.aio_handle(block_size=0)", ValueError, "block_size must lie between 1 and"),
+    ("nvme_ops.aio_handle(queue_depth=1.5)", TypeError, "queue_depth must be an int, not float"),
+    ("nvme_ops.aio_handle(queue_depth=-1)", ValueError, "queue_depth must lie between 1 and"),
+    ("nvme_ops.aio_handle(backend='uring')", ValueError, "is not one of auto, io_uring, libaio, threads"),
+    ("nvme_ops.aio_handle(cache='no')", ValueError, "cache must be 'auto', 'direct' or 'buffered'"),
+    ("nvme_ops.aio_handle(blocksize=3)", TypeError, "unexpected keyword argument 'blocksize'"),
+    ("nvme_ops.tuned_handle('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
+    ("nvme_ops.adaptive_handle('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
+    ("nvme_ops.adaptive_handle('.', objective='speed')", ValueError, "'time' or 'energy'"),
+    ("nvme_ops.empty('a')", TypeError, "size must consist of integers"),
+    ("nvme_ops.empty(-1)", ValueError, "size must not be negative"),
+    # Transfers
+    ("h.sync_pread(t, 'missing')", FileNotFoundError, "opening the file to read: No such file.*'missing'"),
+    ("h.sync_pread(t, 'dir')", IsADirectoryError, "'dir'"),
+    ("h.sync_pread(t, 'text')", EOFError, "passes the end of the file, which has 5 bytes: 'text'"),
+    ("h.sync_pread(t, 'text', -1)", ValueError, "file_offset must not be negative"),
+    ("h.sync_pread([1, 2], 'text')", TypeError, r"must be a torch\.Tensor or .* buffer, not list"),
+    ("h.sync_pread(t, 5.5)", TypeError, "a file must be a path or a file descriptor, not float"),
+    ("h.sync_pread(t.view(10, 100).t(), 'text')", ValueError, "read into a contiguous tensor and copy it"),
+    ("h.sync_pwrite('text', t)", TypeError, r"must be a torch\.Tensor or .* buffer, not str"),
+    ("h.sync_pwrite(t, 'missing/x')", FileNotFoundError, "'missing/x'"),
+    ("h.sync_pwrite(t.to('meta'), 'x')", ValueError, "with memory of its own"),
+    ("h.sync_pwrite(t.to_sparse(), 'x')", ValueError, "dense, strided tensor"),
+    ("h.submit_pread(t, 'text', priority='high')", TypeError, r"Priority\.PREFETCH, not 'high'"),
+    ("h.async_pread(t, 'missing'); h.wait()", FileNotFoundError, "'missing'"),
+    ("h.new_cpu_locked_tensor('a', t)", TypeError, "num_elem must be an int, not str"),
+    ("h.new_cpu_locked_tensor(-1, t)", ValueError, "num_elem must not be negative"),
+    ("nvme_ops.open('missing')", FileNotFoundError, "'missing'"),
+    ("nvme_ops.open('dir')", IsADirectoryError, "'dir'"),
+    ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
+    ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
+    # Checkpoints
+    ("nvme_ops.save('x.pt', m)", TypeError, r"path must be a str .* not Linear: save\(obj, path\)"),
+    ("nvme_ops.save({'a': t}, 5)", TypeError, "path must be a str or an os.PathLike, not int"),
+    ("nvme_ops.save({'a': t}, 'missing/x.pt')", FileNotFoundError, "no such folder; is a disk not mounted"),
+    ("nvme_ops.save({'a': t}, 'x.xyz')", ValueError, r"x\.xyz: the name does not end with any of .* give format="),
+    ("nvme_ops.save({'a': t}, 'x.pt', format='zip')", ValueError, "format must be one of"),
+    ("nvme_ops.save({'a': 1}, 'x.safetensors')", TypeError, r"'a' is a int, not a tensor: save it as \.pt"),
+    ("nvme_ops.save([t], 'x.safetensors')", TypeError, r"a dict of tensors by name, not list: save it as \.pt"),
+    ("nvme_ops.save({'a': t, 'b': t}, 'x.safetensors')", ValueError, "share memory.* save one of them, or a clone"),
+    ("nvme_ops.save({'a': t}, 'x.pt', metadata={'a': 1})", TypeError, "metadata must be strings"),
+    ("nvme_ops.save({'a': t}, 'x.pt', max_shard_size='1GB')", ValueError, "name a folder or an index"),
+    ("nvme_ops.save({'a': t}, 'x', max_shard_size='abc')", ValueError, "examples: 500MB"),
+    ("nvme_ops.save({'a': t}, 'x', recycle=True)", ValueError, "recycle=True is of one file"),
+    ("nvme_ops.save(lambda: 1, 'x.pt')", Exception, "pickle"),
+    ("nvme_ops.save_async({'a': t}, 'x.pt', strategy='fast')", ValueError, "strategy must be "),
+    ("nvme_ops.save_async({'a': t}, 'missing/x.pt').result()", FileNotFoundError, "is a disk not mounted"),
+    ("nvme_ops.load('missing.pt')", FileNotFoundError, r"'missing\.pt'"),
+    ("nvme_ops.load(5)", TypeError, r"path must be a str .* not int: load\(path\)"),
+    ("nvme_ops.load('text')", ValueError, "text: the name does not end with any of .* give format="),
+    ("nvme_ops.load('text', format='pt')", nvme_ops.FormatError, "text: "),
+    ("nvme_ops.load('dir')", nvme_ops.FormatError, r"is a folder that has none of model\.safetensors"),
+    ("nvme_ops.load('ok.pt', format='safetensors')", nvme_ops.FormatError, r"a name that ends in \.pt"),
+    ("nvme_ops.load('ok.pt', keys=['b'])", KeyError, "has no tensor 'b'"),
+    ("nvme_ops.load('ok.pt', into=5)", TypeError, "into must be a module or a dict of tensors, not int"),
+    ("nvme_ops.load('ok.safetensors', into=m)", KeyError, "no counterpart in into=; .* strict=False"),
+    (
+        "nvme_ops.load('ok.safetensors', into={'a': t[:5]})",
+        ValueError,
+        r"shape \(1000,\), and the one to fill .*\(5,\)",
+    ),
+    ("nvme_ops.safe_open('ok.safetensors', 'tf')", ValueError, "framework must be 'pt' or 'np'"),
+    ("nvme_ops.safe_open('ok.safetensors', 'pt').get_tensor('b')", KeyError, "has no tensor 'b'"),
+    # Models larger than memory
+    ("offload.stream_weights(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted.*'/no'"),
+    ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
+    ("offload.stream_weights(m, 'dir', memory_budget='4')", ValueError, "at least .* are needed"),
+    ("offload.stream_weights(m, 'dir', memory_budget='4X')", ValueError, "is not a size; examples: 512M"),
+    ("offload.stream_weights(m, 'dir')", TypeError, "'memory_budget'"),
+    ("offload.stream_weights('m', 'dir', memory_budget='4M')", TypeError, r"a torch\.nn\.Module, not str"),
+    ("offload.stream_weights(torch.nn.ReLU(), 'dir', memory_budget='4M')", ValueError, "the model has no weights"),
+    ("offload.stream_weights(m, 'dir', memory_budget='4M', quantize='int3')", ValueError, "None or 'int8'"),
+    ("offload.from_pretrained('dir', memory_budget='4M')", FileNotFoundError, "nvme-checkpoint convert"),
+    ("offload.from_pretrained('./missing', memory_budget='4M')", FileNotFoundError, "missing"),
+    ("offload.from_pretrained(5, memory_budget='4M')", TypeError, "path must be a folder, files or a name"),
+    ("offload.NvmeCache('/no/such/x', '1G')", FileNotFoundError, "is a disk not mounted"),
+    ("offload.NvmeCache('dir', '1X')", ValueError, "is not a size"),
+    # Training
+    ("offload.NvmeOptimizer(torch.optim.SGD(m.parameters(), lr=1), m.parameters(), 'dir')", TypeError, "its class"),
+    ("offload.NvmeOptimizer(torch.optim.AdamW, m, 'dir')", TypeError, r"not a module: model\.parameters\(\)"),
+    ("offload.NvmeOptimizer(torch.optim.LBFGS, m.parameters(), 'dir')", TypeError, "is not one of torch.optim's"),
+    ("offload.NvmeOptimizer(torch.optim.AdamW, [], 'dir')", ValueError, "empty parameter list"),
+    ("offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), '/no/x')", FileNotFoundError, "is a disk not mounted"),
+    ("offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), 'dir', rate=1)", TypeError, "argument 'rate'"),
+    (
+        "offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), 'dir', memory_budget='1K')",
+        ValueError,
+        "at least 1 MiB",
+    ),
+    ("offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), 'dir', overlap='x')", ValueError, "None or 'backward'"),
+    ("offload.swap_params(m, 'dir', memory_budget='1K')", MemoryError, r"of 1\.373 MiB.* does not fit .* 1 KiB"),
+    ("offload.swap_params(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted"),
+    ("offload.swap_gradients(m, 'dir')", TypeError, r"not a module: model\.parameters\(\)"),
+    ("offload.swap_gradients([], 'dir')", ValueError, "no parameters that take a gradient"),
+    ("offload.save_on_nvme('/no/such/x')", FileNotFoundError, "is a disk not mounted"),
+    ("offload.save_on_nvme('dir', policy='never')", ValueError, "is not one of nvme, auto"),
+    ("offload.save_on_nvme('dir', memory_budget='1X')", ValueError, "is not a size"),
+    # Data
+    ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, a dtype"),
+    ("data.SampleWriter('dir/s', {})", ValueError, "columns must not be empty"),
+    ("data.SampleWriter('/no/such/x', {'a': bytes})", FileNotFoundError, "is a disk not mounted"),
+    ("data.SampleStore('dir')", nvme_ops.FormatError, "has no samples: no index.nvmedata"),
+    ("data.Loader('missing', 4)", FileNotFoundError, "missing"),
+    ("data.AsyncLog('/no/such/x')", FileNotFoundError, "is a disk not mounted"),
+    ("data.AsyncLog('dir/log', window=-1)", ValueError, "between 0.001 and 3600 seconds"),
+    ("list(data.read_log('missing'))", FileNotFoundError, "no log of this name: 'missing'"),
+]
+
+
+@pytest.fixture
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(folder)
+    (folder / "dir").mkdir()
+    (folder / "text").write_text("words")
+    t = torch.ones(1000)
+    for name in ("ok.pt", "ok.safetensors"):
+        nvme_ops.save({"a": t}, name)
+    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload}
+    return {**names, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
+
+
+@pytest.mark.parametrize(("call", "kind", "words"), CALLS, ids=[call for call, _, _ in CALLS])
+def test_a_mistake_is_one_sentence(place: dict[str, Any], call: str, kind: type[BaseException], words: str) -> None:
+    if "from_pretrained" in call:
+        pytest.importorskip("transformers")
+    with pytest.raises(kind) as raised:
+        exec(call, place)
+    assert re.search(words, str(raised.value))
+    assert "\n" not in str(raised.value).strip()
+
+
+#: Modules of commands, and words that are wrong; ``FULL`` is a full disk.
+COMMANDS = [
+    ("nvme_ops.bench", ["--folder", "/no/such", "--read"], "/no/such"),
+    ("nvme_ops.bench", ["--folder", "text"], "text"),
+    ("nvme_ops.bench", ["--folder", "dir", "--io_size", "9999T"], "free"),
+    ("nvme_ops.bench", ["--folder", "dir", "--engine", "fast"], "--engine fast: there are aio_handle"),
+    ("nvme_ops.bench", ["explain", "missing"], "missing"),
+    ("nvme_ops.bench", ["workload", "resnet50", "--folder", "missing"], "no such folder"),
+    ("nvme_ops.inspection.cli", ["info", "missing.pt"], r"missing\.pt"),
+    ("nvme_ops.inspection.cli", ["info", "text"], "does not end with"),
+    ("nvme_ops.inspection.cli", ["verify", "dir"], "none of model"),
+    ("nvme_ops.inspection.cli", ["diff", "ok.pt"], "required: SECOND"),
+    ("nvme_ops.inspection.cli", ["convert", "ok.pt", "missing/x.safetensors"], "is a disk not mounted"),
+    ("nvme_ops.inspection.cli", ["clean", "missing"], "missing"),
+    ("nvme_ops.data.cli", ["info", "missing"], "missing"),
+    ("nvme_ops.data.cli", ["convert", "dir", "out"], "dir"),
+    ("nvme_ops.data.cli", ["convert", "missing", "out"], "missing"),
+    ("nvme_ops.data.cli", ["verify", "text"], "text"),
+    ("nvme_ops.tune.cli", ["--nvme_dir", "missing"], "missing"),
+    ("nvme_ops.tune.cli", ["--nvme_dir", "dir", "--io_size", "9999T"], "free"),
+    ("nvme_ops.tune.cli", ["--nvme_dir", "dir", "--sweep_config", "text"], "text"),
+    ("nvme_ops.report", ["--paths", "x"], "unrecognized arguments"),
+    ("nvme_ops.offload.cli", ["plan", "dir", "--memory", "1G"], "nvme-checkpoint convert"),
+    ("nvme_ops.offload.cli", ["plan", "dir"], "required: --memory"),
+    ("nvme_ops.offload.cli", ["generate", "./missing", "--memory", "1G", "--ids", "1"], "missing"),
+]
+
+
+@pytest.mark.parametrize(("module", "words", "said"), COMMANDS, ids=[" ".join([m, *w]) for m, w, _ in COMMANDS])
+def test_a_mistake_in_a_command_is_a_line(
+    place: dict[str, Any], folder: Path, module: str, words: list[str], said: str
+) -> None:
+    done = prepared.run("-m", module, *words, folder=folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    *usage, last = done.stderr.splitlines()
+    assert re.search(said, last), done.stderr
+    assert all(line.startswith(("usage: ", " ")) for line in usage), done.stderr
+    assert sorted(os.listdir(folder)) == ["dir", "ok.pt", "ok.safetensors", "text"]
