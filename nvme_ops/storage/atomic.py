@@ -58,8 +58,6 @@ def replacing(
         given = os.path.abspath(os.fspath(target))
         path = os.path.join(os.path.realpath(os.path.dirname(given)), os.path.basename(given))
     folder, name = os.path.split(path)
-    if not os.path.lexists(folder):
-        raise no_folder(folder)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
     if _is_special(path):
@@ -113,6 +111,8 @@ def replacing(
         if error.filename is None and error.errno is not None:
             error.strerror = f"write: {error.strerror}"
         if _is_ours(error, path, folder):
+            if error.errno == errno.ENOENT and not os.path.lexists(folder):
+                raise no_folder(folder) from None
             error.filename = os.fspath(target)
             if error.filename2 is not None:  # rename has two
                 del error.filename2
