@@ -308,7 +308,9 @@ def test_the_target_becomes_a_folder_meanwhile(path: Path) -> None:
 
 def test_the_folder_goes_away_meanwhile(path: Path) -> None:
     moved = path.parent.with_name("moved")
-    refuses(path, errno.ENOENT, handle=Hooked(lambda: path.parent.rename(moved)))
+    with pytest.raises(FileNotFoundError, match="no such folder") as caught:
+        nvme_ops.save(NEW, path, handle=Hooked(lambda: path.parent.rename(moved)))
+    assert caught.value.filename == str(path.parent)
     assert content(moved / path.name) == "old"
 
 
