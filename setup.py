@@ -24,8 +24,8 @@ def load_op_builder() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         "nvme_ops_op_builder", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        sys.exit(f"nvme-ops: {folder} is not here")
     package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     return package

@@ -47,7 +47,8 @@ SUBPACKAGES: dict[str, set[str]] = {
     "formats": {"memory", "storage"},
     "checkpoint": {"memory", "storage", "formats"},
     "dcp": {"memory", "storage", "formats"},
-    "inspection": {"memory", "storage", "formats", "checkpoint", "dcp.contents"},
+    "inspection": {"memory", "storage", "formats", "checkpoint", "dcp.contents"}
+    | {f"offload.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
     "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
