@@ -128,6 +128,8 @@ def loaded(hub: Hub | None, cache: Path, *options: dict[str, Any]) -> list[Any]:
     """What a new process makes of the model: a number that says which it is, or an error. It asks no other server."""
     endpoint = "http://127.0.0.1:9" if hub is None else hub.endpoint
     environment: dict[str, Any] = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
+    environment |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")  # whatever is set here
+    environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
     return [json.loads(line) for line in run_python(PROGRAM, json.dumps(options), **environment).stdout.splitlines()]
 
 
