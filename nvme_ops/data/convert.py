@@ -157,6 +157,8 @@ def _array(path: str) -> Source:
         raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
     if rows.ndim == 0:
         raise FormatError(f"{path}: an array without dimensions has no samples")
+    if len(rows) and not rows.nbytes:  # of such a header may claim any number
+        raise FormatError(f"{path}: a sample of the shape {rows.shape[1:]} has no bytes")
     return _of_rows(rows, numpy, path)
 
 

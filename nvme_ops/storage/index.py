@@ -232,8 +232,8 @@ def _mark_in(line: bytes) -> tuple[str, int] | None:
     """Returns what a mark says; None for any other line."""
     if not line.startswith(b'{"mark": ', 9) or not _is_whole(line):
         return None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        entry = json.loads(line[9:-1])
+    with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+        entry = parse_json(line[9:-1])
         return str(entry["mark"]), int(entry["bytes"])
     return None
 

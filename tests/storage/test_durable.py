@@ -35,6 +35,15 @@ def left(folder: Path) -> Path:
         return Path(session.folders[0])
 
 
+@pytest.mark.parametrize("nbytes", ["Infinity", "[" * 100_000], ids=["infinity", "nested deeply"])
+def test_a_mark_that_says_nonsense_is_damage(nbytes: str, left: Path, folder: Path) -> None:
+    assert left.exists()
+    with kept(folder) as session, open(session.path(0, "index"), "ab") as file:
+        file.write(index._sealed(f'{{"mark": "0", "bytes": {nbytes}}}'.encode()))
+    with kept(folder) as session, pytest.raises(FormatError, match="index is damaged"):
+        TensorStore(session)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 400], ids=["empty", "zeros"])
 def test_an_owner_that_was_lost_is_no_licence_to_delete(content: bytes, left: Path, folder: Path) -> None:
     before = {each.name: each.stat().st_size for each in left.iterdir()}
