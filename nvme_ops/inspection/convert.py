@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import torch_load
+from nvme_ops.checkpoint import FORMATS, torch_load
+from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.torch_open import File, require_record
@@ -53,7 +54,7 @@ def convert(
     checksum: bool = True,
     on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
 ) -> Converted:
-    """Writes the tensors of one checkpoint as another one, atomically, in about 100 MiB of memory.
+    """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
 
     Of tensors with several names safetensors files have one; the others are in the metadata, as ``nvme_ops.save`` of a
     module leaves them. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other tensors than
@@ -79,12 +80,15 @@ def convert(
         reader = _Reader(weights, ends)
         tensors, metadata = reader.read(resolved(source), key)
         tied: dict[str, str] = {}
-        if not target.endswith((".pt", ".pth", ".bin", ".ckpt")) and format not in ("torch", "pt"):
+        if format_of(target, format).__name__ != FORMATS["torch"][0]:
             tensors, tied = without_ties(tensors)
         plan = plan_for(target, tensors, format, checksum, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
-        if os.path.realpath(path) in reader.paths:
-            raise ValueError(f"{path} is what is converted: name another file")
+        index = FORMATS["sharded"][1][0]
+        alone = path.removesuffix(index) + ".safetensors" if path.endswith(index) else path  # which shards replace
+        for each in (path, alone):
+            if os.path.realpath(each) in reader.paths:
+                raise ValueError(f"{each} is what is converted: name another target")
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
         weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
@@ -193,9 +197,7 @@ class _Reader:
             if each.contiguous:
                 return found
             strided: Any = found.as_strided(each.shape, each.stride)
-            made: torch.Tensor = (
-                strided if is_dense(strided) else strided.to_memory()
-            )  # those with gaps are not emitted
+            made: torch.Tensor = strided if is_dense(strided) else strided.to_memory()
             return made
 
         return {name: view(each) for name, each in described.items()}

@@ -190,6 +190,10 @@ def test_itself_is_no_target(folder: Path) -> None:
     (folder / "link.pt").symlink_to("a.pt")
     with pytest.raises(ValueError, match="is what is converted"):
         convert(str(folder / "a.pt"), str(folder / "link.pt"))
+    nvme_ops.save({"a": torch.ones(3)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is what is converted"):  # which its shards would replace
+        convert(str(folder / "model.safetensors"), str(folder))
+    assert sorted(os.listdir(folder)) == ["a.pt", "link.pt", "model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
