@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 def load_op_builder() -> ModuleType:
     """Returns ``nvme_ops.op_builder`` without ``nvme_ops``, which would import torch: that need not be here."""
-    folder = Path(__file__).parent / "op_builder"
+    folder = Path(__file__).parent / "nvme_ops" / "op_builder"  # the other place is left out of an sdist
     spec = importlib.util.spec_from_file_location(
         "nvme_ops_op_builder", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
