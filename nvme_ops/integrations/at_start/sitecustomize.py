@@ -4,16 +4,22 @@ import contextlib
 import os
 import sys
 
-_folder = os.path.dirname(__file__)
-_this = sys.modules.pop("sitecustomize")
-_before = list(sys.path)
-sys.path[:] = [entry for entry in _before if entry != _folder]
-with contextlib.suppress(ImportError):
-    import sitecustomize  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-sys.path[:] = _before
-sys.modules.setdefault("sitecustomize", _this)
-_root = os.path.dirname(os.path.dirname(os.path.dirname(_folder)))
-sys.path.append(_root)  # of a checkout that is not installed
-with contextlib.suppress(ImportError):  # another Python, that a script starts
-    import nvme_ops  # noqa: F401
-sys.path.remove(_root)
+
+def start() -> None:
+    """Does so; Python has imported this file as ``sitecustomize``."""
+    folder = os.path.dirname(__file__)
+    this, before = sys.modules.pop("sitecustomize"), list(sys.path)
+    sys.path[:] = [entry for entry in before if entry != folder]
+    with contextlib.suppress(ImportError):
+        import sitecustomize  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+    sys.path[:] = before
+    sys.modules.setdefault("sitecustomize", this)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(folder)))
+    sys.path.append(root)  # of a checkout that is not installed
+    with contextlib.suppress(ImportError):  # another Python, that a script starts
+        import nvme_ops  # noqa: F401
+    sys.path.remove(root)
+
+
+if __name__ == "sitecustomize":
+    start()
