@@ -279,12 +279,13 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
         what = draw.choice(("step", "step", "step", "load", "load", "save", "save", "again"))
         new = at if what == "save" else draw.randrange(1, last) if what == "load" or at == last else at + 1
         reference.set(params, at)
+        if what != "save" and new != at + 1:  # after the last step one can only go back
+            what = "load"
         tape.note(f"{what} {new}")
-        if what == "load" or new != at + 1:
-            if what != "save":
-                ours.load_state_dict(reference.dicts[new])
-            else:
-                ours.save_states(folder / "states", durable=False)
+        if what == "load":
+            ours.load_state_dict(reference.dicts[new])
+        elif what == "save":
+            ours.save_states(folder / "states", durable=False)
         else:
             if what == "again":  # a first attempt with other gradients, of which some chunks are done
                 with contextlib.suppress(KeyboardInterrupt):
