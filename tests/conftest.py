@@ -338,6 +338,13 @@ def _no_device_for_dcp(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 @pytest.fixture(autouse=True)
+def _wide_terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of what tables say look for lines as wide as they like."""
+    if request.module.__name__.startswith(("tests.bench.", "tests.benchmarks.", "tests.offload.test_cli")):
+        monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture(autouse=True)
 def _same_signals() -> Iterator[None]:
     """Takes back what a command does that is called here: a forked child would inherit it."""
     before = {number: signal.getsignal(number) for number in stop.SIGNALS}

@@ -16,7 +16,6 @@ from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.torch_open import File, require_record
 from nvme_ops.checkpoint.torch_zip import Archive
-from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.sharded_index import Index, read_index, refuse, resolved
@@ -24,7 +23,7 @@ from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.source import Extent, Source, WeightFile
-from nvme_ops.offload.stored import StoredTensor, Weights
+from nvme_ops.offload.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.window import Window
 from nvme_ops.storage.atomic import open_to_read
 
@@ -155,13 +154,8 @@ class _Reader:
         if key:
             raise ValueError(f"{path}: safetensors files have no entries within entries: no --key")
         header = safetensors_format.read(fd, path)
-        found: dict[str, torch.Tensor] = {}
-        for name, entry in header.entries.items():
-            dtype, shape = entry.in_torch(path, name)
-            if entry.end > file.size:
-                raise FormatError(f"{path}: tensor {name!r} reaches beyond the end of the file")
-            source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
-            found[name] = StoredTensor(self._weights, source) if source.nbytes else torch.empty(shape, dtype=dtype)
+        stored = stored_tensors(file, header, self._weights)
+        found = {name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype) for name, each in stored}
         return found, header.metadata
 
     def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:

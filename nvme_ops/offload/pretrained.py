@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nvme_ops.errors import FormatError, naming
+from nvme_ops.errors import naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload import hub
 from nvme_ops.offload.quantized import KINDS, SCALES
-from nvme_ops.offload.source import Extent, Source, WeightFile
-from nvme_ops.offload.stored import StoredTensor, Weights
+from nvme_ops.offload.source import WeightFile
+from nvme_ops.offload.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.stream_weights import budget_of, device_of
 from nvme_ops.offload.streamed import stream
 from nvme_ops.offload.window import read_now
@@ -96,7 +96,8 @@ def from_pretrained(
         for each in paths:
             files.append(WeightFile(open_to_read(each), each, handle or shared_handle()))
             undo.callback(files[-1].close)
-            state.update(_stored(files[-1], weights, target))
+            header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
+            state.update(stored_tensors(files[-1], header, weights, target))
         state = _with_scales(state, dtype if isinstance(dtype, torch.dtype) else _dtype_of(config))
         if any(each._scale is not None for each in state.values()):
             config = copy.deepcopy(config)
@@ -142,16 +143,6 @@ def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: An
     raise FileNotFoundError(
         f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
     )
-
-
-def _stored(file: WeightFile, weights: Weights, device: torch.device) -> Iterator[tuple[str, StoredTensor]]:
-    header = safetensors_format.read(file.file.fileno(), file.path)
-    for name, entry in header.entries.items():
-        dtype, shape = entry.in_torch(file.path, name)
-        if entry.end > file.size:
-            raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
-        source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
-        yield name, StoredTensor(weights, source, device=device)
 
 
 def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from nvme_ops.errors import FormatError
+from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.quantized import expand
-from nvme_ops.offload.source import Source, concatenated, narrowed
+from nvme_ops.offload.source import Extent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.window import Window, read_now
 from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
 
@@ -182,6 +184,18 @@ class StoredTensor(OffloadedTensor):
             args = tuple(made.get(id(each), each) for each in args)  # attention asks whether its inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def stored_tensors(
+    file: WeightFile, header: Header, weights: Weights, device: torch.device | None = None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors of a safetensors file with their names. Raises FormatError where one is not all there."""
+    for name, entry in header.entries.items():
+        dtype, shape = entry.in_torch(file.path, name)
+        if entry.end > file.size:
+            raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
+        source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
+        yield name, StoredTensor(weights, source, device=device)
 
 
 _MULTIPLYING = (

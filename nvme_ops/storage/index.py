@@ -247,16 +247,14 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _line(key: str, value: Value | None) -> bytes:
-    text = json.dumps(entry_of(key, value)).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
+    return _sealed(json.dumps(entry_of(key, value)).encode())
 
 
 def _read(line: bytes) -> tuple[str, Value | None]:
     """Parses a line. Raises ValueError, KeyError, TypeError or AttributeError for what ``_line`` does not write."""
-    text = line[9:-1]
-    if line != b"%08x %s\n" % (zlib.crc32(text), text):
+    if not _is_whole(line):
         raise ValueError("its checksum does not match")
-    return value_in(parse_json(text))
+    return value_in(parse_json(line[9:-1]))
 
 
 def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:

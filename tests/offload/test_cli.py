@@ -62,11 +62,6 @@ def in_memory(folder: Path, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token in found[0, len(prompt) :]]
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 # Plan
 
 
