@@ -64,6 +64,11 @@ def store(path: Path, data: torch.Tensor) -> Path:
     return path
 
 
+def sync_file_system(path: Path) -> None:
+    """Makes durable what one file system or device has: ``os.sync`` waits for every disk of the machine."""
+    subprocess.run(["sync", *([] if path.is_block_device() else ["-f"]), path], check=True)
+
+
 def takes_direct_io(folder: Path) -> bool:
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -20,7 +20,7 @@ import pytest
 
 from nvme_ops.data import AsyncLog, log, log_file, read_log
 from nvme_ops.data.log_file import segments
-from tests.conftest import MIB, give_up_root, in_child, open_to_all
+from tests.conftest import MIB, give_up_root, in_child, open_to_all, sync_file_system
 
 
 def free(folder: Path) -> int:
@@ -41,7 +41,7 @@ def test_a_disk_that_is_full_for_a_while(make_file_system: Callable[..., Path]) 
     while free(folder) > 4 * MIB:
         ballast.append(folder / f"ballast{len(ballast)}")
         ballast[-1].write_bytes(bytes(MIB))
-        os.sync()
+        sync_file_system(folder)
     kept = AsyncLog(folder / "log", window=0.05)
     taken = 0
     with contextlib.suppress(OSError):
@@ -53,7 +53,7 @@ def test_a_disk_that_is_full_for_a_while(make_file_system: Callable[..., Path]) 
     assert len(segments(folder / "log")) == 1, "no file for each attempt"
     for path in ballast[:12]:
         path.unlink()
-    os.sync()
+    sync_file_system(folder)
     wait_until(lambda: kept._failure is None)
     kept.close()
     assert [int(each) for each in read_log(folder / "log")] == list(range(taken))

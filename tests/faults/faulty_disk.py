@@ -6,12 +6,15 @@
         disk.clear()                            # the disk is well again, what was stalled goes on
 
 Needs root. The mounts are in a mount namespace of this process and its children, and the device is detached with its
-mount: all of it is gone with the last process, however that ends. ``python -m tests.faults.faulty_disk`` runs the table
-of ``faulty_cells`` on one. The file system has no journal, so that a flush that fails does not shut it down.
+mount: all of it is gone with the last process, however that ends. What answers is outside of the namespace: a process
+that ends as the last one in it waits for the disk before it lets go of what would answer, and every sync() of the
+machine waits with it. ``python -m tests.faults.faulty_disk`` runs the table of ``faulty_cells`` on one. The file system
+has no journal, so that a flush that fails does not shut it down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -25,6 +28,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,12 +188,23 @@ class _Server:
         return {"hits": hits, "stalled": stalled}
 
 
-def _serve() -> None:
+def _end_with(process: int) -> None:
+    """Ends when a process does, which may itself be waiting for the disk: it has given its memory back then."""
+    while Path(f"/proc/{process}/cmdline").read_bytes():
+        time.sleep(0.1)
+    os._exit(1)
+
+
+def _serve(outside: int) -> None:
     end_with_parent()
+    parent = os.getppid()
     server = _Server()
     control = socket.socket(socket.AF_UNIX)
     control.bind(str(_SOCKET))
+    if libc.setns(outside, _NEWNS):
+        raise OSError(ctypes.get_errno(), "setns")
     control.listen(16)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for _ in range(2):
         threading.Thread(target=server.serve, daemon=True).start()
     while True:
@@ -205,14 +220,14 @@ class FaultyDisk:
 
     def __enter__(self) -> FaultyDisk:
         self._process = os.getpid()
+        outside = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if libc.unshare(_NEWNS):
             raise OSError(ctypes.get_errno(), "unshare")
         _mount("none", Path("/"), "", _PRIVATE)
         _mount("none", _ROOT, "tmpfs", 0, "size=75%")
-        self._server = subprocess.Popen([sys.executable, __file__, "serve"])
-        while not _SOCKET.exists():
-            if self._server.poll() is not None:
-                raise RuntimeError("the disk did not start")
+        self._server = subprocess.Popen([sys.executable, __file__, "serve", str(outside)], pass_fds=[outside])
+        os.close(outside)
+        self._answered()
         loop = _run("losetup", "--find", "--show", "--direct-io=on", str(_EXPORT)).strip()
         held = os.open(loop, os.O_RDONLY | os.O_CLOEXEC)
         _run("losetup", "--detach", loop)  # once nobody has it open or mounted, whatever comes
@@ -240,6 +255,14 @@ class FaultyDisk:
         """
         outside = [*self._own, *(place for each, _, _ in os.walk(MOUNTED) for place in _places(Path(each)))]
         self._ask(rule={"what": what, "do": do, "count": count, "least": least, "outside": outside}, clear=False)
+
+    def _answered(self) -> None:
+        while self._server.poll() is None:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                self._ask(rule=None, clear=False)
+                return
+            time.sleep(0.01)
+        raise RuntimeError("the disk did not start")
 
     def clear(self) -> int:
         """Makes the disk well; what has stalled is done now. Returns how many requests have met a rule."""
@@ -286,8 +309,8 @@ def _run(*command: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        _serve()
+    if sys.argv[1:2] == ["serve"]:
+        _serve(int(sys.argv[2]))
     else:
         from tests.faults.faulty_cells import main
 

@@ -2,7 +2,9 @@
 
 ``LoggedDisk`` answers the kernel's requests for one file (FUSE, spoken over ``/dev/fuse``); a loop device makes a disk
 of it, which is mounted. All of it lies in a mount namespace and a tmpfs of this process: when the process ends, by
-SIGKILL too, the kernel removes every mount and device.
+SIGKILL too, the kernel removes every mount and device. What answers is outside of that namespace: a process that ends
+as the last one in it waits for the disk before it lets go of what would answer, and every sync() of the machine waits
+with it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _FSYNC, _FLUSH, _INIT, _INTERRUPT, _FALLOCATE, _BATCH_FORGET = 20, 25, 26, 36, 4
 _MOST = 1 << 20  # bytes of a write
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_outside = -1  # the mount namespace that this process has left
 
 
 def why_not(filesystem: str) -> str:
@@ -55,6 +58,8 @@ def why_not(filesystem: str) -> str:
 
 def private_folder(place: str) -> str:
     """Mounts a tmpfs on ``place`` that ends with this process, as all that is mounted from now on does."""
+    global _outside
+    _outside = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     if _libc.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     run("mount", "--make-rprivate", "/")
@@ -147,7 +152,8 @@ class LoggedDisk:
         if not self._server:
             try:
                 end_with_parent()
-                _serve(fuse, disk, self.log)
+                if _libc.setns(_outside, _CLONE_NEWNS) == 0:
+                    _serve(fuse, disk, self.log)
             finally:
                 os._exit(0)
         os.close(fuse)

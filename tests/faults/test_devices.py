@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from tests.conftest import GIB, KIB, MIB, HandleFactory, LoopDevice, contents, pattern, store
+from tests.conftest import GIB, KIB, MIB, HandleFactory, LoopDevice, contents, pattern, store, sync_file_system
 
 MakeFileSystem = Callable[..., Path]
 MakeDevice = Callable[..., LoopDevice]
@@ -99,7 +99,7 @@ def test_a_device_that_fails(make_handle: HandleFactory, make_device: MakeDevice
     device = make_device(16 * MIB)
     handle = make_handle(block_size=65536, queue_depth=4, intra_op_parallelism=lanes, cache="direct")
     handle.sync_pwrite(pattern(16 * MIB), device.path, 0)
-    os.sync()
+    sync_file_system(device.path)
     os.truncate(device.image, 8 * MIB)
     back = torch.zeros(16 * MIB, dtype=torch.uint8)
     for call in (handle.sync_pread, lambda *a: handle.submit_pread(*a).result(), handle.read):
@@ -162,7 +162,7 @@ def test_room_that_was_not_enough_is_given_back(make_handle: HandleFactory, make
     path, handle, refused = place / "file", make_handle(), 0
     for spare in range(0, 64 * KIB, 4 * KIB):
         path.write_bytes(b"1" * 5000)
-        os.sync()
+        sync_file_system(place)
         free, before = os.statvfs(place).f_bfree * 4096, path.stat().st_blocks
         data = torch.zeros(free - spare, dtype=torch.uint8)
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.faults.faulty_disk import missing
+from tests.faults.faulty_disk import FaultyDisk, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -43,3 +45,22 @@ def test_what_does_not_check_is_found(control: str, fault: str, words: str) -> N
     status, wrong = table("--only", control, "--fault", fault)
     assert status == 1
     assert any(words in each for each in wrong), wrong
+
+
+def test_a_disk_whose_process_is_killed_goes_though_it_stalls() -> None:
+    if needed := missing():
+        pytest.skip(f"a disk that fails on command needs {needed}")
+    mine, its = os.pipe()
+    process = os.fork()
+    if not process:
+        with FaultyDisk() as disk:
+            (disk.folder / "dirty").write_bytes(os.urandom(8 << 20))
+            for what in ("read", "write", "flush"):
+                disk.rule(what, "stall")
+            os.write(its, b".")
+            signal.pause()
+    os.close(its)
+    assert os.read(mine, 1) == b"."
+    os.close(mine)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.power import promises
-from tests.faults.power_disk import MAKE, why_not
+from tests.faults.power_disk import MAKE, LoggedDisk, private_folder, why_not
 
 ROOT = Path(__file__).parents[2]
 KEPT = [name for name, promise in promises().items() if promise.held]
@@ -67,3 +69,23 @@ def test_a_rig_that_is_killed_leaves_no_mount_and_no_device() -> None:
     while any(found[1] in each.read_text() for each in Path("/sys/block").glob("loop*/loop/backing_file")):
         time.sleep(0.01)  # until the kernel has let go of them
     Path(found[1]).rmdir()
+
+
+def test_a_disk_whose_process_is_killed_goes_whatever_waits_for_it(tmp_path: Path) -> None:
+    """The last process of the mounts writes back as it ends, with nobody left who would wait for it."""
+    if missing := why_not("ext4"):
+        pytest.skip(missing)
+    mine, its = os.pipe()
+    process = os.fork()
+    if not process:
+        disk = LoggedDisk(private_folder(str(tmp_path)), "ext4")
+        Path(disk.mounted, "dirty").write_bytes(os.urandom(8 << 20))
+        os.write(its, b".")
+        signal.pause()
+    os.close(its)
+    assert os.read(mine, 1) == b"."
+    os.close(mine)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    while any(str(tmp_path) in each.read_text() for each in Path("/sys/block").glob("loop*/loop/backing_file")):
+        time.sleep(0.01)

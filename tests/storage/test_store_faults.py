@@ -17,7 +17,7 @@ import torch
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.storage import Session, TensorStore
-from tests.conftest import MIB, LoopDevice, in_child, in_threads, pattern, run_python
+from tests.conftest import MIB, LoopDevice, in_child, in_threads, pattern, run_python, sync_file_system
 from tests.storage.slow_store import Slow, got
 
 
@@ -246,7 +246,7 @@ def test_a_device_that_fails(make_device: Callable[..., LoopDevice], folder: Pat
         with Session(mounted, name="job") as session:
             store = TensorStore(session, handle=aio_handle(cache="direct"))
             store.put("a", pattern(8 * MIB)).result()
-            os.sync()
+            sync_file_system(mounted)
             os.truncate(device.image, 0)
             with pytest.raises(OSError, match="Input/output error"):
                 store.get("a").result()
