@@ -72,6 +72,7 @@ def save(
     plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     try:
+        turn.begin()
         if turn.interrupts_another():
             raise RuntimeError(
                 f"{name}: a signal handler called save() while this thread is in a save of the same path, which cannot "
@@ -80,6 +81,7 @@ def save(
         turn.wait()
         plan.write(name, durable=durable, handle=handle or shared_handle())
     finally:
+        turn.over = True
         turn.end()
 
 

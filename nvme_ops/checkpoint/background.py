@@ -129,6 +129,7 @@ def save_async(
     copies: _Copies | None = None
     thread: threading.Thread | None = None
     try:
+        turn.begin()
         in_handler = turn.interrupts_another()
         if not in_handler:
             turn.wait()
@@ -143,6 +144,7 @@ def save_async(
         _started.add(future)
     except BaseException:
         if thread is None or thread.ident is None:  # otherwise the thread saves and ends the turn itself
+            turn.over = True
             _keep(copies)
             turn.end()
         raise
@@ -153,7 +155,7 @@ def save_async(
 
 def release_memory() -> None:
     """Frees the memory kept for the copies of the next ``save_async``."""
-    with turns.changed:
+    with turns.lock:
         _kept.clear()
 
 
@@ -167,7 +169,7 @@ def _keep(copies: _Copies | None) -> None:
     """Keeps the memory of the copies for the next save."""
     if copies is None or copies.memory is None:
         return
-    with turns.changed:
+    with turns.lock:
         _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
         copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread has not ended yet
 
@@ -183,10 +185,11 @@ def _work(
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
-        with turns.changed:
+        with turns.lock:
             _failed[:] = [earlier for earlier in _failed if not earlier._asked] + [future]
     plan.tensors = []
     _keep(copies)
+    turn.over = True
     turn.end()
     future._borrowed.release()
     if failure is None:
@@ -220,7 +223,7 @@ class _Copies:
 
 
 def _memory(size: int) -> torch.Tensor:
-    with turns.changed:
+    with turns.lock:
         kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
         if kept is None:
             _kept.clear()  # before there is another

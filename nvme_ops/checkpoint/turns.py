@@ -6,54 +6,62 @@ import os
 import threading
 from collections import deque
 
-changed = threading.Condition()
+lock = threading.RLock()  # taken by itself: Ctrl-C as a Condition is entered may leave its lock taken
+_changed = threading.Condition(lock)
+_UNTOLD = 1.0  # seconds after which one looks whether an earlier save has ended without saying so
 _turns: dict[str, deque[Turn]] = {}  # by path: saves in progress and waiting
 
 
 class Turn:
-    """A place in the queue for ``path``, from construction until ``end``."""
+    """A place in the queue for ``path``, from ``begin`` until ``over`` is set.
+
+    A signal handler may raise wherever a function is entered, in ``end`` too. So whoever has called ``begin`` sets
+    ``over`` itself, in a ``finally`` clause, before anything else; ``end`` then tells who waits.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._queue: deque[Turn] = deque()
         self.thread = threading.get_ident()  # the thread that makes this save
-        with changed:
-            self._queue = _turns.setdefault(path, deque())
+        self.over = False
+
+    def begin(self) -> None:
+        """Takes the place after all saves that have begun."""
+        with lock:
+            self._queue = _turns.setdefault(self._path, deque())
             self._queue.append(self)
-            _turns[path] = self._queue  # the save of a signal handler may have removed it since the line before last
+            _turns[self._path] = self._queue  # a signal handler's save may have removed it since the line before last
 
     def interrupts_another(self) -> bool:
         """Returns whether this thread is already saving to the path: then this is a signal handler.
 
         Waiting would be a deadlock.
         """
-        with changed:
+        with lock:
             before = list(self._queue)[: self._queue.index(self)]
-        return any(turn.thread == threading.get_ident() for turn in before)
+        return any(turn.thread == threading.get_ident() and not turn.over for turn in before)
 
     def wait(self) -> None:
-        """Waits until all earlier saves have ended. An exception, as from Ctrl-C, gives up the place."""
-        with changed:
-            try:
-                while self._queue[0] is not self:
-                    changed.wait()
-            except BaseException:
-                self.end()
-                raise
+        """Waits until all earlier saves have ended."""
+        with lock:
+            while any(not turn.over for turn in list(self._queue)[: self._queue.index(self)]):
+                _changed.wait(_UNTOLD)
 
     def end(self) -> None:
-        """Lets the next save begin. Further calls do nothing."""
-        with changed:
-            if self in self._queue:
-                self._queue.remove(self)
+        """Gives up the place and lets the next save begin. Further calls do nothing."""
+        with lock:
+            for turn in [each for each in self._queue if each.over]:
+                self._queue.remove(turn)
             if not self._queue and _turns.get(self._path) is self._queue:
                 del _turns[self._path]
-            changed.notify_all()
+            _changed.notify_all()
 
 
 def _forget_parents() -> None:
     """Forgets, in a forked child, the saves of the parent's threads."""
-    global changed
-    changed = threading.Condition()
+    global lock, _changed
+    lock = threading.RLock()
+    _changed = threading.Condition(lock)
     _turns.clear()
 
 
