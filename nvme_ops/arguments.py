@@ -41,9 +41,9 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
 
 
 def command(name: str) -> Callable[[Main], Main]:
-    """Decorates the ``main`` of a command: what cannot be written to standard output is an error of the command.
+    """Decorates the ``main`` of a command: Ctrl-C ends it with one line and status 130, lost output with 2.
 
-    Python would find it out at exit, after the status.
+    Python would find the latter out at exit, after the status.
     """
 
     def decorated(main: Main) -> Main:
@@ -56,6 +56,9 @@ def command(name: str) -> Callable[[Main], Main]:
             except OSError as error:
                 say(f"{name}: {error}")
                 status = 2
+            except KeyboardInterrupt:
+                say(f"{name}: interrupted")
+                return 130
             except SystemExit:  # of argparse: --help, --version
                 if not _is_written(name):
                     sys.exit(2)

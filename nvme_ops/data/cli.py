@@ -76,9 +76,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         say(f"nvme-data: {error}")
         return 2
-    except KeyboardInterrupt:
-        print("nvme-data: interrupted", file=sys.stderr)
-        return 130
 
 
 def _convert(given: argparse.Namespace) -> int:

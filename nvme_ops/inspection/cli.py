@@ -86,8 +86,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         say(f"nvme-checkpoint: {error}")
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _info(given: argparse.Namespace) -> int:

@@ -96,8 +96,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
         say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
