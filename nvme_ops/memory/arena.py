@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
-from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.memory.held import Held
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Pool
 from nvme_ops.settings import PAGE
@@ -32,8 +31,7 @@ class Arena:
         self._lock = threading.RLock()
         self._holes = Holes()
         self._holes.add(0, self._memory.nbytes)
-        self._freed: deque[tuple[int, int]] = deque()  # added to by whatever frees a tensor, in one step
-        self._live: dict[int, Any] = {}  # weak references, whose callbacks tell of freed memory
+        self._held: Held[tuple[int, int]] = Held()  # start and size of each part
         self._in_use = self.peak = 0  #: the most bytes that were handed out at once
 
     @property
@@ -45,14 +43,14 @@ class Arena:
     def bytes_in_use(self) -> int:
         """Bytes that are handed out."""
         with self._lock:
-            self._collect()
+            self._held.collect(self._give_back, self._recount)
             return self._in_use
 
     @property
     def largest(self) -> int:
         """Bytes of the largest part that there is now."""
         with self._lock:
-            self._collect()
+            self._held.collect(self._give_back, self._recount)
             return self._holes.largest
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
@@ -61,28 +59,35 @@ class Arena:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
-            self._collect()
+            self._held.collect(self._give_back, self._recount)
             found = self._holes.find(size)
             if found is None:
                 return None
-            self._holes.take(*found, size)
-            self._in_use += size
+            start = found[0]
+            owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
+            owner.keeps = self._memory  # goes with the last tensor over this part
+            try:
+                self._holes.take(*found, size)
+                self._in_use += size
+                self._held.add(owner, (start, size))
+            except BaseException:
+                self._held.interrupted = True
+                raise
             self.peak = max(self.peak, self._in_use)
-        start = found[0]
-        owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
-        owner.keeps = self._memory  # goes with the last tensor over this part, and tells by a weak reference
-        key, live, freed = id(owner), self._live, self._freed
-
-        def gone(_: object) -> None:
-            live.pop(key, None)
-            freed.append((start, size))
-            native().note_ending()
-
-        live[key] = weakref.ref(owner, gone)
         return torch.frombuffer(owner, dtype=torch.uint8)
 
-    def _collect(self) -> None:
-        while self._freed:
-            start, size = self._freed.popleft()
-            self._in_use -= size
-            self._holes.merge(start, size)
+    def _give_back(self, part: tuple[int, int]) -> None:
+        self._in_use -= part[1]
+        self._holes.merge(*part)
+
+    def _recount(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Finds again what is free: all that is not one of the parts."""
+        self._holes.clear()
+        free = self._in_use = 0
+        for start, size in sorted(parts):
+            if start > free:
+                self._holes.add(free, start - free)
+            free = start + size
+            self._in_use += size
+        if free < self._memory.nbytes:
+            self._holes.add(free, self._memory.nbytes - free)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
+from nvme_ops.memory.held import Held
 from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
 from nvme_ops.text import size_words
@@ -85,10 +86,7 @@ class Pool:
     def _start_anew(self) -> None:
         self._lock = threading.RLock()
         self._in_use = self._peak = 0
-        self._process = os.getpid()
-        # A tensor may be freed at any point, also within a locked section; appending is atomic and needs no lock.
-        self._freed: deque[int] = deque()
-        self._live: dict[int, Any] = {}  # weak references, whose callbacks report freed memory
+        self._leased: Held[int] = Held()  # what each lease counts
         self._waiting: deque[_Waiting] = deque()  # first come, first served
         self._held: dict[int, int] = {}  # by thread: bytes leased in a with block
 
@@ -108,7 +106,7 @@ class Pool:
     def bytes_in_use(self) -> int:
         """Bytes leased now."""
         with self._lock:
-            self._collect()
+            self._leased.collect(self._give_back, self._recount)
             return self._in_use
 
     @property
@@ -137,18 +135,20 @@ class Pool:
                 f"{size_words(nbytes)}, in whole pages {size_words(charge)}, do not fit the pool's budget of "
                 f"{size_words(self._budget)}"
             )
-        self._admit(charge, timeout)
-        try:
-            return Lease(self, self._allocate(nbytes, charge), charge)
-        except BaseException:
-            self._freed.append(charge)
-            native().note_ending()
-            raise
-
-    def _admit(self, charge: int, timeout: float | None) -> None:
-        """Waits for its turn and for room, then counts ``charge`` as in use."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         mine = _Waiting(threading.get_ident(), charge)
+        try:
+            self._admit(mine, timeout)
+            return Lease(self, self._allocate(nbytes, mine), charge)
+        except BaseException:
+            if mine.held is not None:
+                self._leased.end(mine.held)
+            raise
+        finally:
+            mine.over = True
+
+    def _admit(self, mine: _Waiting, timeout: float | None) -> None:
+        """Waits for its turn and for room, then counts its charge as in use."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             self._waiting.append(mine)
         try:
@@ -162,39 +162,47 @@ class Pool:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(
-                        f"{size_words(charge)} were not free within {timeout} s: {size_words(self._in_use)} of "
+                        f"{size_words(mine.charge)} were not free within {timeout} s: {size_words(self._in_use)} of "
                         f"{size_words(self._budget)} are in use"
                     )
                 native().wait_for_ending(seen, _FOR_EVER if left is None else left)
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # a forked child has nobody waiting
-                self._waiting.remove(mine)
+            mine.over = True  # before any call, at whose beginning Ctrl-C may come
             native().note_ending()  # wakes the next in line
 
     def _take(self, mine: _Waiting) -> bool:
-        self._collect()
+        self._leased.collect(self._give_back, self._recount)
+        while self._waiting[0].over:
+            self._waiting.popleft()
         if self._waiting[0] is not mine or self._in_use + mine.charge > self._budget:
             return False
-        self._in_use += mine.charge
+        try:
+            self._in_use += mine.charge
+            mine.held = self._leased.add(mine, mine.charge)
+        except BaseException:
+            self._leased.interrupted = True
+            raise
         self._peak = max(self._peak, self._in_use)
         return True
 
-    def _collect(self) -> None:
-        """Subtracts what was freed since the last call."""
-        while self._freed:
-            self._in_use -= self._freed.popleft()
+    def _give_back(self, charge: int) -> None:
+        self._in_use -= charge
+
+    def _recount(self, charges: Iterable[int]) -> None:
+        self._in_use = sum(charges)
 
     def _require_an_end(self) -> None:
         """Raises DeadlockError when only threads that wait themselves could free what the first one waits for."""
         first = self._waiting[0]
-        stuck = sum(self._held.get(thread, 0) for thread in {waiting.thread for waiting in self._waiting})
+        waiting = [each for each in self._waiting if not each.over]
+        stuck = sum(self._held.get(thread, 0) for thread in {each.thread for each in waiting})
         if first.charge + stuck > self._budget:
             raise DeadlockError(
                 f"{size_words(first.charge)} are asked for and will never be free: {size_words(stuck)} of the pool's "
-                f"{size_words(self._budget)} are held by {len(self._waiting)} threads that wait for more of it"
+                f"{size_words(self._budget)} are held by {len(waiting)} threads that wait for more of it"
             )
 
-    def _allocate(self, nbytes: int, charge: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int, mine: _Waiting) -> torch.Tensor:
         owner: Any  # dies with the last tensor over the memory, noticed through a weak reference
         if self._pinned:
             locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -203,20 +211,12 @@ class Pool:
         else:
             with self._lock:
                 # memory cached for reuse must not come on top of the budget
-                if self._in_use + native().pool_statistics()["cached_bytes"] - charge > self._budget:
+                if self._in_use + native().pool_statistics()["cached_bytes"] - mine.charge > self._budget:
                     native().trim_pool()
             owner = pool_buffer(nbytes)
         tensor = torch.frombuffer(owner, dtype=torch.uint8)
-        key, process = id(owner), self._process
-        note_ending = native().note_ending  # at the end of Python this module has lost its names before the last tensor
-
-        def gone(_: object) -> None:
-            self._live.pop(key, None)
-            if process == self._process:
-                self._freed.append(charge)  # takes no lock, because a tensor may be freed anywhere
-                note_ending()
-
-        self._live[key] = weakref.ref(owner, gone)
+        with self._lock:
+            self._leased.pass_on(mine.held, owner)
         return tensor
 
     def _enter(self, lease: Lease) -> None:
@@ -244,6 +244,8 @@ class _Waiting:
 
     thread: int
     charge: int
+    held: object = None  # of its charge, while no memory has it
+    over: bool = False
 
 
 def can_pin() -> bool:

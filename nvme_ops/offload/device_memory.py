@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import weakref
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from nvme_ops._native import native
 from nvme_ops.memory.arena import Arena
+from nvme_ops.memory.held import Held
 from nvme_ops.memory.pool import Pool
 
 _HUGE = 2 << 20  # bytes in which a pool counts what is large
@@ -46,24 +46,33 @@ class DeviceMemory:
         self.nbytes, self._device = nbytes, device
         self._in_use = self.peak = 0
         self._lock = threading.RLock()
+        self._held: Held[int] = Held()  # bytes of each tensor
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes that are handed out."""
-        return self._in_use
+        with self._lock:
+            self._held.collect(self._give_back, self._recount)
+            return self._in_use
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Returns ``nbytes`` bytes; None while there are none within the bound."""
         with self._lock:
+            self._held.collect(self._give_back, self._recount)
             if self._in_use + nbytes > self.nbytes:
                 return None
-            self._in_use += nbytes
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            try:
+                self._in_use += nbytes
+                self._held.add(tensor, nbytes)
+            except BaseException:
+                self._held.interrupted = True
+                raise
             self.peak = max(self.peak, self._in_use)
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        weakref.finalize(tensor, self._free, nbytes).atexit = False
         return tensor
 
-    def _free(self, nbytes: int) -> None:
-        with self._lock:
-            self._in_use -= nbytes
-        native().note_ending()
+    def _give_back(self, nbytes: int) -> None:
+        self._in_use -= nbytes
+
+    def _recount(self, sizes: Iterable[int]) -> None:
+        self._in_use = sum(sizes)
