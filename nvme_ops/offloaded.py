@@ -320,6 +320,11 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     except BaseException as error:
         if not isinstance(error, Exception):  # Ctrl-C: it may have changed them
             _count_changes(written.values())
+        elif written and "not resizable" in str(error):
+            raise RuntimeError(
+                f"{func}: the result has another shape than the tensor on storage that is to have it, which cannot be "
+                "resized: assign the result to its .data"
+            ) from error
         raise
     finally:
         values.clear()  # which a traceback would keep

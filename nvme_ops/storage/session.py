@@ -235,7 +235,7 @@ class Session:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_users"):
+        if getattr(self, "_places", None):  # at the very end of Python a closed one could not even look
             self.close()
 
     def __repr__(self) -> str:

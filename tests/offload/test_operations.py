@@ -16,7 +16,7 @@ from tests.offload.operations import OPERATIONS, POLICIES, check
 #: What differs, as a pattern, and why.
 DIFFERENT = {
     r"weights? that (are|is) streamed|streamed from storage": "a streamed weight cannot be changed",
-    r"keeps shape and memory|storage that is not resizable|no memory of its own": "not in place of what it is",
+    r"keeps shape and memory|cannot be resized|no memory of its own": "not in place of what it is",
     r"(linalg\.(cond|eigvalsh)|norm\.nuc).*other bits": "torch computes vectors, too, where a tensor is of a subclass",
 }
 

@@ -254,8 +254,9 @@ def test_out_of_another_shape_is_refused_and_keeps_its_values(folder: Path) -> N
         for work in (
             lambda: torch.add(torch.ones(1, 48), 1, out=bias),
             lambda: torch.masked_select(x, x > 0, out=model.weight),  # of whatever shape the values say
+            lambda: bias.addbmm_(torch.ones(3, 5, 4), torch.ones(3, 4, 48)),  # which torch resizes, as if it were out=
         ):
-            with pytest.raises(RuntimeError, match=r"cannot be resized from .*: assign the result to its \.data"):
+            with pytest.raises(RuntimeError, match=r"cannot be resized.*: assign the result to its \.data"):
                 work()
         assert torch.equal(bias, before + 1)
         assert torch.masked_select(x, x > 0, out=bias) is bias

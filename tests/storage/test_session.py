@@ -483,3 +483,15 @@ def test_an_owner_written_over_a_longer_one_is_whole(folder: Path, number: int) 
     holder.end()
     with Session(folder, name="job", keep=True, fingerprint="2") as session:
         assert session.found
+
+
+def test_a_closed_one_that_is_freed_at_the_very_end_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules lose their names before the last object is freed."""
+    said: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    one = Session(folder, name="job")
+    one.close()
+    with monkeypatch.context() as names:
+        names.setattr("nvme_ops.storage.session.contextlib", None)
+        del one
+    assert said == []
