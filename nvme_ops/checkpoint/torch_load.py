@@ -162,19 +162,19 @@ class _ReadAhead:
         self._archive, self._begin = archive, begin
         self._waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
         self._ready: dict[str, torch.Tensor] = {}
-        self._coming: tuple[set[str], Callable[[], dict[str, torch.Tensor]]] | None = None
+        self._under_way: tuple[set[str], Callable[[], dict[str, torch.Tensor]]] | None = None
 
     def fetch(self, name: str) -> torch.Tensor:
         """Return the storage of a record."""
         if name not in self._ready:
-            if self._coming is None or name not in self._coming[0]:
+            if self._under_way is None or name not in self._under_way[0]:
                 self._ready.update(self._begin(self._next(name))())
             else:
-                self._ready.update(self._coming[1]())
-                self._coming = None
-        if self._coming is None and self._waiting:
+                self._ready.update(self._under_way[1]())
+                self._under_way = None
+        if self._under_way is None and self._waiting:
             names = self._next(next(iter(self._waiting)))
-            self._coming = set(names), self._begin(names)
+            self._under_way = set(names), self._begin(names)
         return self._ready.pop(name)
 
     def _next(self, name: str) -> list[str]:

@@ -83,7 +83,7 @@ class BackwardPass:
             self._moves.notify_all()
 
     def _may_go_on(self) -> bool:
-        """Whether the backward pass need not, or must not, wait: the thread may wait for what it is to bring."""
+        """Whether backward goes on: it is within the budget, or waiting would deadlock with the thread that updates."""
         if self._most is None or self._waiting_bytes <= self._most or self._over:
             return True
         return self._awaited is not None and not self._ready[self._awaited].is_set()

@@ -90,8 +90,8 @@ class SwappedGradients:
         residents.foresee([(each.first.place, "step") for each in places])
         for parameter, its in zip(large, places, strict=True):
             _of[parameter] = self
-            self._hooks.append(parameter.register_hook(partial(self._coming, weakref.ref(parameter))))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._came, its)))
+            self._hooks.append(parameter.register_hook(partial(self._before_accumulate, weakref.ref(parameter))))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._after_accumulate, its)))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -135,7 +135,7 @@ class SwappedGradients:
                 grad = each.grad
                 if isinstance(grad, SwappedGradient):
                     values = uses.enter_context(grad.lent(change=True))  # `data` may be written to unseen
-                    uses.callback(_put_away, each, grad, values)
+                    uses.callback(_restore_placeholder, each, grad, values)
                     each.grad = values
             yield
 
@@ -164,12 +164,12 @@ class SwappedGradients:
 
     # Below
 
-    def _coming(self, parameter: weakref.ref[torch.Tensor], _: object) -> None:
+    def _before_accumulate(self, parameter: weakref.ref[torch.Tensor], _: object) -> None:
         """Is called by autograd before it adds to ``grad``, and for ``torch.autograd.grad``, which does not."""
         with self._lock:
             self._adding[threading.get_ident()] = parameter
 
-    def _came(self, places: _Places, parameter: torch.Tensor) -> None:
+    def _after_accumulate(self, places: _Places, parameter: torch.Tensor) -> None:
         """Is called by autograd when it has set ``grad`` or added to it.
 
         Other threads may be adding to it at this moment, to where ``grad`` was: the last of them replaces it.
@@ -346,6 +346,6 @@ def _uses_by_autograd() -> tuple[int, int, int]:
     return found[0]
 
 
-def _put_away(parameter: torch.Tensor, grad: SwappedGradient, values: torch.Tensor) -> None:
+def _restore_placeholder(parameter: torch.Tensor, grad: SwappedGradient, values: torch.Tensor) -> None:
     if parameter.grad is values:
         parameter.grad = grad

@@ -29,7 +29,7 @@ from nvme_ops.text import size_words
 
 _PATIENCE = 30.0  # seconds after which memory that others hold is given up
 _LONG = 0.2  # seconds without an ending of any transfer
-_CHANGING = 2  # tensors that may be changed in turns: an optimizer's chunk has the end of one and the begin of another
+_CHANGING = 2  # tensors that may be changed in turns: a chunk of an optimizer can span two parameters
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the place of what no use is foreseen of
 _numbers = itertools.count()

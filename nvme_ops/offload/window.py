@@ -255,7 +255,7 @@ class Window:
             return self._held.get(source)
 
     def _arrived(self, source: Source, held: _Held) -> torch.Tensor | None:
-        """Waits for a weight; None where it was read ahead and that failed: perhaps it would not fail any more."""
+        """Waits for a weight; None where reading it ahead failed, which is retried on demand."""
         if not held.transfers:
             return held.tensor
         begin = time.perf_counter()
