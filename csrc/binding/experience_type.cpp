@@ -1,16 +1,11 @@
 #include "binding/experience_type.h"
 
-#include <fstream>
-
 #include "base/limits.h"
 #include "binding/python.h"
 
 namespace nvme_ops {
 namespace {
 
-// Bytes from which on a counter, which advances every millisecond, tells. Less than that is not measured where joules
-// count: seconds do not compare with them.
-constexpr std::uint64_t kMetered = 16 << 20;
 constexpr std::uintptr_t kAligned = 512;  // of memory, for direct I/O
 
 PyTypeObject* experience_class = nullptr;
@@ -107,26 +102,17 @@ PyObject* restore(PyObject* self, PyObject* arguments) {
 
 PyObject* experience_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *first, *counters;
+    PyObject* first;
     unsigned long long lanes;
     int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile, frozen;
-    if (!PyArg_ParseTuple(arguments, "OK(pppp)ppO", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
-                          &cache_fixed, &cufile, &frozen, &counters)) {
+    if (!PyArg_ParseTuple(arguments, "OK(pppp)pp", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
+                          &cache_fixed, &cufile, &frozen)) {
       throw PythonError();
     }
     Bounds bounds{{},         lanes, block_size_fixed != 0, queue_depth_fixed != 0, lanes_fixed != 0, cache_fixed != 0,
                   cufile != 0};
     if (!to_tool(first, &bounds.first)) throw PythonError();
-    EnergyMeter meter;
-    const Ref files = tuple_of(counters, "counters must be a sequence");
-    for (Py_ssize_t i = 0; i < PyTuple_Size(files.get()); ++i) {
-      const char* path;
-      unsigned long long most;
-      if (!PyArg_ParseTuple(PyTuple_GetItem(files.get(), i), "sK", &path, &most)) throw PythonError();
-      meter.add(path, most);
-    }
-    auto learner =
-        std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds, frozen != 0, std::move(meter)));
+    auto learner = std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds, frozen != 0));
     Ref self = new_object(type);
     reinterpret_cast<ExperienceObject*>(self.get())->learner = learner.release();
     return self.release();
@@ -146,35 +132,15 @@ PyMethodDef experience_methods[] = {
      "restore(fields, tools, costs, chosen, usual, transfers). Adds a class that entries() told of before."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot experience_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(experience_create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(experience_deallocate)},
-    {Py_tp_methods, experience_methods},
-    {Py_tp_doc, const_cast<char*>("Experience(first, lanes, fixed, cufile, frozen, counters).")},
-    {0, nullptr}};
+PyType_Slot experience_slots[] = {{Py_tp_new, reinterpret_cast<void*>(experience_create)},
+                                  {Py_tp_dealloc, reinterpret_cast<void*>(experience_deallocate)},
+                                  {Py_tp_methods, experience_methods},
+                                  {Py_tp_doc, const_cast<char*>("Experience(first, lanes, fixed, cufile, frozen).")},
+                                  {0, nullptr}};
 
 PyType_Spec experience_spec{"nvme_ops.Experience", sizeof(ExperienceObject), 0, Py_TPFLAGS_DEFAULT, experience_slots};
 
 }  // namespace
-
-std::vector<std::uint64_t> EnergyMeter::read() const {
-  std::vector<std::uint64_t> values;
-  for (const Counter& counter : counters_) {
-    std::uint64_t value = 0;
-    if (!(std::ifstream(counter.path) >> value)) return {};
-    values.push_back(value);
-  }
-  return values;
-}
-
-double EnergyMeter::between(const std::vector<std::uint64_t>& start, const std::vector<std::uint64_t>& end) const {
-  if (start.size() != counters_.size() || end.size() != counters_.size()) return 0;
-  std::uint64_t sum = 0;
-  for (std::size_t i = 0; i < start.size(); ++i) {
-    sum += end[i] >= start[i] ? end[i] - start[i] : counters_[i].most - start[i] + end[i];
-  }
-  return static_cast<double>(sum) / 1e6;
-}
 
 Sample::Flight::Flight(std::shared_ptr<Learner> learner, Priority priority, std::uint64_t bytes)
     : learner_(std::move(learner)), priority_(priority), bytes_(bytes) {
@@ -201,12 +167,11 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
   const bool crowd = count > 1 || (!learner->experience.frozen() && learner->in_flight.any());
   const Concurrency concurrency = crowd ? Concurrency::Crowd : waited ? Concurrency::Waited : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes_ / count : 0;
-  if (bytes_ == 0 || (!learner->meter.empty() && bytes_ < kMetered)) measured_ = false;
+  if (bytes_ == 0) measured_ = false;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
   choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured_);
   learner_ = std::move(learner);
   flight_ = std::make_shared<Flight>(learner_, priority, bytes_);
-  if (!learner_->meter.empty() && measured_) meter_start_ = learner_->meter.read();
   start_ = Clock::now();
 }
 
@@ -222,7 +187,6 @@ Sample& Sample::operator=(Sample&& other) noexcept {
   choice_ = other.choice_;
   bytes_ = other.bytes_, beside_ = other.beside_, measured_ = other.measured_;
   start_ = other.start_;
-  meter_start_ = std::move(other.meter_start_), meter_end_ = std::move(other.meter_end_);
   return *this;
 }
 
@@ -231,18 +195,7 @@ void Sample::drop() noexcept {
 }
 
 void Sample::follow(Outcome& outcome) {
-  if (!learner_) return;
-  if (!meter_start_.empty()) meter_end_ = std::make_shared<Reading>();
-  outcome.then([learner = learner_, flight = flight_, end = meter_end_] {
-    flight->end();
-    if (!end) return;
-    try {
-      end->values = learner->meter.read();
-    } catch (const std::exception&) {  // no memory: it is not known
-      end->values.clear();
-    }
-    end->done.store(true, std::memory_order_release);
-  });
+  if (learner_) outcome.then([flight = flight_] { flight->end(); });
 }
 
 void Sample::end(const Outcome& outcome, std::uint64_t cached) {
@@ -254,11 +207,7 @@ void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
   if (!learner) return;
   std::exchange(flight_, nullptr)->end();
   // As long as its own bytes and those beside them took together: so many bytes a second the device moved meanwhile.
-  double cost = std::chrono::duration<double>(when - start_).count();
-  if (!meter_start_.empty()) {
-    const bool read = !meter_end_ || meter_end_->done.load(std::memory_order_acquire);
-    cost = read ? learner->meter.between(meter_start_, meter_end_ ? meter_end_->values : learner->meter.read()) : 0;
-  }
+  const double cost = std::chrono::duration<double>(when - start_).count();
   if (!succeeded || !measured_) return learner->experience.lose(choice_);
   learner->experience.note(choice_, bytes_ + beside_, cached > bytes_ / 2, cost);
 }

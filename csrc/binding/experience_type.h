@@ -9,9 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "base/fork.h"
 #include "binding/memory.h"
@@ -21,29 +19,10 @@
 
 namespace nvme_ops {
 
-// Counters of energy, as the kernel shows them: files of microjoules that wrap around.
-class EnergyMeter {
-public:
-  void add(std::string path, std::uint64_t most) { counters_.push_back({std::move(path), most}); }
-  bool empty() const { return counters_.empty(); }
-  std::vector<std::uint64_t> read() const;  // empty if one cannot be read
-  // Returns the joules between two readings; 0 if unknown.
-  double between(const std::vector<std::uint64_t>& start, const std::vector<std::uint64_t>& end) const;
-
-private:
-  struct Counter {
-    std::string path;
-    std::uint64_t most;
-  };
-  std::vector<Counter> counters_;
-};
-
 struct Learner {
-  Learner(const Bounds& bounds, bool frozen, EnergyMeter energy)
-      : experience(bounds, frozen), meter(std::move(energy)) {}
+  Learner(const Bounds& bounds, bool frozen) : experience(bounds, frozen) {}
 
   Experience experience;
-  const EnergyMeter meter;
   InFlight in_flight;
   unsigned long generation = fork_generation();
 };
@@ -64,7 +43,7 @@ public:
   explicit operator bool() const { return learner_ != nullptr; }
   const Tool& tool() const { return choice_.tool; }
 
-  // When `outcome` arrives, it is no longer in flight for any handle, and the meter is read, if there is one.
+  // When `outcome` arrives, it is no longer in flight for any handle.
   void follow(Outcome& outcome);
   // Ends it; a failed one only stops counting as in flight.
   void end(const Outcome& outcome, std::uint64_t cached);
@@ -85,11 +64,6 @@ private:
     const unsigned long generation_ = fork_generation();
     std::atomic<bool> ended_{false};
   };
-  struct Reading {
-    std::atomic<bool> done{false};
-    std::vector<std::uint64_t> values;
-  };
-
   void drop() noexcept;
 
   std::shared_ptr<Learner> learner_;
@@ -98,8 +72,6 @@ private:
   std::uint64_t bytes_ = 0, beside_ = 0;  // its own; of others, that move meanwhile
   bool measured_ = false;
   Clock::time_point start_;
-  std::vector<std::uint64_t> meter_start_;
-  std::shared_ptr<Reading> meter_end_;
 };
 
 // Returns what a Python object of the type holds; null for None. Throws PythonError for anything else.

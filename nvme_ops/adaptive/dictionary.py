@@ -22,7 +22,7 @@ _CACHES = ("auto", "direct", "buffered")
 _SMALLEST = 4096  # bytes: the first class; each further class is four times as large
 _CLASSES = 10
 _MOST_KEPT = 1000  # classes in a file
-_PLAUSIBLE = 1e-15, 1e6  # seconds or joules per byte; 0: not known
+_PLAUSIBLE = 1e-15, 1e6  # seconds per byte; 0: not known
 
 #: Block size, queue depth, lanes, in place, bounce, cache: as in the native module.
 Tool = tuple[int, int, int, bool, bool, int]
@@ -38,7 +38,7 @@ class Tried:
     in_place: bool  #: without staging memory, wherever alignment allows
     bounce: bool  #: accelerator tensors through page-locked memory, even if cuFile could move them
     cache: str
-    cost: float | None  #: seconds, or joules, per byte; None: not tried yet
+    cost: float | None  #: seconds per byte; None: not tried yet
 
     def words(self) -> str:
         """Returns the tool in words."""
@@ -62,7 +62,6 @@ class Learned:
     exploring: bool  #: the others are being tried
     explorations: int  #: begun in this process
     transfers: int
-    energy: bool  #: costs are joules, not seconds
 
     def __str__(self) -> str:
         size = f"up to {size_words(self.most_bytes)}" if self.most_bytes else "more than 256 MiB"
@@ -78,15 +77,14 @@ class Learned:
         own = " (the handle's settings)" if number == 0 else ""
         if tried.cost is None:
             return f"  {used}{tried.words()}{own}" + (": not measured" if len(self.tools) > 1 else "")
-        worth = f"{tried.cost * 1e9:.3g} J/GB" if self.energy else rate_words(1 / tried.cost)
-        return f"  {used}{tried.words()}{own}: {worth}"
+        return f"  {used}{tried.words()}{own}: {rate_words(1 / tried.cost)}"
 
 
 class Dictionary:
     """What the handles of this process with the same settings know about one device."""
 
-    def __init__(self, identity: Identity, energy: bool, *arguments: Any) -> None:
-        self._identity, self._energy = identity, energy
+    def __init__(self, identity: Identity, *arguments: Any) -> None:
+        self._identity = identity
         self._first, self._lanes, self._fixed, self._frozen = arguments
         self._experiences: dict[str, Any] = {}  # by the native module that moves the bytes
         self._saved: list[Any] = []
@@ -96,10 +94,9 @@ class Dictionary:
         """Returns the native ``Experience`` for an engine of that module; when new, with what is stored."""
         name = module.__name__.rpartition(".")[2]
         if name not in self._experiences:
-            counters = _counters() if self._energy else []
-            made = module.Experience(self._first, self._lanes, self._fixed, cufile, self._frozen, counters)
+            made = module.Experience(self._first, self._lanes, self._fixed, cufile, self._frozen)
             for entry in _stored(self._identity):
-                if (entry["op"], entry["energy"]) == (name, self._energy):
+                if entry["op"] == name:
                     _restore(made, entry)
             self._experiences.setdefault(name, made)  # another thread's may be there by now
             self._saved = self._findings()
@@ -122,7 +119,6 @@ class Dictionary:
             exploring=exploring,
             explorations=explorations,
             transfers=transfers,
-            energy=self._energy,
         )
 
     def save(self) -> None:
@@ -173,7 +169,6 @@ class Dictionary:
         entries = [
             {
                 "op": name,
-                "energy": self._energy,
                 "class": fields,
                 "tools": tools,
                 "costs": [0] * len(costs) if exploring else costs,
@@ -206,13 +201,11 @@ def _tried(tool: Tool, cost: float) -> Tried:
 _dictionaries: dict[tuple[Any, ...], Dictionary] = {}
 
 
-def dictionary_of(
-    identity: Identity, first: Tool, lanes: int, fixed: tuple[bool, ...], frozen: bool, objective: str
-) -> Dictionary:
+def dictionary_of(identity: Identity, first: Tool, lanes: int, fixed: tuple[bool, ...], frozen: bool) -> Dictionary:
     """Returns the dictionary of the handles with these settings, making one if there is none."""
     arguments = (first, lanes, fixed, frozen)
-    key = (os.getpid(), identity, objective, *arguments)
-    return _dictionaries.setdefault(key, Dictionary(identity, objective == "energy", *arguments))
+    key = (os.getpid(), identity, *arguments)
+    return _dictionaries.setdefault(key, Dictionary(identity, *arguments))
 
 
 def forget() -> None:
@@ -248,7 +241,7 @@ def _stored(identity: Identity) -> list[dict[str, Any]]:
 def _check(document: Mapping[str, Any]) -> None:
     """Raises ValueError, LookupError or TypeError unless this is what ``save`` writes."""
     for entry in document["classes"]:
-        if not isinstance(entry["op"], str) or not isinstance(entry["energy"], bool):
+        if not isinstance(entry["op"], str):
             raise ValueError(f"its op {entry['op']}")
         numbers = [*entry["class"], entry["chosen"], entry["transfers"]]
         costs = [*entry["costs"], _usual(entry)]
@@ -265,7 +258,7 @@ def _check(document: Mapping[str, Any]) -> None:
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what distinguishes classes: those of other settings have other tools."""
-    return entry["op"], entry["energy"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))
+    return entry["op"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))
 
 
 def _restore(made: Any, entry: Mapping[str, Any]) -> None:
@@ -277,9 +270,3 @@ def _restore(made: Any, entry: Mapping[str, Any]) -> None:
 def _usual(entry: Mapping[str, Any]) -> Any:
     """Returns what the chosen tool usually costs; 0, with which it is learned anew, if that is not kept."""
     return entry.get("usual", 0)
-
-
-def _counters() -> list[tuple[str, int]]:
-    from nvme_ops.measuring.energy import counters
-
-    return counters()

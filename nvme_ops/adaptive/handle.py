@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,32 +46,26 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
 
     Args:
         path: a file or folder, which need not exist yet; the folder that it is to be in must.
-        objective: ``"time"``, or ``"energy"``: joules of the whole machine per byte, where RAPL can be read. That
-            applies from 16 MiB on; smaller transfers, for which the counters are too coarse, use the handle's settings.
         gds: whether to let cuFile move accelerator tensors. None: if the gds op is built and works here.
         overrides: arguments of ``aio_handle``, which are never changed.
 
     Raises:
         FileNotFoundError: the folder of ``path`` is missing.
-        ValueError: as ``aio_handle``; an unknown objective or value of ``NVME_OPS_ADAPTIVE``.
-        RuntimeError: no energy counter can be read, or cuFile was asked for and cannot work here; the
-            message says why.
+        ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_ADAPTIVE``.
+        RuntimeError: cuFile was asked for and cannot work here; the message says why.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        objective: Literal["time", "energy"] = "time",
         gds: bool | None = None,
         **overrides: Any,
     ) -> None:
         self._mode = os.environ.get(MODE) or "learn"
         if self._mode not in _MODES:
             raise ValueError(f"{MODE}={self._mode!r} is not one of {', '.join(_MODES)}")
-        if objective not in ("time", "energy"):
-            raise ValueError(f"objective must be 'time' or 'energy', not {objective!r}")
-        self._objective, self._with_gds = objective, gds
+        self._with_gds = gds
         self._dictionary: Dictionary | None = None
         super().__init__(path, **overrides)
 
@@ -93,7 +87,6 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
             most_lanes,
             fixed,
             self._mode == "frozen",
-            self._objective,
         )
         weakref.finalize(self, self._dictionary.save)
         same = (block_size, queue_depth, *switches, most_lanes, backend, cache)
@@ -105,7 +98,7 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles path and arguments: unpickling makes a handle with what is known there."""
-        given = {"path": self._path, "objective": self._objective, "gds": self._with_gds, **self._overrides}
+        given = {"path": self._path, "gds": self._with_gds, **self._overrides}
         return made, (type(self), given)
 
     def close(self) -> None:

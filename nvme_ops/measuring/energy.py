@@ -82,18 +82,6 @@ def total(joules: Mapping[str, float]) -> float:
     return sum(value for part, value in joules.items() if not (platform and part.startswith((_PACKAGE, "dram"))))
 
 
-def counters(sysfs: str = "/sys") -> list[tuple[str, int]]:
-    """Returns the files of microjoules that together count everything once, each with the value it wraps around after.
-
-    Raises RuntimeError, with what to do, if there is none that can be read.
-    """
-    parts, why_not = _rapl(Path(sysfs))
-    if not parts:
-        raise RuntimeError(f"there is no counter of energy: {why_not}")
-    whole = [part for part in parts if part.startswith("psys")] or list(parts)
-    return [(str(file), most) for file, most in map(parts.__getitem__, whole)]
-
-
 def _rapl(sysfs: Path) -> tuple[dict[str, tuple[Path, int]], str]:
     """Returns the counters of packages, memory and the whole platform, which includes everything; or why none.
 

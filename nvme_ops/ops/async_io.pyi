@@ -40,8 +40,7 @@ class Experience:
     """What the adaptive handles of one device learn.
 
     ``first`` is the tool without experience: block size, queue depth, lanes, in place, bounce, cache. ``fixed`` says
-    which of block size, queue depth, lanes and cache stay. ``counters`` are files of microjoules and the values they
-    wrap around after; none: seconds count.
+    which of block size, queue depth, lanes and cache stay.
     """
 
     def __new__(
@@ -51,7 +50,6 @@ class Experience:
         fixed: tuple[bool, bool, bool, bool],
         cufile: bool,
         frozen: bool,
-        counters: Sequence[tuple[str, int]],
         /,
     ) -> Experience: ...
     def entries(self) -> list[tuple[Any, ...]]: ...

@@ -1,4 +1,4 @@
-"""Tunes each device by itself, then compares what was found on all of them at once; removes everything at the end."""
+"""Tunes each device by itself; removes everything at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -25,12 +24,11 @@ from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import Identity, identify
 from nvme_ops.text import MIB, share_words, size_words
-from nvme_ops.tune.duel import Duel, Rates, Rounds
+from nvme_ops.tune.duel import Rates
 from nvme_ops.tune.options import DROP_CACHES
 from nvme_ops.tune.passes import Passes
 from nvme_ops.tune.search import Outcome, Search
 
-_ROUNDS_TOGETHER = 7
 _HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
 
 Say = Callable[[str], None]
@@ -54,22 +52,18 @@ class Result:
 
     options: Namespace  # of ``options.parse``
     devices: list[Tuned] = field(default_factory=list)
-    together: list[Duel] = field(default_factory=list)  # all devices at once: each candidate against the default
     interrupted: bool = False
 
     @property
     def best(self) -> Settings:
-        """The settings for all devices at once: the fastest in that comparison, beyond the noise."""
+        """The settings for all devices at once: those found for each of them if they are the same, or the default."""
         found = {tuned.outcome.best for tuned in self.devices}
-        if len(found) == 1:
-            return found.pop()
-        won = [duel for duel in self.together if duel.won]
-        return max(won, key=lambda duel: duel.ratio).challenger if won else self.devices[0].outcome.baseline
+        return found.pop() if len(found) == 1 else self.devices[0].outcome.baseline
 
 
 def tune(options: Namespace, say: Say) -> Result:
     """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
-    result, ready = Result(options), []
+    result = Result(options)
     devices: dict[Identity, list[str]] = {}
     backend = _HANDLES[options.way]().backend
     for folder in options.nvme_dir:
@@ -89,8 +83,6 @@ def tune(options: Namespace, say: Say) -> Result:
                     tuning.find()
                 finally:
                     result.devices += tuning.found(folders, identity)
-                ready.append(tuning.passes)
-            result.together = _compare_together(result, ready, say)
         except KeyboardInterrupt:
             result.interrupted = True
     return result
@@ -186,21 +178,3 @@ def _flush() -> None:
     os.sync()
     with open(DROP_CACHES, "w", encoding="ascii") as file:
         file.write("1")
-
-
-def _compare_together(result: Result, ready: list[Passes], say: Say) -> list[Duel]:
-    """Compares the devices' own settings with the default, on all devices at once; nothing if all are equal."""
-    found = list(dict.fromkeys(tuned.outcome.best for tuned in result.devices))
-    if len(found) < 2:
-        return []
-    say("comparing what was found for each device, on all of them at once")
-    baseline, rounds = result.devices[0].outcome.baseline, Rounds()
-    with ThreadPoolExecutor(len(ready)) as threads:
-
-        def measure(settings: Settings) -> Rates:
-            all_rates = list(threads.map(lambda passes: passes.measure(settings, True), ready))
-            return {name: sum(rates[name] for rates in all_rates) for name in all_rates[0]}
-
-        for _ in range(_ROUNDS_TOGETHER):
-            rounds.measure(list(dict.fromkeys([baseline, *found])), measure)
-    return [rounds.duels(baseline)[settings] for settings in found if settings != baseline]

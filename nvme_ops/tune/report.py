@@ -22,8 +22,6 @@ def text(result: Result) -> str:
     for tuned in result.devices:
         parts += [_device(tuned)]
         parts += [_why(tuned.outcome)] if result.options.explain else []
-    if result.together:
-        parts.append("all devices at once, against the default\n" + "\n".join(map(_duel, result.together)))
     return "\n\n".join([*parts, json.dumps({"aio": _section(result.best)}, indent=2)])
 
 

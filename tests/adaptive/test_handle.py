@@ -19,8 +19,6 @@ from nvme_ops import Priority, adaptive_handle, aio_handle, tuned_handle
 from nvme_ops._native import native
 from nvme_ops.adaptive import dictionary
 from nvme_ops.adaptive import handle as module
-from nvme_ops.adaptive.dictionary import Learned
-from nvme_ops.measuring.energy import counters
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import identify
 from nvme_ops.tune import store as kept
@@ -159,7 +157,7 @@ def test_a_tool_bounds_what_is_in_flight(folder: Path) -> None:
     data = pattern(MIB)
     path, back = store(folder / "file", data), aligned(MIB)
     for depth, lanes in ((2, 1), (3, 2), (64, 1)):
-        experience = native().Experience((4096, depth, lanes, False, False, 1), lanes, (True,) * 4, False, True, [])
+        experience = native().Experience((4096, depth, lanes, False, False, 1), lanes, (True,) * 4, False, True)
         engine = native().Engine(MIB, 128, False, False, 4, aio_handle().backend, "direct", experience)
         back.zero_()
         assert engine.run(0, back, path, 0, False) == MIB
@@ -291,9 +289,7 @@ def test_off_it_is_a_tuned_handle(folder: Path, cache: Path, monkeypatch: pytest
     assert not cache.exists()
 
 
-def test_another_mode_or_objective_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="objective must be 'time' or 'energy', not 'speed'"):
-        adaptive_handle(folder, objective="speed")  # type: ignore[arg-type]
+def test_another_mode_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(module.MODE, "no")
     with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
         adaptive_handle(folder)
@@ -322,67 +318,6 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
     assert "(the handle's settings): " in text
     assert "GB/s" in text or "MB/s" in text
     assert text.splitlines()[-1].startswith("kept in ")
-
-
-# Energy
-
-
-def made_up_rapl(folder: Path) -> Path:
-    counter = folder / "class" / "powercap" / "intel-rapl:0"
-    counter.mkdir(parents=True)
-    for name, text in (("name", "package-0"), ("max_energy_range_uj", "262143328850"), ("energy_uj", "1000000")):
-        (counter / name).write_text(text + "\n")
-    return counter / "energy_uj"
-
-
-def test_energy_can_be_the_objective(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = made_up_rapl(tmp_path / "sys")
-    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
-    handle = adaptive_handle(folder, objective="energy")
-    data = pattern(20 * MIB)
-    path = store(folder / "file", data)
-    back = torch.zeros_like(data)
-    for number in range(MANY):  # the counter advances between the transfers only: none says what it took
-        handle.sync_pread(back, path)
-        file.write_text(f"{1000000 * number}\n")
-    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
-    assert all(one.energy for one in handle.learned())
-    file.unlink()
-    handle.submit_pread(back, path).result()  # nor does one that is gone
-    handle.close()
-
-
-def test_what_is_too_small_for_the_counter_teaches_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not its seconds either, which would stand beside the joules of others of its class."""
-    file = made_up_rapl(tmp_path / "sys")
-    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
-    handle, data = adaptive_handle(folder, objective="energy"), nvme_ops.empty(16 * MIB, dtype=torch.uint8)
-    for number in range(MANY):
-        handle.submit_pwrite(data[: 12 * MIB], folder / "file", 0).result()
-        file.write_text(f"{1000000 * number}\n")
-    assert all(tried.cost is None for tried in only(handle).tools)
-    for _ in range(MANY):
-        handle.submit_pwrite(data, folder / "file", 0).result()
-    assert only(handle).transfers == 2 * MANY
-    assert all(tried.cost is None for tried in only(handle).tools)  # no joule was counted meanwhile
-
-
-def test_joules_are_told() -> None:
-    tried = dictionary.Tried(MIB, 128, 1, False, False, "auto", 3e-9)
-    learned = Learned("read", None, "pinned", True, "alone", (tried, tried), 1, False, 1, 7, True)
-    assert str(learned).splitlines() == [
-        "read more than 256 MiB, pinned, in the page cache, alone: settled after 7 transfers",
-        "  -> 1 MiB x 128, 1 lane: 3 J/GB",
-        "     1 MiB x 128, 1 lane (the handle's settings): 3 J/GB",
-    ]
-
-
-def test_without_a_counter_energy_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dictionary, "_counters", lambda: counters(str(tmp_path / "sys")))
-    with pytest.raises(RuntimeError, match="there is no counter of energy: no RAPL in"):
-        adaptive_handle(folder, objective="energy")
 
 
 # Not alone

@@ -203,7 +203,7 @@ def test_folders_of_one_device_are_tuned_once(place: Path) -> None:
 
 
 @pytest.mark.alone
-def test_several_devices_are_tuned_each_by_itself_and_together(place: Path) -> None:
+def test_several_devices_are_tuned_each_by_itself(place: Path) -> None:
     if os.stat(place).st_dev == os.stat("/dev/shm").st_dev or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no second file system here")
     before = sorted(os.listdir("/dev/shm"))

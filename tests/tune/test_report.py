@@ -6,14 +6,13 @@ import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import Identity
 from nvme_ops.text import MIB
-from nvme_ops.tune import devices, options, report
+from nvme_ops.tune import options, report
 from nvme_ops.tune.devices import Result, Tuned
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Axis, Outcome
@@ -114,33 +113,7 @@ def test_the_document_can_be_written(given: Namespace) -> None:
     assert device["challenger"] == FAST.as_json()
 
 
-def test_devices_that_agree_need_no_comparison(given: Namespace) -> None:
-    assert result(given, outcome(FAST), outcome(FAST)).best == FAST
-
-
-def test_for_several_devices_the_best_is_what_won_on_all_at_once(given: Namespace) -> None:
+def test_for_all_devices_it_is_what_each_has_or_the_default(given: Namespace) -> None:
     other = replace(DEFAULT, queue_depth=16)
-    found = result(given, outcome(FAST), outcome(other), outcome(DEFAULT))
-    assert found.best == DEFAULT  # as long as nothing is known
-    found.together = [Duel(FAST, [1.1, 1.11, 1.1], 0.01), Duel(other, [1.2, 1.21, 1.2], 0.01)]
-    assert found.best == other
-    assert "all devices at once, against the default" in report.text(found)
-    found.together = [Duel(FAST, [1.1, 0.9, 1.1], 0.2), Duel(other, [0.9, 0.9, 0.9], 0.01)]
-    assert found.best == DEFAULT
-
-
-def test_devices_are_measured_at_once_and_their_rates_added(given: Namespace) -> None:
-    class MadeUpPasses:
-        def __init__(self, rates: dict[Settings, float]) -> None:
-            self.rates = rates
-
-        def measure(self, settings: Settings, full: bool) -> dict[str, float]:
-            assert full
-            return {"read": self.rates[settings]}
-
-    found = result(given, outcome(FAST), outcome(DEFAULT))
-    ready: list[Any] = [MadeUpPasses({FAST: 3.0, DEFAULT: 1.0}), MadeUpPasses({FAST: 2.0, DEFAULT: 3.0})]
-    duels = devices._compare_together(found, ready, lambda _: None)
-    assert [duel.challenger for duel in duels] == [FAST]
-    assert duels[0].ratio == pytest.approx(5 / 4)
-    assert devices._compare_together(result(given, outcome(FAST), outcome(FAST)), ready, lambda _: None) == []
+    assert result(given, outcome(FAST), outcome(FAST)).best == FAST
+    assert result(given, outcome(FAST), outcome(other)).best == DEFAULT
