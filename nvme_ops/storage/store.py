@@ -20,8 +20,8 @@ from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.claims import Claim, Claims
-from nvme_ops.storage.index import Index, entry_of, value_in
 from nvme_ops.storage.joined import JoinedOperation, as_operation
+from nvme_ops.storage.journal import Journal, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.storage.unsynced import Unsynced
@@ -76,7 +76,7 @@ class TensorStore:
         self._bytes_written = 0  # by these
         self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
         self._retired: list[Value] = []
-        self._index: Index | None = None
+        self._journal: Journal | None = None
         self._named = False  # the names of the files are durable
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
@@ -84,18 +84,18 @@ class TensorStore:
             self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
             undo.callback(self._slabs.close)
             if session.keep and journal:
-                self._index = Index(session, _INDEX + name)
-                undo.callback(self._index.close)
-                self._values = self._index.load()
+                self._journal = Journal(session, _INDEX + name)
+                undo.callback(self._journal.close)
+                self._values = self._journal.load()
                 try:
                     self._slabs.reserve(piece for value in self._values.values() for piece in value.pieces)
                 except (ValueError, TypeError) as error:
-                    raise self._index.damaged(error) from error
-            self._unsynced = Unsynced(kept=self._index is not None)
+                    raise self._journal.damaged(error) from error
+            self._unsynced = Unsynced(kept=self._journal is not None)
             self._unsynced.durable = dict(self._values)
-            if self._index and self._index.is_ahead:  # of what a power failure would bring back
+            if self._journal and self._journal.is_ahead:  # of what a power failure would bring back
                 self._slabs.sync()
-                self._index.sync(self._index.mark(self._index.place(), self._values, self._values))
+                self._journal.sync(self._journal.mark(self._journal.place(), self._values, self._values))
             self._undo = undo.pop_all()
 
     # What users call
@@ -133,7 +133,7 @@ class TensorStore:
             self._reclaim()
             with self._lock:
                 old = self._values.get(key)
-                overwritten = keep is None and self._index is None and old is not None
+                overwritten = keep is None and self._journal is None and old is not None
                 if old is not None and overwritten and old.nbytes == source.nbytes and not old.busy():
                     in_place, pieces = True, old.pieces
                 else:
@@ -180,14 +180,14 @@ class TensorStore:
 
     def _record(self, key: str, value: Value, old: Value | None) -> None:
         """The key has this value from now on; ``old`` can go."""
-        if self._index:
-            self._index.put(key, value)
+        if self._journal:
+            self._journal.put(key, value)
         self._values[key] = value
         self._unsynced.put(key)
         if old is not None:
             self._retire(key, old)
-        if self._index and self._index.is_long(self._values):
-            self._index.compact(self._values, self._unsynced.durable)
+        if self._journal and self._journal.is_long(self._values):
+            self._journal.compact(self._values, self._unsynced.durable)
 
     def get(self, key: str, out: torch.Tensor | None = None, *, priority: Priority = Priority.DEMAND) -> StoreFuture:
         """Starts to read the tensor of ``key`` into ``out``, or into a new one: the future's ``tensor``.
@@ -298,8 +298,8 @@ class TensorStore:
         """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
         with self._claim(key), self._lock:
             value = self._values[key]
-            if self._index:
-                self._index.drop(key)
+            if self._journal:
+                self._journal.drop(key)
             del self._values[key]
             self._unsynced.put(key)
             self._retire(key, value)
@@ -364,14 +364,14 @@ class TensorStore:
         with self._claims.take(_SYNC):
             with self._lock:
                 self._unsynced.begin(self._values)
-                place = self._index.place() if self._index else None
+                place = self._journal.place() if self._journal else None
             try:
                 self._slabs.sync()
-                if self._index and place and self._unsynced.certain:
+                if self._journal and place and self._unsynced.certain:
                     with self._lock:
                         self._unsynced.flushed()
-                        journal = self._index.mark(place, self._values, self._unsynced.durable)
-                    self._index.sync(journal)
+                        journal = self._journal.mark(place, self._values, self._unsynced.durable)
+                    self._journal.sync(journal)
                     if not self._named:
                         self._session.sync()
                         self._named = True
@@ -404,12 +404,12 @@ class TensorStore:
             self.wait()
         finally:
             try:
-                if self._index and not self._writing:
+                if self._journal and not self._writing:
                     if self._unsynced.changed:
                         self._slabs.sync()
                     with self._lock:
                         known = self._values if self._unsynced.certain else self._unsynced.durable
-                        self._index.compact(self._values, known)
+                        self._journal.compact(self._values, known)
             finally:
                 self._undo.close()
 
@@ -417,8 +417,8 @@ class TensorStore:
         """In a forked child: closes what would keep the space of removed files."""
         if hasattr(self, "_slabs"):  # else it was being made
             self._slabs.close_descriptors()
-        if self._index:
-            self._index.close()
+        if self._journal:
+            self._journal.close()
 
     def __enter__(self) -> TensorStore:
         return self

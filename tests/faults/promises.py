@@ -309,7 +309,7 @@ def _kept(folder: str) -> tuple[Session, TensorStore]:
     return session, TensorStore(session)
 
 
-_started_again = mock.patch("nvme_ops.storage.index.boot_id", functools.partial(str, "another start of the machine"))
+_started_again = mock.patch("nvme_ops.storage.journal.boot_id", functools.partial(str, "another start of the machine"))
 
 
 def _store(folder: str, tell: Tell) -> None:
@@ -433,7 +433,7 @@ def _check_learned(folder: str, last: int) -> None:
 def _built(folder: str, tell: Tell) -> None:
     """An op that was compiled is promised to be whole, if it is there."""
     for version in VERSIONS:
-        entry = cache.Entry(Path(folder, f"op-{version}"), "op")
+        entry = cache.CacheEntry(Path(folder, f"op-{version}"), "op")
         with cache.building(entry) as workshop:
             if workshop is not None:
                 Path(workshop, "op.so").write_bytes(b"%d" % version * 300_000)
@@ -443,7 +443,7 @@ def _built(folder: str, tell: Tell) -> None:
 
 def _check_built(folder: str, last: int) -> None:
     for version in range(1, last + 1):
-        entry = cache.Entry(Path(folder, f"op-{version}"), "op")
+        entry = cache.CacheEntry(Path(folder, f"op-{version}"), "op")
         if entry.record() is not None and entry.library.read_bytes() != b"%d" % version * 300_000:
             raise MixedError(f"op {version}")
 

@@ -15,7 +15,7 @@ import nvme_ops
 from nvme_ops._native import native
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.errors import FormatError
-from nvme_ops.storage import Session, TensorStore, index
+from nvme_ops.storage import Session, TensorStore, journal
 from tests.conftest import MIB, pattern, run_python, takes_direct_io
 
 VALUES = {f"key {number}": pattern(3000 + number, number) for number in range(200)}
@@ -39,7 +39,7 @@ def left(folder: Path) -> Path:
 def test_a_mark_that_says_nonsense_is_damage(nbytes: str, left: Path, folder: Path) -> None:
     assert left.exists()
     with kept(folder) as session, open(session.path(0, "index"), "ab") as file:
-        file.write(index._sealed(f'{{"mark": "0", "bytes": {nbytes}}}'.encode()))
+        file.write(journal._sealed(f'{{"mark": "0", "bytes": {nbytes}}}'.encode()))
     with kept(folder) as session, pytest.raises(FormatError, match="index is damaged"):
         TensorStore(session)
 
@@ -150,15 +150,15 @@ def test_a_sync_that_failed_stays_failed_until_the_values_are_put_again(
 def test_a_journal_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with kept(folder) as session, TensorStore(session) as store:
         store.put("a", torch.ones(5)).result()
-        journal = session.path(0, "index")
-        before = os.stat(journal).st_ino
-        failing(monkeypatch, "fdatasync", journal)
+        path = session.path(0, "index")
+        before = os.stat(path).st_ino
+        failing(monkeypatch, "fdatasync", path)
         with pytest.raises(OSError, match="fdatasync") as caught:
             store.sync()
-        assert caught.value.filename == journal
+        assert caught.value.filename == path
         store.put("a", torch.ones(5))
         store.sync()
-        assert os.stat(journal).st_ino != before
+        assert os.stat(path).st_ino != before
     with kept(folder) as session, TensorStore(session) as store:
         assert list(store) == ["a"]
 
@@ -190,8 +190,8 @@ def test_after_a_restart_a_store_is_as_it_was_synced(folder: Path, monkeypatch: 
         store.put("stays", torch.full((5000,), number)).result()
         store.put(f"new {number}", torch.full((5000,), number)).result()
     store.drop("dropped")
-    journal, slab = Path(session.path(0, "index")), Path(session.path(0, "slab"))
-    left = {path: path.read_bytes() for path in (journal, slab)}
+    lines, slab = Path(session.path(0, "index")), Path(session.path(0, "slab"))
+    left = {path: path.read_bytes() for path in (lines, slab)}
     store.close()
     session.close()
     for restarted in (False, True):
@@ -199,7 +199,7 @@ def test_after_a_restart_a_store_is_as_it_was_synced(folder: Path, monkeypatch: 
             path.write_bytes(content)
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
             if restarted:
-                patch.setattr(index, "boot_id", lambda: "another")
+                patch.setattr(journal, "boot_id", lambda: "another")
             store = stack.enter_context(TensorStore(stack.enter_context(kept(folder))))
             assert len(store) == (2 if restarted else 6)
             for key in store:
@@ -217,17 +217,17 @@ def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkey
     store = TensorStore(session)
     store.put("first", torch.ones(5))
     store.sync()
-    journal = Path(session.path(0, "index"))
-    durable = journal.stat().st_size
+    lines = Path(session.path(0, "index"))
+    durable = lines.stat().st_size
     store.put("second", torch.ones(5))
     store.sync()
     store.put("third", torch.ones(5)).result()
-    content = journal.read_bytes()
+    content = lines.read_bytes()
     store.close()
     session.close()
-    monkeypatch.setattr(index, "boot_id", lambda: "another")
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
     for begin in range(0, len(content), 20):
-        journal.write_bytes(damage(content, begin))
+        lines.write_bytes(damage(content, begin))
         with kept(folder) as session:
             if begin < durable - 200:
                 with pytest.raises(FormatError, match="is damaged"):

@@ -16,7 +16,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.settings import PAGE
-from nvme_ops.storage import Session, TensorStore, index
+from nvme_ops.storage import Session, TensorStore, journal
 from tests.conftest import MIB, pattern, run_python
 from tests.crashing_save import NoStraceError, Outcome, fail_at, kill_at, save_under_strace
 from tests.storage.slow_store import Slow, got
@@ -126,7 +126,7 @@ def test_nothing_is_overwritten_in_place(folder: Path) -> None:
 
 
 def test_the_index_does_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_LINES", 20)
+    monkeypatch.setattr(journal, "_LINES", 20)
     with opened(folder) as session, TensorStore(session) as store:
         path = Path(session.path(0, "index"))
         for turn in range(200):
@@ -190,14 +190,14 @@ def test_an_index_that_another_thread_rewrites_during_a_sync_is_durable(
 
     def rewritten_meanwhile(fd: int, path: str) -> None:
         with store._lock:
-            store._index.compact(store._values, store._unsynced.durable)  # type: ignore[union-attr]
+            store._journal.compact(store._values, store._unsynced.durable)  # type: ignore[union-attr]
         os.fsync(fd)
         synced.append(os.fstat(fd).st_nlink == 0)
 
     with opened(folder) as session, TensorStore(session) as store:
         for key, tensor in OLD.items():
             store.put(key, tensor).result()
-        monkeypatch.setattr(index, "sync", rewritten_meanwhile)
+        monkeypatch.setattr(journal, "sync", rewritten_meanwhile)
         store.sync()
         monkeypatch.undo()
     assert synced == [True], "the file that was replaced"

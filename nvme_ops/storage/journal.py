@@ -33,7 +33,7 @@ from nvme_ops.whole import read_whole
 _LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
 
 
-class Index:
+class Journal:
     """The journal of a store. An incomplete last line is ignored: its writer was killed."""
 
     def __init__(self, session: Session, name: str) -> None:
