@@ -19,7 +19,7 @@ from nvme_ops.data import AsyncLog
 from nvme_ops.data.claim import data_file
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.files import trailer
-from nvme_ops.data.index import NAME, DataFile, Index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
 from nvme_ops.file import shared_handle
 from nvme_ops.measuring.files import make_cold
 from nvme_ops.text import MIB
@@ -61,7 +61,9 @@ def make_store(folder: Path, records: int) -> None:
     with open(folder / name, "ab") as file:
         file.write(bytes(-size % 4096) + trailer(_STORE, 0))
     files = [DataFile(name, os.path.getsize(folder / name), 0)]
-    write_index(str(folder / NAME), Index(_STORE, "native", records, files, columns=Columns().as_json(), ends=ends))
+    write_index(
+        str(folder / NAME), SampleIndex(_STORE, "native", records, files, columns=Columns().as_json(), ends=ends)
+    )
 
 
 def index_rows(folder: Path, found: dict[str, Any]) -> list[Row]:

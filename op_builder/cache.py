@@ -32,7 +32,7 @@ _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a 
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One op in the cache, built or yet to be."""
 
     folder: Path
@@ -117,7 +117,7 @@ def left_out(name: str) -> str:
     root = default_root()
     problem = _why_not_trusted(root)
     if not problem:
-        entries = (Entry(folder, name) for folder in sorted(root.glob(f"{name}-*/")))
+        entries = (CacheEntry(folder, name) for folder in sorted(root.glob(f"{name}-*/")))
         problem = next(filter(None, (entry.why_not_trusted() for entry in entries)), "")
     return problem and f". What {root} may hold of it is not loaded, because others could have changed it: {problem}"
 
@@ -150,27 +150,27 @@ def writable_root() -> Path:
     return fallback
 
 
-def find(recipe: Recipe) -> Entry | None:
+def find(recipe: Recipe) -> CacheEntry | None:
     """Returns the finished build of ``recipe``, or None.
 
     Without a compiler at hand (an image that was given a filled cache), any build of the same sources for this torch,
     Python and machine serves.
     """
     for root in roots():
-        entry = Entry(root / f"{recipe.name}-{recipe.key()}", recipe.name)
+        entry = CacheEntry(root / f"{recipe.name}-{recipe.key()}", recipe.name)
         if entry.record() is not None:
             return entry
         if recipe.compiler is None:
             needed = recipe.requirements().items()
             for folder in sorted(root.glob(f"{recipe.name}-*/")):
-                record = Entry(folder, recipe.name).record()
+                record = CacheEntry(folder, recipe.name).record()
                 if record is not None and needed <= record.items():
-                    return Entry(folder, recipe.name)
+                    return CacheEntry(folder, recipe.name)
     return None
 
 
 @contextlib.contextmanager
-def building(entry: Entry) -> Iterator[Path | None]:
+def building(entry: CacheEntry) -> Iterator[Path | None]:
     """Holds the exclusive right to build ``entry`` and yields the folder to build in.
 
     Yields None if another process has finished it meanwhile. The folder becomes the entry when the block ends, and is
@@ -211,7 +211,7 @@ def _clear(path: Path) -> None:
             aside.unlink()
 
 
-def _publish(workshop: Path, entry: Entry) -> None:
+def _publish(workshop: Path, entry: CacheEntry) -> None:
     try:
         workshop.rename(entry.folder)
     except OSError:
@@ -221,7 +221,7 @@ def _publish(workshop: Path, entry: Entry) -> None:
 
 def seal(folder: Path, recipe: Recipe) -> None:
     """Records in ``folder`` what its op was made from: the last step of a build."""
-    library = Entry(folder, recipe.name).library
+    library = CacheEntry(folder, recipe.name).library
     record = {**recipe.facts(), "bytes": library.stat().st_size}
     (folder / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for path in folder.iterdir():  # files made with a lax umask would not be trusted

@@ -35,7 +35,7 @@ _IN_A_CONTAINER = "in a container: docker run --gpus all ..."
 
 
 @dataclass(frozen=True)
-class Piece:
+class Requirement:
     """One thing that cuFile requires, or works better with."""
 
     name: str
@@ -46,7 +46,7 @@ class Piece:
     data: Mapping[str, str | bool | Sequence[str] | None] = field(default_factory=dict)
 
 
-def pieces(torch_version: str, torch_cuda: str | None, root: Path = _ROOT) -> list[Piece]:
+def pieces(torch_version: str, torch_cuda: str | None, root: Path = _ROOT) -> list[Requirement]:
     """Returns everything that ``gds_handle`` requires, the GPU first, then what is optional."""
     own = [library(torch_cuda, root), modules(root)]
     if os.environ.get(MODE) == "off":  # then it leaves cuFile alone
@@ -117,7 +117,7 @@ def _mapped(name: str, root: Path) -> Iterator[Path]:
 # What nvme-report shows one by one
 
 
-def gpu(root: Path = _ROOT) -> Piece:
+def gpu(root: Path = _ROOT) -> Requirement:
     """Checks for an NVIDIA GPU that this process may use."""
     models = [_model(file) for file in sorted(_under(root, "/proc/driver/nvidia/gpus").glob("*/information"))]
     nodes = sorted(path.name for path in _under(root, "/dev").glob("nvidia[0-9]*"))
@@ -125,16 +125,16 @@ def gpu(root: Path = _ROOT) -> Piece:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if nodes and visible is not None and visible.strip().partition(",")[0] in ("", "-1", "NoDevFiles"):
         words, fix = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-        return Piece("GPU", "", words, fix, data=data)
+        return Requirement("GPU", "", words, fix, data=data)
     if nodes:
         names = [f"{models.count(model)} x {model}" for model in dict.fromkeys(models)]
-        return Piece("GPU", ", ".join(names) or ", ".join(nodes), data=data)
+        return Requirement("GPU", ", ".join(names) or ", ".join(nodes), data=data)
     if models or os.path.exists(_under(root, DRIVER_VERSION)):
         words = "NVIDIA's driver is loaded, but no GPU is visible (no /dev/nvidia0)"
         fix = "docker run --gpus all ...  # outside a container: nvidia-modprobe -u -c 0"
-        return Piece("GPU", "", words, fix, data=data)
+        return Requirement("GPU", "", words, fix, data=data)
     words = "no NVIDIA GPU is visible, and only the gds op needs one"
-    return Piece("GPU", "", words, f"nvidia-smi  # must list the GPU; {_IN_A_CONTAINER}", data=data)
+    return Requirement("GPU", "", words, f"nvidia-smi  # must list the GPU; {_IN_A_CONTAINER}", data=data)
 
 
 def _model(file: Path) -> str:
@@ -142,43 +142,43 @@ def _model(file: Path) -> str:
     return found[1].strip() if found else "unknown model"
 
 
-def driver(root: Path = _ROOT) -> Piece:
+def driver(root: Path = _ROOT) -> Requirement:
     """Checks for NVIDIA's driver: its kernel module, and the library that comes with it."""
     found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _text(_under(root, DRIVER_VERSION)))
     data = {"version": found[1] if found else None}
     if not found and not os.path.exists(_under(root, "/dev/nvidiactl")):
         fix = f"modprobe nvidia  # if that finds none: apt-get install nvidia-open; {_IN_A_CONTAINER}"
-        return Piece("NVIDIA driver", "", "NVIDIA's driver is not loaded", fix, data=data)
+        return Requirement("NVIDIA driver", "", "NVIDIA's driver is not loaded", fix, data=data)
     places = [*_mapped(_CUDA, root), *_system_places(_CUDA, (*_SYSTEM_FOLDERS, *_DRIVER_FOLDERS), root)]
     if not any(os.path.isfile(path) for path in places):
         fix = "docker run --gpus all ...  # outside a container: install the driver's libraries (libnvidia-compute)"
-        return Piece("NVIDIA driver", "", f"the driver's library {_CUDA} is not found", fix, data=data)
-    return Piece("NVIDIA driver", found[1] if found else "loaded", data=data)
+        return Requirement("NVIDIA driver", "", f"the driver's library {_CUDA} is not found", fix, data=data)
+    return Requirement("NVIDIA driver", found[1] if found else "loaded", data=data)
 
 
-def cuda_build(version: str, cuda: str | None) -> Piece:
+def cuda_build(version: str, cuda: str | None) -> Requirement:
     """Checks for a torch with CUDA."""
     if cuda:
-        return Piece("torch with CUDA", f"{version}, CUDA {cuda}", data={"cuda": cuda})
+        return Requirement("torch with CUDA", f"{version}, CUDA {cuda}", data={"cuda": cuda})
     words = f"torch {version} is built without CUDA, so there are no tensors on a GPU"
     fix = "pip install --force-reinstall torch  # and not one of its CPU or ROCm builds"
-    return Piece("torch with CUDA", "", words, fix, data={"cuda": None})
+    return Requirement("torch with CUDA", "", words, fix, data={"cuda": None})
 
 
-def library(torch_cuda: str | None, root: Path = _ROOT) -> Piece:
+def library(torch_cuda: str | None, root: Path = _ROOT) -> Requirement:
     """Checks for the library, ``libcufile``."""
     name, place = "cuFile library", find(root)
     if place is not None:
         source, path = place
-        return Piece(name, f"{path} ({source})", data={"path": str(path), "source": source})
+        return Requirement(name, f"{path} ({source})", data={"path": str(path), "source": source})
     data = {"path": None, "source": None}
     named = os.environ.get(OVERRIDE)
     if named:
         words = f"{OVERRIDE}={named} is not the absolute path of a file"
-        return Piece(name, "", words, f"unset {OVERRIDE}", data=data)
+        return Requirement(name, "", words, f"unset {OVERRIDE}", data=data)
     wheel, package = _packages(torch_cuda)
     fix = f"pip install {wheel}  # or: apt-get install {package}"
-    return Piece(name, "", f"{LIBRARY} is not found", fix, data=data)
+    return Requirement(name, "", f"{LIBRARY} is not found", fix, data=data)
 
 
 def _packages(torch_cuda: str | None) -> tuple[str, str]:
@@ -190,18 +190,18 @@ def _packages(torch_cuda: str | None) -> tuple[str, str]:
     return wheel, f"libcufile-{major}-{minor.partition('.')[0] or 0}"
 
 
-def modules(root: Path = _ROOT) -> Piece:
+def modules(root: Path = _ROOT) -> Requirement:
     """Checks for the kernel's list of modules."""
     there = os.path.exists(_under(root, MODULES))
     data = {"proc_modules": there}
     if there:
-        return Piece("kernel modules", f"{MODULES} is there", data=data)
+        return Requirement("kernel modules", f"{MODULES} is there", data=data)
     words = f"no {MODULES}: cuFile would read it for ever, so its driver is not opened"
     fix = "use a kernel with CONFIG_MODULES=y  # or: export NVME_OPS_GDS=off"
-    return Piece("kernel modules", "", words, fix, data=data)
+    return Requirement("kernel modules", "", words, fix, data=data)
 
 
-def nvidia_fs(root: Path = _ROOT) -> Piece:
+def nvidia_fs(root: Path = _ROOT) -> Requirement:
     """Checks for the kernel module that connects storage and GPU, unless PCI peer-to-peer does."""
     found = re.search(r"version:\s*(\S+)", _text(_under(root, "/proc/driver/nvidia-fs/version")))
     loaded = bool(found) or os.path.exists(_under(root, "/proc/driver/nvidia-fs"))
@@ -209,23 +209,23 @@ def nvidia_fs(root: Path = _ROOT) -> Piece:
     if not loaded:
         words = "nvidia-fs is not loaded: without it, or PCI peer-to-peer, data pass through host memory"
         fix = "apt-get install nvidia-gds && modprobe nvidia-fs"
-        return Piece("nvidia-fs", "", words, fix, needed=False, data=data)
+        return Requirement("nvidia-fs", "", words, fix, needed=False, data=data)
     if not any(_under(root, "/dev").glob("nvidia-fs*")):
         words = "nvidia-fs is loaded, but /dev/nvidia-fs* is not here: data pass through host memory"
         fix = "docker run --gpus all -e NVIDIA_GDS=enabled ..."
-        return Piece("nvidia-fs", "", words, fix, needed=False, data=data)
-    return Piece("nvidia-fs", found[1] if found else "loaded", needed=False, data=data)
+        return Requirement("nvidia-fs", "", words, fix, needed=False, data=data)
+    return Requirement("nvidia-fs", found[1] if found else "loaded", needed=False, data=data)
 
 
-def udev(root: Path = _ROOT) -> Piece:
+def udev(root: Path = _ROOT) -> Requirement:
     """Checks for udev's data about disks, which cuFile reads when a file is registered."""
     there = os.path.exists(_under(root, "/run/udev/data"))
     data = {"udev": there}
     if there:
-        return Piece("udev data", "/run/udev/data is there", needed=False, data=data)
+        return Requirement("udev data", "/run/udev/data is there", needed=False, data=data)
     words = "no /run/udev/data: cuFile refuses file systems whose disk it cannot look up"
     fix = "docker run -v /run/udev:/run/udev:ro ...  # or: export CUFILE_EXPERIMENTAL_FS=1"
-    return Piece("udev data", "", words, fix, needed=False, data=data)
+    return Requirement("udev data", "", words, fix, needed=False, data=data)
 
 
 def _under(root: Path, path: str) -> Path:

@@ -23,7 +23,7 @@ class GDSBuilder(EngineOpBuilder):
         #: Stands before the paths of the files that tell of GPU, driver and cuFile.
         self.root = Path("/")
 
-    def pieces(self) -> list[cufile.Piece]:
+    def pieces(self) -> list[cufile.Requirement]:
         """Returns what the op requires beyond a compiler, the GPU first; what is optional comes last."""
         import torch
 

@@ -30,13 +30,13 @@ _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
 _NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
 
 
-def build(recipe: Recipe) -> cache.Entry:
+def build(recipe: Recipe) -> cache.CacheEntry:
     """Compiles ``recipe`` into the cache, unless another process does so first.
 
     Raises:
         RuntimeError: the compiler failed, in its own words, or nothing can be written.
     """
-    entry = cache.Entry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
+    entry = cache.CacheEntry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
     with cache.building(entry) as folder:
         if folder is not None:
             compile_into(folder, recipe, entry.log)
@@ -65,7 +65,7 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
         output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)  # the loader's words
         kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
         raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
-    library = cache.Entry(folder, recipe.name).library
+    library = cache.CacheEntry(folder, recipe.name).library
     for pattern in _INTERMEDIATE:
         for path in folder.glob(pattern):
             path.unlink()

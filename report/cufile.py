@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile
-from nvme_ops.op_builder.cufile import Piece
+from nvme_ops.op_builder.cufile import Requirement
 
 from . import cufile_settings, peer_to_peer, torch_info
 from .packages import install_command
@@ -46,11 +46,11 @@ def _noted(result: Result) -> Result:
     return Result(result.name, Status.INFO, result.detail, data=result.data)
 
 
-def _needed(host: Host) -> list[Piece]:
+def _needed(host: Host) -> list[Requirement]:
     return cufile.pieces(*torch_info.build(), host.root)
 
 
-def _line(host: Host, piece: Piece) -> Result:
+def _line(host: Host, piece: Requirement) -> Result:
     data: dict[str, Json] = dict(piece.data)
     if piece.found:
         words = piece.found
@@ -130,7 +130,7 @@ def _way(host: Host) -> Result:
     return Result(name, Status.INFO, words, data={**data, "paths": ["compat", "bounce"]})
 
 
-def _why_not_direct(host: Host, settings: cufile_settings.Settings) -> str:
+def _why_not_direct(host: Host, settings: cufile_settings.CuFileSettings) -> str:
     if settings.force_compatibility:
         return f"force_compat_mode is set ({settings.forced_by})"
     if cufile.nvidia_fs(host.root).found or not peer_to_peer.obstacles(host):

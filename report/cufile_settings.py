@@ -21,7 +21,7 @@ _STRING_OR_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 
 @dataclass(frozen=True)
-class Settings:
+class CuFileSettings:
     """The settings of file and environment, cuFile's defaults elsewhere."""
 
     path: str | None = None  # None where there is no file
@@ -33,7 +33,7 @@ class Settings:
     fix: str = ""
 
 
-def read(host: Host) -> Settings:
+def read(host: Host) -> CuFileSettings:
     """Returns the settings in force; ``problem`` says why a file could not be read."""
     named = os.environ.get(NAMED_BY)
     path = os.path.abspath(named) if named else DEFAULT
@@ -49,7 +49,7 @@ def read(host: Host) -> Settings:
             problem, fix = f"{path} cannot be read as JSON: {error}", f"correct {path}"
     properties = document.get("properties") if isinstance(document, dict) else None
     values = properties if isinstance(properties, dict) else {}
-    return Settings(
+    return CuFileSettings(
         path=path if named or host.exists(path) else None,
         allow_compatibility=_is_true(values.get("allow_compat_mode", True)),
         force_compatibility=_is_true(os.environ.get(FORCED_BY) or values.get("force_compat_mode", False)),

@@ -135,7 +135,7 @@ def _default_size() -> int:
     return min(GIB, max(MIB, free_memory() // _TENSORS))
 
 
-def _size(given: argparse.Namespace, place: explain_place.Place) -> int:
+def _size(given: argparse.Namespace, place: explain_place.FilePlace) -> int:
     """Returns the bytes of a pass. Raises NotUsable if there is not enough memory for the tensors."""
     size = min(place.size, given.io_size or _default_size())
     if given.io_size:

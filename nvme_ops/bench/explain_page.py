@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from nvme_ops.bench.explain_judge import FIO, Judgement, Measured
-from nvme_ops.bench.explain_place import Place
+from nvme_ops.bench.explain_place import FilePlace
 from nvme_ops.bench.measure import Row, Spread
 from nvme_ops.bench.tables import Table, as_json, with_range
 from nvme_ops.bench.tables import as_text as table_text
@@ -30,7 +30,7 @@ class Direction:
 class Page:
     """Everything on the page."""
 
-    place: Place
+    place: FilePlace
     scratch: bool  # the file is one of ours
     size: int  # bytes of a pass
     rounds: int

@@ -29,7 +29,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """What is known about a file without reading it."""
 
     path: str
@@ -61,7 +61,7 @@ def mount_of_device(path: str) -> mounts.Mount | None:
     return mount
 
 
-def inspect(path: str) -> Place:
+def inspect(path: str) -> FilePlace:
     """Inspects a file. Raises NotUsable if it is too small, or can be read through the page cache only."""
     mount = mount_of_device(path)
     try:
@@ -76,7 +76,7 @@ def inspect(path: str) -> Place:
             words = f"{size_words(about.st_size)}, less than a block of {size_words(_LEAST)}"
             raise NotUsable(f"{path} has {words}: too little to tell a rate; name a larger file, or a folder")
         _refuse_cached_only(path)
-        return Place(
+        return FilePlace(
             path,
             about.st_size,
             f"{mount.kind} on {mount.point}" if mount else "unknown file system",

@@ -47,7 +47,7 @@ _SWITCHES = {"0": False, "1": True, "false": False, "true": True}
 
 
 @dataclass(frozen=True)
-class Place:
+class Workplace:
     """Where one process works: a folder, and the number of the device that it maps to."""
 
     folder: str
@@ -58,7 +58,7 @@ class Place:
 class Options:
     """The checked options of a run."""
 
-    places: list[Place]
+    places: list[Workplace]
     size: int
     write: bool
     engines: list[str]
@@ -182,12 +182,12 @@ def _check_picture(file: str) -> None:
         raise ValueError(f"--plot {file}: a picture's name ends with one of {', '.join(kinds)}")
 
 
-def _places(given: argparse.Namespace) -> list[Place]:
+def _places(given: argparse.Namespace) -> list[Workplace]:
     if given.folder is not None:
-        places = [Place(given.folder, number) for number in range(given.multi_process)]
+        places = [Workplace(given.folder, number) for number in range(given.multi_process)]
         if given.gpu:  # as ds_io: process N uses GPU N, as far as there are
             gpus = max(1, torch.cuda.device_count())
-            places = [Place(place.folder, place.device % gpus) for place in places]
+            places = [Workplace(place.folder, place.device % gpus) for place in places]
     else:
         if given.multi_process not in (1, len(given.folder_to_device_mapping)):
             raise ValueError("--multi_process: --folder_to_device_mapping has one process for each folder")
@@ -196,7 +196,7 @@ def _places(given: argparse.Namespace) -> list[Place]:
             folder, separator, device = entry.rpartition(":")
             if not separator or not device.isdigit():
                 raise ValueError(f"--folder_to_device_mapping {entry}: not FOLDER:NUMBER")
-            places.append(Place(folder, int(device)))
+            places.append(Workplace(folder, int(device)))
     for place in places:
         if not os.path.isdir(place.folder):
             raise ValueError(f"{place.folder}: no such folder")
@@ -207,7 +207,7 @@ def _places(given: argparse.Namespace) -> list[Place]:
     return places
 
 
-def _check_gpus(places: list[Place], pageable: bool) -> None:
+def _check_gpus(places: list[Workplace], pageable: bool) -> None:
     if not torch.cuda.is_available():
         raise ValueError("--gpu: torch.cuda is not available: no GPU, or torch without CUDA")
     if pageable:

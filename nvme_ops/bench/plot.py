@@ -7,12 +7,12 @@ from typing import Any
 
 from nvme_ops.bench.engines import ENGINES, FIO_BEST
 from nvme_ops.bench.measure import Spread, spread
-from nvme_ops.bench.run import Result, contenders
+from nvme_ops.bench.run import BenchResult, contenders
 from nvme_ops.bench.tables import plot as plot_tables
 from nvme_ops.text import size_words
 
 
-def plot(result: Result, path: str) -> bool:
+def plot(result: BenchResult, path: str) -> bool:
     """Writes the picture; returns False if nothing was measured."""
     if not any(any(row.samples) for row in result.table.rows):
         return False
@@ -37,7 +37,7 @@ def plot(result: Result, path: str) -> bool:
     return True
 
 
-def _by_devices(axis: Any, result: Result) -> None:
+def _by_devices(axis: Any, result: BenchResult) -> None:
     for engine in dict.fromkeys(each.engine for each in result.scaling):
         found = [each for each in result.scaling if each.engine == engine]
         for rates, style in (
@@ -51,7 +51,7 @@ def _by_devices(axis: Any, result: Result) -> None:
     axis.set_xticks(sorted({each.devices for each in result.scaling}))
 
 
-def _by_setting(axis: Any, result: Result, numbers: Sequence[str]) -> None:
+def _by_setting(axis: Any, result: BenchResult, numbers: Sequence[str]) -> None:
     """Plots the setting with the most values along the axis, a line for each combination of the others."""
     found = {row.name: spread(result.table.values(row)) for row in result.table.rows}
     along = max(numbers, key=lambda name: len({getattr(settings, name) for settings in result.options.settings}))

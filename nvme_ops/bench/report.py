@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from nvme_ops.bench.measure import PERCENTILES, Row, spread
-from nvme_ops.bench.run import Result
+from nvme_ops.bench.run import BenchResult
 from nvme_ops.bench.tables import as_json, as_text, plain, with_range
 from nvme_ops.measuring.energy import total
 from nvme_ops.text import GIB, columns_text, rounded, share_words
 
 
-def text(result: Result) -> str:
+def text(result: BenchResult) -> str:
     """Returns the run as text."""
     about = {"": result.machine, **{f"{folder}: ": place for folder, place in result.places.items()}}
     parts = [
@@ -31,7 +31,7 @@ def text(result: Result) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def verdict(result: Result) -> str:
+def verdict(result: BenchResult) -> str:
     """Returns in one line which row is the fastest, and which others were no slower in some round."""
     table = result.table
     rates = {row.name: found for row in table.rows if (found := spread(table.values(row)))}
@@ -54,13 +54,13 @@ def from_page_cache(row: Row) -> float | None:
     return cached / sum(each.amount for each in known) if known else None
 
 
-def _page_cache_text(result: Result) -> str:
+def _page_cache_text(result: BenchResult) -> str:
     shares = {row.name: from_page_cache(row) for row in result.table.rows}
     found = ", ".join(f"{name} {share_words(share)}" for name, share in shares.items() if share)
     return f"read from the page cache: {found}. So far memory was measured, not the device." if found else ""
 
 
-def ds_io_lines(result: Result) -> str:
+def ds_io_lines(result: BenchResult) -> str:
     """Returns latency and speed of the task and end to end, as ds_io reports them, of all passes; its GB are GiB."""
     direction = "Write" if result.options.write else "Read"
     measured = [row for row in result.table.rows if any(row.samples) and row.name != result.table.reference]
@@ -89,7 +89,7 @@ def ds_io_figures(row: Row) -> dict[str, float]:
     }
 
 
-def _blocks_text(result: Result) -> str:
+def _blocks_text(result: BenchResult) -> str:
     head = ["us", *(f"p{100 * share:g}" for share in PERCENTILES), "submit p50", "submit p99", ""]
     lines = [head]
     for name, times in result.blocks.items():
@@ -101,7 +101,7 @@ def _blocks_text(result: Result) -> str:
     return f"{title}\n{columns_text(lines)}"
 
 
-def _scaling_text(result: Result) -> str:
+def _scaling_text(result: BenchResult) -> str:
     lines = [["", "devices", "GB/s (min - max)", "/ sum of each alone"]]
     for each in result.scaling:
         together = with_range(each.rate, 4)
@@ -109,7 +109,7 @@ def _scaling_text(result: Result) -> str:
     return f"scaling over devices\n{columns_text(lines)}"
 
 
-def as_document(result: Result) -> dict[str, Any]:
+def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the run as JSON."""
     options = asdict(result.options)
     return {
@@ -139,7 +139,7 @@ def as_document(result: Result) -> dict[str, Any]:
     }
 
 
-def as_csv(result: Result) -> str:
+def as_csv(result: BenchResult) -> str:
     """Returns one line for each pass."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")

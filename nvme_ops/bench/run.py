@@ -39,7 +39,7 @@ class Scaling:
 
 
 @dataclass
-class Result:
+class BenchResult:
     """What was measured, until the end or Ctrl-C."""
 
     options: Options
@@ -57,7 +57,7 @@ class Result:
         return [row.name for row in self.table.rows if row.wrong]
 
 
-def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result:
+def run(options: Options, say: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used.
 
     ``say`` is called with a line about each preparation.
@@ -72,7 +72,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> Result
         places = {place.folder: machine.place(place.folder) for place in options.places}
         group, reference = "write" if options.write else "read", FIO_BEST if options.reference else ""
         table = Table(group, f"{group}, {_work_words(options)}", "GB/s", rows, reference, COLUMNS)
-        result = Result(options, machine.machine(), places, table, energy=meter.unavailable())
+        result = BenchResult(options, machine.machine(), places, table, energy=meter.unavailable())
         step: Step
         try:
             with progress_bar(len(rows) * (1 + options.loops) + sum(row.blocks is not None for row in rows)) as step:

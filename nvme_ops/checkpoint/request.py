@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvme_ops.errors import MissingTensorError
-from nvme_ops.formats.integrity import Part
+from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.handle import aio_handle
 
 
@@ -21,7 +21,7 @@ class Request:
     verify: bool = False
     mmap: bool = False
     strict: bool = True  # whether names that only one side has are an error
-    part: Part | None = None  # what the index of a sharded checkpoint says about this file
+    part: ShardEntry | None = None  # what the index of a sharded checkpoint says about this file
 
     def chosen(self, known: Iterable[str], path: str, targets: Container[str] | None = None) -> list[str]:
         """Returns the names in ``known`` that are requested, in order. Raises KeyError for others in ``keys``.

@@ -90,11 +90,11 @@ class safe_open:  # noqa: N801  (safetensors' name)
         """Reads all tensors by name. ``nvme_ops.load`` is faster, as it reads them into one allocation."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
-    def get_slice(self, name: str) -> Slice:
+    def get_slice(self, name: str) -> TensorSlice:
         """Returns a tensor that is read, in part, when it is indexed. Raises KeyError for an unknown name."""
         if name not in self._header.entries:
             raise lacking(self._path, [name])
-        return Slice(self, name)
+        return TensorSlice(self, name)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing. Slices of it cannot be read any more."""
@@ -119,7 +119,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
         return new_tensors.read(self._handle, self._fd, wanted, self._device)[0]
 
 
-class Slice:
+class TensorSlice:
     """A tensor in a file, indexed like a tensor. Along the first dimension only the part needed is read."""
 
     def __init__(self, file: safe_open, name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.errors import SharedMemoryError
-from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Entry, Header
+from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Header, TensorEntry
 from nvme_ops.offloaded import OffloadedTensor
 
 _PAGE = 4096
@@ -46,7 +46,9 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
     if padded > MOST_HEADER:
         raise ValueError(f"the header would be {padded} bytes long, and readers accept {MOST_HEADER}: too many tensors")
     start = 8 + padded
-    entries = {name: Entry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places}
+    entries = {
+        name: TensorEntry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places
+    }
     return Header(entries, dict(metadata), start, text.ljust(padded))
 
 

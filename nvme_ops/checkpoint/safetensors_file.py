@@ -135,7 +135,7 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
 
 
 @collector.paused()
-def _wanted(entries: Mapping[str, layout.Entry], path: str) -> list[Wanted]:
+def _wanted(entries: Mapping[str, layout.TensorEntry], path: str) -> list[Wanted]:
     """Returns the dtypes and shapes of the entries in torch."""
     names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, even for many tensors
     kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}
@@ -160,7 +160,7 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
     return found or {}
 
 
-def contents(path: str, part: integrity.Part | None = None) -> Contents:
+def contents(path: str, part: integrity.ShardEntry | None = None) -> Contents:
     """Returns what the file holds, with its checksums. ``part``: what an index says about it."""
     with opened(path) as fd:
         header = layout.read(fd, path)

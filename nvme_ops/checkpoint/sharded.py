@@ -36,7 +36,7 @@ from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.sharded_index import (
-    Index,
+    ShardedIndex,
     names_for,
     read_index,
     refuse,
@@ -175,7 +175,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
     return _of_one_save(file, lambda index: _load(index, into, request))
 
 
-def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
+def _of_one_save(path: str, read: Callable[[ShardedIndex], _Read]) -> _Read:
     """Calls ``read`` with the index and its shards; retries while a save replaces them."""
     index = read_index(path)
     while True:
@@ -190,7 +190,9 @@ def _of_one_save(path: str, read: Callable[[Index], _Read]) -> _Read:
             refuse(path, f"weight_map names {os.path.basename(str(error.filename))!r}, which is missing")
 
 
-def _load(index: Index, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
+def _load(
+    index: ShardedIndex, into: Mapping[str, Any] | torch.nn.Module | None, request: Request
+) -> dict[str, torch.Tensor]:
     targets = None if into is None else Targets(into)
     names = request.chosen(index.places, index.path, targets)
     if targets is not None:
@@ -221,7 +223,7 @@ def contents(path: str) -> Contents:
     return _of_one_save(file, _contents)
 
 
-def _contents(index: Index) -> Contents:
+def _contents(index: ShardedIndex) -> Contents:
     found = Contents("sharded", [], index.metadata)
     if index.fits is False:
         found.damaged.append(integrity.INDEX)
@@ -235,7 +237,7 @@ def _contents(index: Index) -> Contents:
     return found
 
 
-def _items(index: Index, path: str, names: Iterable[str], shard: Contents) -> Iterator[Item]:
+def _items(index: ShardedIndex, path: str, names: Iterable[str], shard: Contents) -> Iterator[Item]:
     if _module(path) is torch_file:  # storages, under the names of all tensors in them
         for item in shard.items:
             yield replace(item, name=_in_shard(item.name, path)) if item.name == PICKLE else item

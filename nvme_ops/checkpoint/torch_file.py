@@ -15,7 +15,7 @@ from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
-from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
+from nvme_ops.checkpoint.torch_open import PICKLE, TorchFile, require_record
 from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
 from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive, refuse
@@ -39,7 +39,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
     """
     if request.keys is None and into is None:
         with opened(path) as fd:
-            file = File(fd, path, request.handle, request.mmap)
+            file = TorchFile(fd, path, request.handle, request.mmap)
             return everything(file, request.map_location, request.verify)
     return read(path, None if into is None else Targets(flattened(into)), request)
 
@@ -68,7 +68,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
     in an older format, everything is loaded first.
     """
     with opened(path) as fd:
-        file = File(fd, path, request.handle, request.mmap)
+        file = TorchFile(fd, path, request.handle, request.mmap)
         archive = file.archive()
         if archive is not None:
             if request.verify:
@@ -98,14 +98,14 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
 def kinds(path: str, request: Request) -> dict[str, Kind]:
     """Returns the dtypes and shapes that ``read`` will find, as far as they are known without reading data."""
     with opened(path) as fd:
-        file = File(fd, path, request.handle)
+        file = TorchFile(fd, path, request.handle)
         archive = file.archive()
         known = {} if archive is None else _described(file, archive)
     asked = known if request.keys is None else request.keys
     return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), Described)}
 
 
-def _described(file: File, archive: Archive) -> dict[str, Described | Other]:
+def _described(file: TorchFile, archive: Archive) -> dict[str, Described | Other]:
     root, _ = torch_pickle.read(file.pickle(archive), file.path)
     known: dict[str, Described | Other] = {}
     for name, each in torch_pickle.tensors(root, file.path):
@@ -118,7 +118,7 @@ def _described(file: File, archive: Archive) -> dict[str, Described | Other]:
 
 
 def _fill_or_make(
-    file: File,
+    file: TorchFile,
     archive: Archive,
     described: Mapping[str, Described],
     targets: Targets | None,
@@ -134,7 +134,7 @@ def _fill_or_make(
 
 
 def _make(
-    file: File, archive: Archive, described: Mapping[str, Described], map_location: Any, verify: bool
+    file: TorchFile, archive: Archive, described: Mapping[str, Described], map_location: Any, verify: bool
 ) -> dict[str, torch.Tensor]:
     by_record: dict[str, list[Described]] = {}
     for each in described.values():
@@ -167,7 +167,7 @@ def _make(
     }
 
 
-def _verify_made(file: File, archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
+def _verify_made(file: TorchFile, archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
     whole = {record: each for record, each in found.items() if each.nbytes == archive.records[record].size}
     wrong = torch_read.damaged(archive, whole)
     wrong += torch_read.damaged_in_file(archive, file.handle, [record for record in found if record not in whole])
@@ -175,7 +175,7 @@ def _verify_made(file: File, archive: Archive, found: Mapping[str, torch.Tensor]
 
 
 def _verify_filled(
-    file: File, archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]
+    file: TorchFile, archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]
 ) -> None:
     whole, others, wrong = set(), set(), []
     for name, tensor in taken.items():
@@ -194,7 +194,7 @@ def _verify_filled(
 def contents(path: str) -> Contents:
     """Returns the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
     with opened(path) as fd:
-        file = File(fd, path, shared_handle())
+        file = TorchFile(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
             raise FormatError(
@@ -231,7 +231,7 @@ def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int
     return Item(name, dtype, shape, archive.path, start, start + archive.records[record].size, checksum)
 
 
-def _metadata(file: File, archive: Archive) -> dict[str, str]:
+def _metadata(file: TorchFile, archive: Archive) -> dict[str, str]:
     if METADATA not in archive.records:
         return {}
     try:

@@ -18,7 +18,7 @@ import torch._weights_only_unpickler
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import torch_plain, torch_read
-from nvme_ops.checkpoint.torch_open import PICKLE, File, require_record
+from nvme_ops.checkpoint.torch_open import PICKLE, TorchFile, require_record
 from nvme_ops.checkpoint.torch_verify import require_undamaged, verify_by_zipfile, verify_others
 from nvme_ops.checkpoint.torch_zip import Archive
 from nvme_ops.errors import FormatError, UnsafeError
@@ -31,7 +31,7 @@ _AHEAD = 8 << 20
 
 
 @collector.paused()
-def everything(file: File, map_location: Any, verify: bool) -> Any:
+def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     """The object, its storages where ``map_location``, as of ``torch.load``, says."""
     archive = file.archive()
     if archive is None:
@@ -78,7 +78,7 @@ class _UnusualError(Exception):
 
 
 def _fetcher(
-    file: File, archive: Archive, map_location: Any, content: bytes, verify: bool
+    file: TorchFile, archive: Archive, map_location: Any, content: bytes, verify: bool
 ) -> Callable[[str], torch.Tensor]:
     """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
 
@@ -119,7 +119,7 @@ def _mentions_device(content: bytes) -> bool:
     return any(name.encode() in content for name in names)
 
 
-def by_device(file: File, locations: Mapping[str, str], map_location: Any) -> dict[torch.device, list[str]]:
+def by_device(file: TorchFile, locations: Mapping[str, str], map_location: Any) -> dict[torch.device, list[str]]:
     """The records that go to each device."""
     found: dict[torch.device, list[str]] = {}
     devices: dict[str, torch.device] = {}
@@ -233,7 +233,7 @@ def _format_error_of(error: Exception) -> type[FormatError]:
     return next((made for known, made in _FORMAT_ERRORS.items() if isinstance(error, known)), FormatError)
 
 
-def _load_by_torch(file: File, map_location: Any, verify: bool) -> Any:
+def _load_by_torch(file: TorchFile, map_location: Any, verify: bool) -> Any:
     """Legacy files, compressed ones, those of the other byte order: through a stream, by torch alone."""
     if verify:
         verify_by_zipfile(file)

@@ -24,7 +24,7 @@ _MOST_EXPANSION = 16
 
 
 @dataclass
-class File:
+class TorchFile:
     """An open file in any of torch's formats."""
 
     fd: int

@@ -49,7 +49,7 @@ _MOST_GROUPS = 16  # in flight, straight from the tensors' memory
 
 
 @dataclass(slots=True)
-class Record:
+class ZipRecord:
     """One record: its ``data``, contiguous bytes on any device, at ``start``, after a header at ``header``."""
 
     name: bytes
@@ -160,7 +160,7 @@ class TorchPlan:
             if self.recycle:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
-    def _records(self) -> tuple[list[Record], int]:
+    def _records(self) -> tuple[list[ZipRecord], int]:
         """Lays out all records; returns them and the offset of the directory.
 
         Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
@@ -171,7 +171,7 @@ class TorchPlan:
         if self.metadata:
             records.append(_record(METADATA, json.dumps(dict(self.metadata), ensure_ascii=False).encode()))
         records.append(_record("version", _VERSION))
-        data = [Record(f"{FOLDER}data/{key}".encode(), each, each.nbytes) for key, each in enumerate(self.tensors)]
+        data = [ZipRecord(f"{FOLDER}data/{key}".encode(), each, each.nbytes) for key, each in enumerate(self.tensors)]
         records += sorted(data, key=lambda record: record.size >= _LARGE)
         return records, _lay_out(records)
 
@@ -183,7 +183,7 @@ def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, recycl
     return TorchPlan(content, tensors, metadata or {}, checksum, recycle)
 
 
-def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: bool) -> None:
+def _write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksum: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
     ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
@@ -199,11 +199,11 @@ def _write(handle: aio_handle, fd: int, records: Sequence[Record], checksum: boo
             in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
 
 
-def _record(name: str, content: bytes) -> Record:
-    return Record((FOLDER + name).encode(), torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content))
+def _record(name: str, content: bytes) -> ZipRecord:
+    return ZipRecord((FOLDER + name).encode(), torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content))
 
 
-def _lay_out(records: Sequence[Record]) -> int:
+def _lay_out(records: Sequence[ZipRecord]) -> int:
     """Assigns offsets to the records; returns the offset of the directory."""
     position = 0
     for record in records:
@@ -214,19 +214,19 @@ def _lay_out(records: Sequence[Record]) -> int:
     return position
 
 
-def _least_header(record: Record) -> int:
+def _least_header(record: ZipRecord) -> int:
     return zip_parts.least_local(record.name, record.size)
 
 
-def _local(record: Record) -> bytes:
+def _local(record: ZipRecord) -> bytes:
     """Returns a record's header, up to the data."""
     padding = record.start - record.header - _least_header(record)
     return zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding)
 
 
-def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
+def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
     """Yields records up to ``_GROUP`` bytes, in runs without gaps of at most as many bytes, each on one device."""
-    group: list[Record] = []
+    group: list[ZipRecord] = []
     size = 0
     for record in records:
         if record.size > _GROUP:
@@ -242,7 +242,7 @@ def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksum: bool) -> IoFuture:
+def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksum: bool) -> IoFuture:
     on_host = all(is_plain_on_host(record.data) for record in group)
     data = [record.data for record in group] if on_host else _copies(group, ring.take())
     if checksum:
@@ -257,7 +257,7 @@ def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Rin
     return future
 
 
-def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]:
+def _copies(group: Sequence[ZipRecord], buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns the records' bytes in host memory."""
     sizes = [record.size for record in group]
     copies = list(buffer[: sum(sizes)].split(sizes))
@@ -266,7 +266,7 @@ def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]
     return copies
 
 
-def _tail(records: Sequence[Record], position: int) -> bytearray:
+def _tail(records: Sequence[ZipRecord], position: int) -> bytearray:
     """Returns what follows the last record: the directory and its end."""
     entries = (
         zip_parts.central(record.name, record.size, record.crc, record.header, zip_parts.UTF8) for record in records

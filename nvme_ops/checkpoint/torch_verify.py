@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvme_ops.checkpoint import torch_read
-from nvme_ops.checkpoint.torch_open import File
+from nvme_ops.checkpoint.torch_open import TorchFile
 from nvme_ops.checkpoint.torch_zip import Archive, is_zip, refuse
 from nvme_ops.errors import ChecksumError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
 
 
-def verify_others(file: File, archive: Archive) -> None:
+def verify_others(file: TorchFile, archive: Archive) -> None:
     """Verifies all records that are not storages. Raises ValueError if the file has no checksums."""
     if not any(record.crc for record in archive.records.values()):
         raise ValueError(
@@ -31,7 +31,7 @@ def verify_others(file: File, archive: Archive) -> None:
         raise ChecksumError(file.path, wrong)
 
 
-def verify_by_zipfile(file: File) -> None:
+def verify_by_zipfile(file: TorchFile) -> None:
     """Verifies a container that only Python's zipfile can read."""
     if not is_zip(file.fd):
         raise ValueError(
@@ -50,7 +50,7 @@ def verify_by_zipfile(file: File) -> None:
         raise ChecksumError(file.path, [wrong])
 
 
-def require_undamaged(file: File, archive: Archive, wrong: Sequence[str]) -> None:
+def require_undamaged(file: TorchFile, archive: Archive, wrong: Sequence[str]) -> None:
     """Raises ChecksumError with the tensors in these records."""
     if wrong:
         root, _ = torch_pickle.read(file.pickle(archive), file.path)

@@ -25,7 +25,7 @@ _ENCRYPTED = 0x1
 _BATCH, _NEAR = 8 << 20, 64 << 10
 
 
-class Record(NamedTuple):
+class ZipEntry(NamedTuple):
     """What the directory says about one record: its header is at ``header``, and all of it ends before ``limit``."""
 
     name: bytes
@@ -44,7 +44,7 @@ class Archive:
     fd: int
     path: str
     size: int
-    records: dict[str, Record]
+    records: dict[str, ZipEntry]
     starts: dict[str, int] = field(default_factory=dict)
 
     def locate(self, handle: aio_handle, names: Iterable[str]) -> None:
@@ -182,7 +182,7 @@ def _read(fd: int, offset: int, length: int, path: str) -> bytes:
     return b"".join(parts)
 
 
-def _entries(directory: bytes, count: int, path: str) -> list[Record]:
+def _entries(directory: bytes, count: int, path: str) -> list[ZipEntry]:
     entries, place = [], 0
     for number in range(count):
         if place + zip_parts.CENTRAL.size > len(directory):
@@ -202,7 +202,7 @@ def _entries(directory: bytes, count: int, path: str) -> list[Record]:
             refuse(path, f"record {_text(name)!r} is encrypted")
         if method == 0 and stored != size:
             refuse(path, f"record {_text(name)!r}: {size} bytes are said to be stored in {stored}")
-        entries.append(Record(name, method, stored, size, crc, header, 0))
+        entries.append(ZipEntry(name, method, stored, size, crc, header, 0))
     return entries
 
 
@@ -218,7 +218,7 @@ def _wide(extra: bytes, *numbers: int) -> list[int]:
     return list(numbers)
 
 
-def _checked(entries: Sequence[Record], end: int, path: str) -> dict[str, Record]:
+def _checked(entries: Sequence[ZipEntry], end: int, path: str) -> dict[str, ZipEntry]:
     """Returns the records by name without the folder, after checking that none overlaps the next or the directory."""
     if not entries:
         refuse(path, "the zip directory has no entries")
@@ -233,7 +233,7 @@ def _checked(entries: Sequence[Record], end: int, path: str) -> dict[str, Record
             refuse(path, f"record {_text(record.name)!r}: its {record.stored} bytes overlap {what} at byte {limit}")
         limits[number] = limit
         limit = record.header
-    records: dict[str, Record] = {}
+    records: dict[str, ZipEntry] = {}
     for number, record in enumerate(entries):
         if not record.name.startswith(folder):
             continue

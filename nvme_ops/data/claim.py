@@ -1,4 +1,4 @@
-"""``Claim``: marks data files that are in no store yet, or no longer; the next writer removes those of a killed one."""
+"""``WriterClaim``: marks data files that are in no store yet, or no longer; the next writer removes a killed one's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_data_file(name: str) -> bool:
     return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
 
 
-class Claim:
+class WriterClaim:
     """A hidden file beside the index, locked while its writer lives.
 
     Args:

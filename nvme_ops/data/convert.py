@@ -30,7 +30,7 @@ _ROWS = 1024
 
 
 @dataclass
-class Source:
+class SampleSource:
     """Samples to be written, in order, each with its size in bytes at the source."""
 
     columns: Mapping[str, Spec] | Spec
@@ -40,7 +40,7 @@ class Source:
     left_out: tuple[str, ...] = ()  #: names of what else is in the folder
 
 
-def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) -> Source:
+def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) -> SampleSource:
     """Returns what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
 
     With a NumPy ``dtype`` it is a file of nothing but samples of this ``shape``, as ``numpy.memmap`` makes.
@@ -65,7 +65,7 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
     return replace(_parquet(tables), path=path, left_out=_others(path, ".parquet")) if tables else _folder(path)
 
 
-def convert(source: Source, writer: SampleWriter, on_progress: OnProgress = lambda _: None) -> int:
+def convert(source: SampleSource, writer: SampleWriter, on_progress: OnProgress = lambda _: None) -> int:
     """Writes all samples; returns how many. The writer is left open."""
     for sample, nbytes in source.samples:
         try:
@@ -77,7 +77,7 @@ def convert(source: Source, writer: SampleWriter, on_progress: OnProgress = lamb
     return len(writer)
 
 
-def _folder(path: str) -> Source:
+def _folder(path: str) -> SampleSource:
     """Makes every file below a folder a sample. If all are in subfolders, the subfolder's number is the label."""
     names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
@@ -100,7 +100,7 @@ def _folder(path: str) -> Source:
                 sample["label"] = labels[name.split(os.sep)[0]]
             yield sample, content.nbytes
 
-    return Source(columns, samples(), sum(sizes), path)
+    return SampleSource(columns, samples(), sum(sizes), path)
 
 
 def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _rows(nbytes: float) -> int:
     return int(max(1, min(_ROWS, _AT_ONCE / max(1, nbytes))))
 
 
-def _array(path: str) -> Source:
+def _array(path: str) -> SampleSource:
     numpy = _needed("numpy", path)
     try:
         rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
@@ -162,7 +162,7 @@ def _array(path: str) -> Source:
     return _of_rows(rows, numpy, path)
 
 
-def _raw(path: str, dtype: str, shape: Sequence[int]) -> Source:
+def _raw(path: str, dtype: str, shape: Sequence[int]) -> SampleSource:
     """Returns the rows of a file that contains nothing else."""
     numpy = _needed("numpy", path)
     try:
@@ -178,7 +178,7 @@ def _raw(path: str, dtype: str, shape: Sequence[int]) -> Source:
     return _of_rows(numpy.memmap(path, kind, "r", shape=(count, *shape)), numpy, path)
 
 
-def _of_rows(rows: Any, numpy: Any, path: str) -> Source:
+def _of_rows(rows: Any, numpy: Any, path: str) -> SampleSource:
     try:
         dtype = torch.from_numpy(numpy.empty(0, rows.dtype)).dtype
     except (TypeError, ValueError) as error:
@@ -190,10 +190,10 @@ def _of_rows(rows: Any, numpy: Any, path: str) -> Source:
             for row in torch.from_numpy(numpy.array(rows[start : start + step])):
                 yield row, row.nbytes
 
-    return Source((dtype, rows.shape[1:]), samples(), rows.nbytes, path)
+    return SampleSource((dtype, rows.shape[1:]), samples(), rows.nbytes, path)
 
 
-def _parquet(paths: list[str]) -> Source:
+def _parquet(paths: list[str]) -> SampleSource:
     pyarrow = _needed("pyarrow", paths[0])
     from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -218,7 +218,7 @@ def _parquet(paths: list[str]) -> Source:
                         yield row, int(carried)
                         carried -= int(carried)
 
-    return Source(columns, samples(), sum(map(os.path.getsize, paths)), paths[0])
+    return SampleSource(columns, samples(), sum(map(os.path.getsize, paths)), paths[0])
 
 
 def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
@@ -237,7 +237,7 @@ def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
     return dtype if values is kind else (dtype, (-1,))
 
 
-def _store(path: str) -> Source:
+def _store(path: str) -> SampleSource:
     store = SampleStore(path)
     if store.columns is not None:
         specs = {column.name: _spec(column.dtype, column.shape, column.text) for column in store.columns.all}
@@ -254,7 +254,7 @@ def _store(path: str) -> Source:
                 yield sample if store.columns is not None else _plain(sample), each
 
     others = _others(path, ".tar") if store.index.kind == "webdataset" and os.path.isdir(path) else ()
-    return Source(columns, samples(), store.nbytes, path, others)
+    return SampleSource(columns, samples(), store.nbytes, path, others)
 
 
 def _others(folder: str, suffix: str) -> tuple[str, ...]:

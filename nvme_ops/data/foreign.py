@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.checksums import checksums_of
-from nvme_ops.data.index import DataFile, Index, read_index, write_index
+from nvme_ops.data.index import DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import FormatError
 
 _NAME = "foreign.nvmedata"
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 def index_of(
     kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any],
     of: str = "",
-) -> Index:  # fmt: skip
+) -> SampleIndex:  # fmt: skip
     """Returns the kept index if it matches these files as they are now; else makes and keeps a new one.
 
     Args:
@@ -69,11 +69,11 @@ def index_of(
 
 def _made(
     kind: str, path: str, files: Sequence[tuple[str, int, int]], found: Iterable[Found], more: dict[str, Any]
-) -> Index:
+) -> SampleIndex:
     data, ends, records = [], [], 0
     for (name, nbytes, stamp), each in zip(files, found, strict=True):
         data.append(DataFile(name, nbytes, records, each.start, stamp))
         ends.append(each.ends)
         records += len(each.ends)
     whole = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64, device="cpu")
-    return Index(os.urandom(8).hex(), kind, records, data, more=more, ends=whole, path=path)
+    return SampleIndex(os.urandom(8).hex(), kind, records, data, more=more, ends=whole, path=path)

@@ -14,7 +14,7 @@ from nvme_ops.data.columns import Columns, Sample
 from nvme_ops.errors import FormatError
 
 
-class Reader(Protocol):
+class RecordReader(Protocol):
     """Turns records into samples."""
 
     def sample(self, record: torch.Tensor) -> Sample:
@@ -24,7 +24,7 @@ class Reader(Protocol):
 class Native:
     """Reads samples that ``SampleWriter`` wrote."""
 
-    def __init__(self, index: own.Index) -> None:
+    def __init__(self, index: own.SampleIndex) -> None:
         self.columns = Columns.from_json(index.columns)
 
     def sample(self, record: torch.Tensor) -> Sample:
@@ -36,15 +36,15 @@ class Format(NamedTuple):
     """How to recognize a format by its path, make or find its index, and read its records."""
 
     matches: Callable[[str], bool]
-    make_index: Callable[[str, bool], own.Index]
-    reader: Callable[[own.Index], Reader]
+    make_index: Callable[[str, bool], own.SampleIndex]
+    reader: Callable[[own.SampleIndex], RecordReader]
 
 
 def _has_index(path: str) -> bool:
     return os.path.isfile(os.path.join(path, own.NAME))
 
 
-def _own_index(path: str, checksums: bool) -> own.Index:
+def _own_index(path: str, checksums: bool) -> own.SampleIndex:
     return own.read_index(os.path.join(path, own.NAME), ("ends", "checksums") if checksums else ("ends",))
 
 
@@ -55,7 +55,7 @@ FORMATS = {
 }
 
 
-def index_of(path: str, checksums: bool = False) -> own.Index:
+def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
     """Returns the index of what is at ``path``.
 
     Raises:
@@ -71,7 +71,7 @@ def index_of(path: str, checksums: bool = False) -> own.Index:
     )
 
 
-def reader_of(index: own.Index) -> Reader:
+def reader_of(index: own.SampleIndex) -> RecordReader:
     """Returns what turns the records into samples. Raises FormatError for an unknown kind."""
     if index.kind not in FORMATS:
         raise FormatError(f"{index.path}: samples of an unknown kind: {index.kind!r}")

@@ -1,4 +1,4 @@
-"""``Index``: where each record of a store lies; and the file that holds the index.
+"""``SampleIndex``: where each record of a store lies; and the file that holds the index.
 
 The file, all numbers little-endian: 8 bytes ``NVMEDATA``; uint32 version, uint32 bytes of the header, uint32 CRC-32C of
 the header; the header, a JSON object; then the sections that the header names, each at a multiple of 4096 bytes:
@@ -53,7 +53,7 @@ class DataFile:
 
 
 @dataclass
-class Index:
+class SampleIndex:
     """What a store consists of. ``files`` are in the order of their records."""
 
     id: str  #: random; also in the data files of this package's own format
@@ -133,7 +133,7 @@ def aligned(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def write_index(path: str, index: Index, durable: bool = True) -> None:
+def write_index(path: str, index: SampleIndex, durable: bool = True) -> None:
     """Writes the file atomically; replaces a symbolic link itself. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
     header = {
@@ -165,14 +165,14 @@ def write_index(path: str, index: Index, durable: bool = True) -> None:
         os.ftruncate(file.fd, body + place)
 
 
-def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
+def read_index(path: str, sections: Sequence[str] = ("ends",)) -> SampleIndex:
     """Reads the file, with the named ``sections``. Raises FormatError or OSError."""
     with opened(path) as fd:
         header, body = _header(fd, path)
         try:
             files = [DataFile(**each) for each in header.pop("files")]
             found = header.pop("sections")
-            index = Index(files=files, path=path, **header)
+            index = SampleIndex(files=files, path=path, **header)
             _require_possible(index)
             for name in sections:
                 if name in found:
@@ -184,7 +184,7 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> Index:
         return index
 
 
-def _require_possible(index: Index) -> None:
+def _require_possible(index: SampleIndex) -> None:
     """Raises ValueError or TypeError for an impossible header."""
     words = [index.id, index.kind, *(file.name for file in index.files)]
     if not all(isinstance(word, str) for word in words) or not isinstance(index.more, dict):

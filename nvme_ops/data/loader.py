@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.dataset import Dataset
-from nvme_ops.data.order import Order, Shuffle
+from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
 from nvme_ops.memory.arena import Arena
@@ -285,8 +285,8 @@ class Loader:
         ranks = f"rank {self.rank} of {self.num_replicas}"
         return f"<Loader {self.store.path!r}: {len(self)} batches of {self.batch_size}, {ranks}>"
 
-    def _order(self, epoch: int) -> Order:
-        return Order(self.store.index.counts(), self.shuffle, self.seed, epoch)
+    def _order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.store.index.counts(), self.shuffle, self.seed, epoch)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 
 from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import Index
+from nvme_ops.data.index import SampleIndex
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.storage.atomic import content_of, opened
 from nvme_ops.tensors import bytes_of
@@ -61,7 +61,7 @@ def matches(path: str) -> bool:
         return False
 
 
-def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none for each record)
+def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none for each record)
     """Returns where the samples of a folder lie. Raises FormatError for shards that cannot be read in place."""
     name = os.path.join(path, _LIST)
     text = content_of(name, _MOST)
@@ -130,7 +130,7 @@ class Shards:
     are refused.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: SampleIndex) -> None:
         try:
             names, encodings, sizes = (index.more[f"column_{key}"] for key in ("names", "encodings", "sizes"))
             if not all(size is None or (type(size) is int and size >= 0) for size in sizes):

@@ -62,7 +62,7 @@ class Permutation:
         return (left << right_bits) | right
 
 
-class Order:
+class EpochOrder:
     """The samples of one epoch.
 
     Args:

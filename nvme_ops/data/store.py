@@ -16,7 +16,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.files import DataFiles, Opened
-from nvme_ops.data.index import Index, unsigned
+from nvme_ops.data.index import SampleIndex, unsigned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.future import IoFuture
@@ -51,7 +51,7 @@ class SampleStore:
     def __init__(self, path: str | os.PathLike[str], *, handle: aio_handle | None = None, verify: bool = False) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self._given = {"path": self.path, "handle": handle, "verify": verify}
-        self.index: Index = formats.index_of(self.path, verify)
+        self.index: SampleIndex = formats.index_of(self.path, verify)
         while True:
             folder = os.path.dirname(self.index.path)
             paths = [os.path.join(folder, file.name) for file in self.index.files]
@@ -389,12 +389,12 @@ def _ends_of_groups(numbers: list[int], most: int) -> list[int]:
     return [*changes[most - 1 :: most], len(numbers)]
 
 
-def _spans(index: Index, lengths: torch.Tensor) -> torch.Tensor:
+def _spans(index: SampleIndex, lengths: torch.Tensor) -> torch.Tensor:
     """Returns the bytes that are read per record: whole strides, so that neighbours touch and are read together."""
     return lengths if index.alignment == 1 else _rounded(lengths, index.alignment)
 
 
-def _rooms(index: Index, spans: torch.Tensor) -> torch.Tensor:
+def _rooms(index: SampleIndex, spans: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of memory per record."""
     return spans if index.stride is not None else _rounded(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
 

@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import Index
+from nvme_ops.data.index import SampleIndex
 from nvme_ops.errors import FormatError
 from nvme_ops.storage.atomic import opened
 from nvme_ops.tensors import bytes_of
@@ -43,7 +43,7 @@ def matches(path: str) -> bool:
     return bool(_tars(path))
 
 
-def index_of(path: str, checksums: bool = False) -> Index:  # noqa: ARG001  (there are none)
+def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none)
     """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed tar."""
     folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
     return foreign.index_of("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)
@@ -75,7 +75,7 @@ def _places(path: str) -> foreign.Found:
     return foreign.Found(starts[0] if starts else 0, ends)
 
 
-class _Part(io.BufferedIOBase):
+class _BoundedTar(io.BufferedIOBase):
     """What tarfile reads of a tar: it would take memory for whatever size a header names."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
@@ -99,7 +99,7 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
     """Yields the members of a tar, and where each ends. Raises FormatError for whatever tarfile makes of it."""
     end = 0
     try:
-        with tarfile.open(fileobj=cast(IO[bytes], _Part(file, nbytes)), mode="r:") as tar:
+        with tarfile.open(fileobj=cast(IO[bytes], _BoundedTar(file, nbytes)), mode="r:") as tar:
             for member in tar:
                 if member.size < 0 or not end < tar.offset <= nbytes:
                     raise FormatError(f"{member.name!r} cannot end at byte {tar.offset}")
@@ -117,7 +117,7 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
 class Tars:
     """Turns a sample into a dict: the bytes of its files, over the memory that was read, by extension; and the key."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: SampleIndex) -> None:
         """Needs nothing from the index: a tar describes itself."""
 
     def sample(self, record: torch.Tensor) -> Sample:

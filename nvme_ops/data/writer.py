@@ -16,10 +16,10 @@ import torch
 
 from nvme_ops import at_exit
 from nvme_ops.checksums import checksums_of, joined
-from nvme_ops.data.claim import Claim, data_file, settle_abandoned
+from nvme_ops.data.claim import WriterClaim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.files import trailer
-from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.durable import sync_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
@@ -101,7 +101,7 @@ class SampleWriter:
         self._process = os.getpid()
         self._lock = threading.RLock()
         settle_abandoned(self.path)
-        self._claim = Claim(self.path, self._id, self._folders)
+        self._claim = WriterClaim(self.path, self._id, self._folders)
         self._state = "open"
         _open.add(self)
 
@@ -208,14 +208,14 @@ class SampleWriter:
         if os.path.lexists(self.path) and not self._overwrite:
             raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
 
-    def _claim_what_is_replaced(self) -> Claim | None:
+    def _claim_what_is_replaced(self) -> WriterClaim | None:
         """Claims the data files of the store that is replaced: they are removed once no index names them."""
         try:
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
                 others = {os.path.dirname(file.name) for file in before.files if os.path.isabs(file.name)}
                 copied = before.more.get("path") != self.path  # then those are the original's
-                return Claim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
+                return WriterClaim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
         except FileNotFoundError:
             pass
         except (OSError, FormatError) as error:
@@ -267,11 +267,11 @@ class SampleWriter:
         self._file.write(part)
         self._end += len(part)
 
-    def _index(self) -> Index:
+    def _index(self) -> SampleIndex:
         fixed = self.columns.record_bytes
         ends = _tensor(self._ends, torch.int64)
         sums = None if self._sums is None else _tensor(self._sums, torch.int32)
-        return Index(
+        return SampleIndex(
             self._id, "native", len(self._ends), self._files, self._settle_alignment(), fixed, self.columns.as_json(),
             {"path": self.path} if len(self._folders) > 1 else {}, ends if fixed is None else None, sums, self.path,
         )  # fmt: skip

@@ -38,7 +38,7 @@ class _Writer(NvmeStorageWriter):
         super().__init__(path, durable=sync_files, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
 
 
-class _Reader(NvmeStorageReader):
+class _DefaultReader(NvmeStorageReader):
     """Takes the parameters of FileSystemReader; those for transforms select DCP's own reader."""
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
@@ -68,6 +68,8 @@ def use_by_default(enabled: bool = True) -> None:
     Args:
         enabled: False restores DCP's own.
     """
-    writer, reader = (_Writer, _Reader) if enabled else (filesystem.FileSystemWriter, filesystem.FileSystemReader)
+    writer, reader = (
+        (_Writer, _DefaultReader) if enabled else (filesystem.FileSystemWriter, filesystem.FileSystemReader)
+    )
     for module in (dcp, _storage_utils):
         vars(module).update(FileSystemWriter=writer, FileSystemReader=reader)

@@ -88,7 +88,7 @@ class _Rebuilt:
         return self._reduced
 
 
-class _Pickler(pickle.Pickler):
+class _FramePickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         return obj.identity if isinstance(obj, _Storage) else None
 
@@ -105,7 +105,7 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     storage = _Storage(("storage", kind, "0", "cpu", count))
     rest = arguments[6:]  # what some dtypes need in addition
     file = io.BytesIO()
-    _Pickler(file, protocol=2).dump(
+    _FramePickler(file, protocol=2).dump(
         _Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
     )
     return file.getvalue()

@@ -51,7 +51,7 @@ class _Item:
         self.length = len(self.head) + self.payload.nbytes + self.tail_length
 
 
-class DataFile:
+class RankFile:
     """One rank's file, written sequentially, once."""
 
     def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksum: bool) -> None:

@@ -42,7 +42,7 @@ def find(path: str, offset: int, length: int) -> Stored | None:
         FormatError: it is damaged.
     """
     with open(open_to_read(path), "rb") as file:
-        part = _Part(file, offset, length)
+        part = _FilePart(file, offset, length)
         try:
             archive = zipfile.ZipFile(part)
             return _find(part, archive, offset, f"{path}: byte {offset}")
@@ -52,7 +52,7 @@ def find(path: str, offset: int, length: int) -> Stored | None:
             raise FormatError(f"{path}: no tensor of torch.save at byte {offset}, or a damaged one: {error}") from error
 
 
-def _find(part: _Part, archive: zipfile.ZipFile, offset: int, label: str) -> Stored | None:
+def _find(part: _FilePart, archive: zipfile.ZipFile, offset: int, label: str) -> Stored | None:
     members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     description = members["data.pkl"]
     if description.file_size > _MOST_DESCRIPTION:
@@ -79,7 +79,7 @@ def _find(part: _Part, archive: zipfile.ZipFile, offset: int, label: str) -> Sto
     return Stored(offset + start, tensor.dtype, tensor.shape)
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file, as a file object of its own."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from nvme_ops import collector
 from nvme_ops.dcp import folder, metadata_file, readers, saving
-from nvme_ops.dcp.items import DataFile
+from nvme_ops.dcp.items import RankFile
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.atomic import make_folder, replacing
@@ -98,7 +98,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
             try:
                 with replacing(os.path.join(self.path, name), self.sync_files) as file:
-                    written = DataFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
+                    written = RankFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
                     results = written.write(plan.items)
             except BaseException:
                 self._end()  # nobody calls finish for a save that failed

@@ -27,7 +27,7 @@ _DIGITS = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardEntry:
     """What an index says about one of its shards; None where it says nothing."""
 
     index: str  # its path

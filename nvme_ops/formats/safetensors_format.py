@@ -49,7 +49,7 @@ _DEEPEST = 127  # nesting that safetensors' reader accepts, the header itself in
 _LONE_SURROGATE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor in a file: its bytes are ``start`` to ``end``, counted from the start of the file."""
 
     dtype: str
@@ -79,7 +79,7 @@ class Entry(NamedTuple):
 class Header:
     """The content of a header. ``entries`` are in the order of their data."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
     data_start: int = 0
     text: bytes = field(default=b"", repr=False)  # the JSON, with the spaces behind it
@@ -138,7 +138,7 @@ def decode(text: bytes, size: int, path: str) -> Header:
     return Header(entries, metadata, start, text)
 
 
-def _end(ordered: Mapping[str, Entry], start: int, path: str) -> int:
+def _end(ordered: Mapping[str, TensorEntry], start: int, path: str) -> int:
     """Checks that the data follow each other without gaps; returns where they end."""
     position = start
     for name, entry in ordered.items():
@@ -149,7 +149,7 @@ def _end(ordered: Mapping[str, Entry], start: int, path: str) -> int:
     return position
 
 
-_Described = tuple[dict[str, str], dict[str, Entry]]
+_Described = tuple[dict[str, str], dict[str, TensorEntry]]
 
 # How this package and safetensors write a tensor. Other forms are as valid, but take longer to parse.
 _METADATA = '{"__metadata__":'
@@ -184,11 +184,11 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
     names, dtypes, dimensions, first, last, after = columns
     known = {key: _kind(*key) for key in set(zip(dtypes, dimensions, strict=True))}
     kinds = [known[key] for key in zip(dtypes, dimensions, strict=True)]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, dtype, kind, begin, end in zip(names, dtypes, kinds, map(int, first), map(int, last), strict=True):
         if kind is None or end - begin != kind[1]:
             return None
-        entries[name] = Entry(dtype, kind[0], start + begin, start + end)
+        entries[name] = TensorEntry(dtype, kind[0], start + begin, start + end)
     if "".join(after) != "," * (len(found) - 1) + "}" or len(entries) < len(found) or "__metadata__" in entries:
         return None
     return metadata, entries
@@ -278,7 +278,7 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
     return value
 
 
-def _entry(name: str, info: Any, start: int, path: str) -> Entry:
+def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
     def wrong(what: str) -> NoReturn:
         _refuse(path, f"tensor {name!r}: {what}")
 
@@ -313,7 +313,7 @@ def _entry(name: str, info: Any, start: int, path: str) -> Entry:
         wrong(f"shape {shape!r} of {dtype} does not fill whole bytes")
     if last < first or last - first != bits // 8:
         wrong(f"data_offsets {offsets!r} span {last - first} bytes, and {dtype} of shape {shape!r} has {bits // 8}")
-    return Entry(dtype, tuple(shape), start + first, start + last)
+    return TensorEntry(dtype, tuple(shape), start + first, start + last)
 
 
 def _are_sizes(value: Any) -> bool:

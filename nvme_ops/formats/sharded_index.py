@@ -28,7 +28,7 @@ _SHARDS = (".safetensors", ".pt", ".pth", ".bin")
 
 
 @dataclass
-class Index:
+class ShardedIndex:
     """The content of an index."""
 
     path: str
@@ -45,12 +45,14 @@ class Index:
             found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
         return found
 
-    def part(self, path: str) -> integrity.Part:
+    def part(self, path: str) -> integrity.ShardEntry:
         """Returns what the index says about a shard."""
-        return integrity.Part(self.path, self.save, self.headers.get(os.path.basename(path)), self.fits is not None)
+        return integrity.ShardEntry(
+            self.path, self.save, self.headers.get(os.path.basename(path)), self.fits is not None
+        )
 
 
-def read_index(path: str) -> Index:
+def read_index(path: str) -> ShardedIndex:
     """Parses an index. Raises FormatError with what is wrong with it."""
     content = atomic.content_of(path, MOST_HEADER)
     document = _parse(content, path)
@@ -73,7 +75,7 @@ def read_index(path: str) -> Index:
     fits = None if integrity.KEY not in words else not integrity.differs(content, words)
     words.pop(integrity.KEY, None)
     save = words.pop(integrity.SAVE, None)
-    return Index(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
+    return ShardedIndex(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
 
 
 def _can_be(name: str) -> bool:

@@ -149,7 +149,7 @@ class NotReadError(Exception):
     """A pickle that is not read, and why."""
 
 
-class _Reader(Unpickler):
+class _TorchUnpickler(Unpickler):
     def __init__(self, content: bytes, path: str) -> None:
         super().__init__(content)
         self._path = path
@@ -180,7 +180,7 @@ def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
         FormatError: not a pickle, or one that weights_only would refuse.
     """
     try:
-        reader = _Reader(content, path)
+        reader = _TorchUnpickler(content, path)
         root = reader.load()
     except FormatError:
         raise

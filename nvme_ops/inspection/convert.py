@@ -14,15 +14,15 @@ from nvme_ops.checkpoint import FORMATS, torch_load
 from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
-from nvme_ops.checkpoint.torch_open import File, require_record
+from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.checkpoint.torch_zip import Archive
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
-from nvme_ops.formats.sharded_index import Index, read_index, refuse, resolved
+from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.window import Window
 from nvme_ops.storage.atomic import open_to_read
@@ -137,7 +137,7 @@ class _Reader:
             found.update(self._shard(index, shard, names, key))
         return {name: found[name] for name in index.places}, index.metadata
 
-    def _shard(self, index: Index, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
+    def _shard(self, index: ShardedIndex, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
         there, _ = self._file(path, key)
         for name in names:
             if name not in there:
@@ -159,7 +159,7 @@ class _Reader:
         return found, header.metadata
 
     def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
-        opened = File(fd, file.path, shared_handle())
+        opened = TorchFile(fd, file.path, shared_handle())
         archive = opened.archive()
         if archive is not None:
             root, _ = torch_pickle.read(opened.pickle(archive), file.path)
@@ -184,7 +184,7 @@ class _Reader:
             begin, end = each.extent
             if begin == end:
                 return torch.empty(each.shape, dtype=each.dtype)
-            extent = Extent(file, archive.starts[each.storage.record] + begin, end - begin)
+            extent = FileExtent(file, archive.starts[each.storage.record] + begin, end - begin)
             shape = each.shape if each.contiguous else ((end - begin) // each.dtype.itemsize,)
             source = known.setdefault((extent, each.dtype, shape), Source([extent], each.dtype, shape))
             found = StoredTensor(self._weights, source)

@@ -19,7 +19,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.failures import NOT_READ, named, without_frames
 from nvme_ops.offload.recompute import Pass
-from nvme_ops.offload.saved_tensors import Place, is_changed, modified, whole_of
+from nvme_ops.offload.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.units import ActivationStats, Group, Ticket, TicketRef, Unit
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
@@ -59,7 +59,7 @@ class Activations:
         self._budget, self._process = budget, os.getpid()
         self._lock = threading.RLock()
         self._units: dict[int, Unit] = {}
-        self._by_place: dict[Place, Unit] = {}
+        self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
         self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
@@ -78,7 +78,7 @@ class Activations:
             self._store = undo.enter_context(TensorStore(session, checksum=checksum, handle=handle))
             self._undo = undo.pop_all()
 
-    def put(self, tensor: torch.Tensor, place: Place) -> Ticket:
+    def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         """Saves bytes of a tensor's storage, and waits while too many are in memory.
 
         Raises:
@@ -139,7 +139,7 @@ class Activations:
                     self._release(unit)
         return memory, failure, demanded
 
-    def find(self, places: Sequence[Place], version: int) -> Ticket | None:
+    def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
         with self._lock:
             for place in places:
@@ -194,7 +194,7 @@ class Activations:
     def _in_memory(self) -> int:
         return self._held.nbytes + self._writing.nbytes + self._restored.nbytes
 
-    def _add(self, tensor: torch.Tensor, place: Place) -> Ticket:
+    def _add(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit)
         unit.ticket = TicketRef(ticket, self._gone)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nvme_ops.offload.generation import Reached
-from nvme_ops.offload.plan import Estimate, Plan, Rates, Sizes, Way, per_thousand
+from nvme_ops.offload.plan import Estimate, InferencePlan, Placement, Rates, Sizes, per_thousand
 from nvme_ops.text import columns_text, rate_words, rounded, share_words, size_words
 
 
@@ -18,7 +18,7 @@ class Shown:
     about: dict[str, Any]
     sizes: Sizes
     rates: Rates
-    plan: Plan
+    plan: InferencePlan
     left_out: list[int]  # batches that do not fit into memory
     memory: int
     price_per_hour: float | None
@@ -35,8 +35,8 @@ class Shown:
         ]
         if plan.estimates:
             rows = [self._heading(), *(self._row(each) for each in plan.estimates)]
-            ways = [["", "memory", *(f"batch {each.batch}" for each in plan.estimates)], *self._ways()]
-            lines += ["", columns_text(rows), "", "tokens/s with the weights in", columns_text(ways)]
+            placements = [["", "memory", *(f"batch {each.batch}" for each in plan.estimates)], *self._placements()]
+            lines += ["", columns_text(rows), "", "tokens/s with the weights in", columns_text(placements)]
         lines.append("")
         if self.left_out:
             lines.append(
@@ -80,23 +80,23 @@ class Shown:
         return found + (["cost/1000"] if self.price_per_hour is not None else [])
 
     def _row(self, each: Estimate) -> list[str]:
-        way = each.nvme
+        placement = each.nvme
         cells = [
             str(each.batch),
-            size_words(way.bytes_per_step),
-            _seconds(way.reading),
-            _seconds(way.computing),
-            way.bound,
-            rounded(way.tokens_per_second, 3) + ("" if way.fits else " (does not fit)"),
-            _seconds(way.first_token),
-            _seconds(way.first_token_cold),
+            size_words(placement.bytes_per_step),
+            _seconds(placement.reading),
+            _seconds(placement.computing),
+            placement.bound,
+            rounded(placement.tokens_per_second, 3) + ("" if placement.fits else " (does not fit)"),
+            _seconds(placement.first_token),
+            _seconds(placement.first_token_cold),
             size_words(each.beside_bytes),
         ]
-        spent = self._spent(way)
+        spent = self._spent(placement)
         cells += [f"{rounded(spent['joules_per_1000_tokens'], 3)} J"] if self.watts is not None else []
         return cells + ([f"{spent['cost_per_1000_tokens']:.3g}"] if self.price_per_hour is not None else [])
 
-    def _ways(self) -> list[list[str]]:
+    def _placements(self) -> list[list[str]]:
         found = [["NVMe", size_words(self.memory), *(_tokens(each.nvme) for each in self.plan.estimates)]]
         from_host = [each.cpu_memory for each in self.plan.estimates if each.cpu_memory is not None]
         whole = size_words(self.about["bytes"])
@@ -106,24 +106,29 @@ class Shown:
         return [*found, [name, whole, *(_tokens(each.no_offload) for each in self.plan.estimates)]]
 
     def _estimate(self, each: Estimate) -> dict[str, Any]:
-        ways = {"nvme": each.nvme, "cpu_memory": each.cpu_memory, "no_offload": each.no_offload}
+        placements = {"nvme": each.nvme, "cpu_memory": each.cpu_memory, "no_offload": each.no_offload}
         return {
             "batch": each.batch,
             "cache_bytes": each.cache_bytes,
             "beside_bytes": each.beside_bytes,
-            **{name: self._way(way) for name, way in ways.items() if way is not None},
+            **{name: self._placement(placement) for name, placement in placements.items() if placement is not None},
         }
 
-    def _way(self, way: Way) -> dict[str, Any]:
-        figures = {name: value for name, value in asdict(way).items() if name != "batch"}
-        return {**figures, "bound": way.bound, "tokens_per_second": way.tokens_per_second, **self._spent(way)}
+    def _placement(self, placement: Placement) -> dict[str, Any]:
+        figures = {name: value for name, value in asdict(placement).items() if name != "batch"}
+        return {
+            **figures,
+            "bound": placement.bound,
+            "tokens_per_second": placement.tokens_per_second,
+            **self._spent(placement),
+        }
 
-    def _spent(self, way: Way) -> dict[str, float]:
+    def _spent(self, placement: Placement) -> dict[str, float]:
         found = {}
         if self.watts is not None:
-            found["joules_per_1000_tokens"] = per_thousand(self.watts, way.tokens_per_second)
+            found["joules_per_1000_tokens"] = per_thousand(self.watts, placement.tokens_per_second)
         if self.price_per_hour is not None:
-            found["cost_per_1000_tokens"] = per_thousand(self.price_per_hour / 3600, way.tokens_per_second)
+            found["cost_per_1000_tokens"] = per_thousand(self.price_per_hour / 3600, placement.tokens_per_second)
         return found
 
 
@@ -165,8 +170,8 @@ def _bound(tokens_per_second: float | None) -> str:
     return "no limit" if tokens_per_second is None else rounded(tokens_per_second, 3)
 
 
-def _tokens(way: Way) -> str:
-    return rounded(way.tokens_per_second, 3) if way.fits else "does not fit"
+def _tokens(placement: Placement) -> str:
+    return rounded(placement.tokens_per_second, 3) if placement.fits else "does not fit"
 
 
 def _seconds(seconds: float) -> str:

@@ -70,7 +70,7 @@ class Computing:
 
 
 @dataclass(frozen=True)
-class Way:
+class Placement:
     """What is expected with the weights in one place."""
 
     bytes_per_step: int
@@ -104,13 +104,13 @@ class Estimate:
     batch: int
     cache_bytes: int  #: at the end, for all sequences
     beside_bytes: int  #: memory beside the weights, that of the cache included
-    nvme: Way
-    no_offload: Way
-    cpu_memory: Way | None = None  #: None where the model computes in that
+    nvme: Placement
+    no_offload: Placement
+    cpu_memory: Placement | None = None  #: None where the model computes in that
 
 
 @dataclass(frozen=True)
-class Plan:
+class InferencePlan:
     """The estimates of several batch sizes, and the best of these."""
 
     estimates: tuple[Estimate, ...]
@@ -138,9 +138,9 @@ def estimate(
     beside = sizes.beside(batch, prompt_length, new_tokens)
     load = sizes.model / rates.storage
 
-    def way(rate: float | None, cold: float, fits: bool) -> Way:
+    def placement(rate: float | None, cold: float, fits: bool) -> Placement:
         per_step, by_prompt = (read, read_by_prompt) if rate is not None else (0, 0)
-        return Way(
+        return Placement(
             bytes_per_step=per_step,
             reading=per_step / (rate or 1),
             computing=computing.step,
@@ -155,13 +155,13 @@ def estimate(
     from_host = None
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
-        from_host = way(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
+        from_host = placement(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
     return Estimate(
         batch,
         cache,
         beside,
-        nvme=way(rates.storage, max(load, computing.prompt), streams),
-        no_offload=way(None, load + computing.prompt, whole),
+        nvme=placement(rates.storage, max(load, computing.prompt), streams),
+        no_offload=placement(None, load + computing.prompt, whole),
         cpu_memory=from_host,
     )
 
@@ -176,11 +176,13 @@ def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
     return online, max(usable, key=lambda each: each.nvme.tokens_per_second).batch
 
 
-def plan(sizes: Sizes, rates: Rates, computing: dict[int, Computing], prompt_length: int, new_tokens: int) -> Plan:
+def plan(
+    sizes: Sizes, rates: Rates, computing: dict[int, Computing], prompt_length: int, new_tokens: int
+) -> InferencePlan:
     """Returns the plan of the batch sizes for which it is known how long they compute."""
     found = tuple(estimate(sizes, rates, times, batch, prompt_length, new_tokens) for batch, times in computing.items())
     kept = step_bytes(sizes, found[0].batch)[1] if found else 0
-    return Plan(found, *best(found), kept)
+    return InferencePlan(found, *best(found), kept)
 
 
 def per_thousand(each_second: float, tokens_per_second: float) -> float:

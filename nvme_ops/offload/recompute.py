@@ -24,9 +24,9 @@ from nvme_ops.offload.saved_tensors import (
     Copied,
     Kept,
     Layout,
-    Place,
     Saved,
-    Source,
+    SavedValue,
+    StoragePart,
     is_changed,
     kept,
     place_of,
@@ -46,8 +46,8 @@ _BOUND = 0.05  # of the time of a pass; waiting longer means that storage is wha
 class Away:
     """A tensor whose bytes may be saved, or computed again."""
 
-    place: Place
-    whole: Place
+    place: StoragePart
+    whole: StoragePart
     layout: Layout
     version: int
     origin: StorageWeakRef  #: so that no other storage gets its place
@@ -76,7 +76,7 @@ class Pass:
 
 
 @dataclass(eq=False)
-class Recipe:
+class TensorRecipe:
     """An operation that made a tensor, and what it was called with, as long as that is there."""
 
     function: Any
@@ -141,7 +141,7 @@ class Choice(TorchDispatchMode):
     def __init__(self, least: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._least = max(1, least)
-        self._recipes: dict[int, Recipe] = {}  # by storage
+        self._recipes: dict[int, TensorRecipe] = {}  # by storage
         self._seconds: dict[Kind, float] = {}  # the shortest seen
         self._possible: dict[Kind, int] = {}  # how many of each there were in this pass
         self._again: frozenset[Kind] = frozenset()
@@ -178,7 +178,7 @@ class Choice(TorchDispatchMode):
                     leaves = [self._leaf(each) if isinstance(each, torch.Tensor) else each for each in flat]
                 origin = StorageWeakRef(tensor.untyped_storage())
                 number, version = next(self._numbers), tensor._version
-                self._note(Recipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
+                self._note(TensorRecipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
         return made
 
     def _forget_results_among(self, args: Any, kwargs: Any) -> None:
@@ -199,13 +199,13 @@ class Choice(TorchDispatchMode):
         origin = StorageWeakRef(tensor.untyped_storage())
         return Away(place, whole_of(tensor), Layout.of(tensor), tensor._version, origin)
 
-    def _note(self, recipe: Recipe, seconds: float) -> None:
+    def _note(self, recipe: TensorRecipe, seconds: float) -> None:
         if len(self._recipes) > 64:
             self._recipes = {key: each for key, each in self._recipes.copy().items() if not each.origin.expired()}
         self._recipes[recipe.origin.cdata] = recipe
         self._seconds[recipe.kind] = min(seconds, self._seconds.get(recipe.kind, seconds))
 
-    def source_of(self, place: Place, version: int, saved: Callable[[Away], Source | None]) -> Again | None:
+    def source_of(self, place: StoragePart, version: int, saved: Callable[[Away], SavedValue | None]) -> Again | None:
         """Returns how to compute bytes again instead of saving them; None if they are to be saved.
 
         Args:
@@ -237,7 +237,7 @@ class Choice(TorchDispatchMode):
         self._bytes_of_pass += recipe.nbytes
         return made
 
-    def _made_before(self, leaf: Away) -> Source | None:
+    def _made_before(self, leaf: Away) -> SavedValue | None:
         """Returns how a tensor is computed again, if that was decided before."""
         recipe = self._recipes.get(leaf.place.storage)
         if recipe is None or recipe.version != leaf.version:

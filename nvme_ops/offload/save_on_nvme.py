@@ -14,7 +14,7 @@ from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations import Activations
 from nvme_ops.offload.recompute import Away, Choice
-from nvme_ops.offload.saved_tensors import Layout, Saved, Source, kept, place_of
+from nvme_ops.offload.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.units import ActivationStats, Ticket
 
@@ -115,7 +115,7 @@ class _Packer:
         self._activations, self._least, self._choice = activations, least, choice
 
     @torch._disable_dynamo
-    def pack(self, tensor: torch.Tensor) -> Source:
+    def pack(self, tensor: torch.Tensor) -> SavedValue:
         place = place_of(tensor, self._least)
         if place is None:
             return kept(tensor, self._least)
@@ -129,7 +129,7 @@ class _Packer:
         ticket = self._activations.put(tensor, place)
         return self._saved(layout, ticket, tensor)
 
-    def _known(self, away: Away) -> Source | None:
+    def _known(self, away: Away) -> SavedValue | None:
         """Returns what a tensor was saved as."""
         ticket = self._activations.find((away.place, away.whole), away.version)
         return None if ticket is None else self._saved(away.layout, ticket)
@@ -144,5 +144,5 @@ class _Packer:
 
 
 @torch._disable_dynamo
-def _unpack(saved: Source) -> torch.Tensor:
+def _unpack(saved: SavedValue) -> torch.Tensor:
     return saved.value()

@@ -17,14 +17,14 @@ _MOST = 4  # a storage that is larger than what is saved of it by more than this
 _node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
-class Source(Protocol):
+class SavedValue(Protocol):
     """Restores a tensor, whatever it was saved as."""
 
     def value(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified in place, and what reading it raises."""
 
 
-class Place(NamedTuple):
+class StoragePart(NamedTuple):
     """Bytes of a storage."""
 
     storage: int  #: as ``StorageWeakRef.cdata``
@@ -183,7 +183,7 @@ def is_changed(fetched: torch.Tensor, version: int) -> bool:
     return fetched._version != version or any(value._version != each for value, each in made_of(fetched).values())
 
 
-def place_of(tensor: torch.Tensor, least: int) -> Place | None:
+def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
     """Returns which bytes are saved for a tensor, at least ``least``; None if it stays in memory.
 
     Parameters and views of them stay, and tensors without ordinary memory, or less than their size.
@@ -196,16 +196,16 @@ def place_of(tensor: torch.Tensor, least: int) -> Place | None:
     if whole.nbytes <= _MOST * nbytes:
         return None if whole.nbytes < least else whole
     layout = Layout.of(tensor)
-    return None if nbytes < least else Place(whole.storage, nbytes, layout)
+    return None if nbytes < least else StoragePart(whole.storage, nbytes, layout)
 
 
-def whole_of(tensor: torch.Tensor) -> Place:
+def whole_of(tensor: torch.Tensor) -> StoragePart:
     """Returns all bytes of the storage of a tensor."""
     storage = tensor.untyped_storage()
-    return Place(storage._cdata, storage.nbytes())
+    return StoragePart(storage._cdata, storage.nbytes())
 
 
-def memory_of(tensor: torch.Tensor, place: Place) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor, place: StoragePart) -> torch.Tensor:
     """Returns the bytes that are saved for a tensor: those of its storage, or of a copy of its elements."""
     source = tensor if place.part is None else _distinct(tensor.detach()).clone()
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -54,7 +54,7 @@ class WeightFile:
             os.close(fd)
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """``nbytes`` of a file from byte ``start`` on."""
 
     file: WeightFile
@@ -73,7 +73,7 @@ class Source:
         shape: of the tensor.
     """
 
-    def __init__(self, extents: Sequence[Extent], dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def __init__(self, extents: Sequence[FileExtent], dtype: torch.dtype, shape: Sequence[int]) -> None:
         self.extents, self.dtype, self.shape = _joined(extents), dtype, tuple(shape)
         self.nbytes = math.prod(self.shape) * dtype.itemsize
         #: Bytes in front of it that are read with it, and all that are: whole pages of one file, which need no copy.
@@ -105,14 +105,14 @@ class Source:
             self._viewed[key] = Source(self.extents, key[1], shape)
         return self._viewed[key]
 
-    def range(self, begin: int, nbytes: int) -> list[Extent]:
+    def range(self, begin: int, nbytes: int) -> list[FileExtent]:
         """The extents of ``nbytes`` bytes from byte ``begin`` of the tensor on."""
         found = []
         for file, start, length in self.extents:
             skipped = min(begin, length)
             taken = min(length - skipped, nbytes)
             if taken:
-                found.append(Extent(file, start + skipped, taken))
+                found.append(FileExtent(file, start + skipped, taken))
             begin, nbytes = begin - skipped, nbytes - taken
         return found
 
@@ -124,7 +124,7 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
     outer = math.prod(first.shape[:dim])
     if outer * len(sources) > _MOST_EXTENTS or any(each.dtype != first.dtype for each in sources):
         return None
-    extents: list[Extent] = []
+    extents: list[FileExtent] = []
     for index in range(outer):
         for each in sources:
             block = each.nbytes // outer
@@ -142,18 +142,18 @@ def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
         return None
     block = source.nbytes // outer
     row = block // source.shape[dim]
-    extents: list[Extent] = []
+    extents: list[FileExtent] = []
     for index in range(outer):
         extents += source.range(index * block + begin * row, (end - begin) * row)
     return Source(extents, source.dtype, (*source.shape[:dim], end - begin, *source.shape[dim + 1 :]))
 
 
-def _joined(extents: Sequence[Extent]) -> tuple[Extent, ...]:
+def _joined(extents: Sequence[FileExtent]) -> tuple[FileExtent, ...]:
     """Neighbours in one file become one extent."""
-    found: list[Extent] = []
+    found: list[FileExtent] = []
     for extent in extents:
         if found and found[-1].file is extent.file and found[-1].start + found[-1].nbytes == extent.start:
-            found[-1] = Extent(extent.file, found[-1].start, found[-1].nbytes + extent.nbytes)
+            found[-1] = FileExtent(extent.file, found[-1].start, found[-1].nbytes + extent.nbytes)
         else:
             found.append(extent)
     return tuple(found)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.quantized import expand
-from nvme_ops.offload.source import Extent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.window import Window, read_now
 from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
 
@@ -194,7 +194,7 @@ def stored_tensors(
         dtype, shape = entry.in_torch(file.path, name)
         if entry.end > file.size:
             raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
-        source = Source([Extent(file, entry.start, entry.end - entry.start)], dtype, shape)
+        source = Source([FileExtent(file, entry.start, entry.end - entry.start)], dtype, shape)
         yield name, StoredTensor(weights, source, device=device)
 
 

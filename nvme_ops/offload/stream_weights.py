@@ -18,7 +18,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import is_dense
 from nvme_ops.memory.ring import InFlight
 from nvme_ops.offload import quantized
-from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights
 from nvme_ops.offload.streamed import StreamedModel, stream
 from nvme_ops.offloaded import Step, outline_of
@@ -239,7 +239,7 @@ def _write(
             slabs.move(pieces, to_store(tensor), transfers, write=True, priority=Priority.WRITEBACK)
             for transfer in transfers:
                 in_flight.add(transfer)
-            extents = [Extent(files[piece.folder], piece.extent.start, piece.nbytes) for piece in pieces]
+            extents = [FileExtent(files[piece.folder], piece.extent.start, piece.nbytes) for piece in pieces]
             if tensor.is_contiguous() or not is_dense(tensor):
                 source = Source(extents, tensor.dtype, tensor.shape)
                 stored[key] = StoredTensor(weights, source, dtype, device, scale)

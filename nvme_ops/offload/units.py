@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.saved_tensors import Place, made_of, memory_of
+from nvme_ops.offload.saved_tensors import StoragePart, made_of, memory_of
 from nvme_ops.text import size_words
 
 
@@ -58,7 +58,7 @@ class TicketRef(weakref.ref[Ticket]):
 class Unit:
     """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, place: Place) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, place: StoragePart) -> None:
         storage = tensor.untyped_storage()
         self.number, self.place, self.nbytes = number, place, place.nbytes
         self.device = tensor.device

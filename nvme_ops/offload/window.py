@@ -15,7 +15,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
-from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.source import FileExtent, Source, WeightFile
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
@@ -236,7 +236,7 @@ class Window:
         if skipped or nbytes > source.nbytes:  # whole pages, which need no copy
             file, start, _ = source.extents[0]
             end = min(file.size, start - skipped + nbytes)
-            pieces = [(Extent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
+            pieces = [(FileExtent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
         else:
             starts = _starts(source.extents)
             pieces = [(each, memory[at : at + each.nbytes]) for each, at in zip(source.extents, starts, strict=True)]
@@ -305,7 +305,7 @@ def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
     ]
 
 
-def _submit(pieces: Iterable[tuple[Extent, torch.Tensor]], priority: Priority = Priority.DEMAND) -> list[IoFuture]:
+def _submit(pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priority = Priority.DEMAND) -> list[IoFuture]:
     """Starts to read extents into tensors, all of a file in one call. FormatError when a file was changed."""
     by_file: dict[WeightFile, tuple[list[torch.Tensor], list[int]]] = {}
     for extent, tensor in pieces:
@@ -320,7 +320,7 @@ def _submit(pieces: Iterable[tuple[Extent, torch.Tensor]], priority: Priority = 
     ]
 
 
-def _starts(extents: Iterable[Extent]) -> list[int]:
+def _starts(extents: Iterable[FileExtent]) -> list[int]:
     starts, at = [], 0
     for extent in extents:
         starts.append(at)

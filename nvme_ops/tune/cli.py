@@ -11,7 +11,7 @@ from nvme_ops.arguments import command, say, show
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable
 from nvme_ops.tune import options, report, store
-from nvme_ops.tune.devices import Result, tune
+from nvme_ops.tune.devices import TuneResult, tune
 
 
 @command("nvme-tune")
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _show(result: Result) -> None:
+def _show(result: TuneResult) -> None:
     given = result.options
     document = json.dumps(report.as_document(result), indent=2) + "\n"
     if given.json == "-":
@@ -48,7 +48,7 @@ def _show(result: Result) -> None:
         _keep(result)
 
 
-def _keep(result: Result) -> None:
+def _keep(result: TuneResult) -> None:
     for tuned in result.devices:
         details = report.details(tuned)
         known = None if result.options.replace else store.document(tuned.identity)

@@ -47,7 +47,7 @@ class Tuned:
 
 
 @dataclass
-class Result:
+class TuneResult:
     """What was found, also if Ctrl-C ended it early."""
 
     options: Namespace  # of ``options.parse``
@@ -61,9 +61,9 @@ class Result:
         return found.pop() if len(found) == 1 else self.devices[0].outcome.baseline
 
 
-def tune(options: Namespace, say: Say) -> Result:
+def tune(options: Namespace, say: Say) -> TuneResult:
     """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
-    result = Result(options)
+    result = TuneResult(options)
     devices: dict[Identity, list[str]] = {}
     backend = _HANDLES[options.way]().backend
     for folder in options.nvme_dir:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nvme_ops.settings import Settings
 from nvme_ops.text import share_words, size_words
-from nvme_ops.tune.devices import Result, Tuned
+from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Outcome
 
@@ -16,7 +16,7 @@ _FLAT = 0.03  # settings that lose no more than this
 _ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")  # ds_nvme_tune's
 
 
-def text(result: Result) -> str:
+def text(result: TuneResult) -> str:
     """Returns the result device by device, then the section of the configuration."""
     parts = []
     for tuned in result.devices:
@@ -25,7 +25,7 @@ def text(result: Result) -> str:
     return "\n\n".join([*parts, json.dumps({"aio": _section(result.best)}, indent=2)])
 
 
-def as_document(result: Result) -> dict[str, Any]:
+def as_document(result: TuneResult) -> dict[str, Any]:
     """Returns the result as JSON; its ``aio`` is what ``aio_handle(**aio)`` and DeepSpeed's configuration accept."""
     return {
         "aio": _section(result.best),

@@ -15,11 +15,11 @@ import torch
 
 import nvme_ops
 from nvme_ops.bench import cli, options
-from nvme_ops.bench.engines import ENGINES, Contender, Engine, deepspeed, make_row
+from nvme_ops.bench.engines import ENGINES, BenchEngine, Contender, deepspeed, make_row
 from nvme_ops.bench.engines.handles import handle_row
 from nvme_ops.bench.engines.task import Task, over_files
 from nvme_ops.bench.measure import Row, Sample, interleave
-from nvme_ops.bench.run import Result, run
+from nvme_ops.bench.run import BenchResult, run
 from nvme_ops.measuring import files, stop
 from nvme_ops.measuring.page_cache import cached_share
 from nvme_ops.settings import Settings
@@ -29,7 +29,7 @@ from tests.conftest import contents
 SETTINGS = Settings(block_size=256 * KIB, queue_depth=8, overlap_events=True)
 
 
-def measure(folder: Path, *words: str) -> Result:
+def measure(folder: Path, *words: str) -> BenchResult:
     """A run of the flags, in this process where it can be."""
     given = options.parse(["--folder", str(folder), "--loops", "1", "--no_reference", *words])
     try:
@@ -116,7 +116,7 @@ def liar(monkeypatch: pytest.MonkeyPatch) -> None:
         handle = types.SimpleNamespace(pread=lambda tensor, *_: tensor.fill_(7), pwrite=pwrite, wait=lambda: None)
         return handle_row(task, name, handle)
 
-    monkeypatch.setitem(ENGINES, "liar", Engine("made up", row))
+    monkeypatch.setitem(ENGINES, "liar", BenchEngine("made up", row))
 
 
 @pytest.mark.parametrize("flags", [["--read"], []], ids=["read", "write"])

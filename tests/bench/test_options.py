@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nvme_ops.bench import options
 from nvme_ops.bench.engines import ENGINES
-from nvme_ops.bench.options import Options, Place
+from nvme_ops.bench.options import Options, Workplace
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 from tests import prepared
@@ -48,7 +48,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_defaults_are_ds_io_s_but_for_the_depth() -> None:
     assert parse() == Options(
-        [Place(ANYWHERE, 0)], GIB, write=True, engines=["aio_handle"], settings=[DEFAULT], swept=[], loops=3,
+        [Workplace(ANYWHERE, 0)], GIB, write=True, engines=["aio_handle"], settings=[DEFAULT], swept=[], loops=3,
         warmup_loops=1, validate=False, gpu=False, use_gds=False, slow_bounce_buffer=False, cached=False,
         pageable=False, different_files=False, reference=True, scaling=False, json=None, csv=None, plot=None,
         words=["--folder", ANYWHERE],
@@ -62,7 +62,7 @@ def test_the_defaults_are_ds_io_s_but_for_the_depth() -> None:
         (["--io_size", "400M"], {"size": 400 * MIB}),
         (["--io_size", "1G"], {"size": GIB}),
         (["--read"], {"write": False}),
-        (["--multi_process", "3"], {"places": [Place(ANYWHERE, number) for number in range(3)]}),
+        (["--multi_process", "3"], {"places": [Workplace(ANYWHERE, number) for number in range(3)]}),
         (["--loops", "7"], {"loops": 7}),
         (["--warmup_loops", "0"], {"warmup_loops": 0}),
         (["--validate"], {"validate": True}),
@@ -122,7 +122,7 @@ def test_folders_are_mapped_to_devices(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     first, second = f"{folders[0]}:0", f"{folders[1]}:15"
-    expected = [Place(str(folders[0]), 0), Place(str(folders[1]), 15)]
+    expected = [Workplace(str(folders[0]), 0), Workplace(str(folders[1]), 15)]
     assert options.parse(["--folder_to_device_mapping", first, second]).places == expected
     twice = ["--folder_to_device_mapping", first, "--folder_to_device_mapping", second, "--multi_process", "2"]
     assert options.parse(twice).places == expected

@@ -17,7 +17,7 @@ from nvme_ops.bench.engines import Contender, make_row
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample, interleave
 from nvme_ops.bench.ranks import combined
-from nvme_ops.bench.run import Result
+from nvme_ops.bench.run import BenchResult
 from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table, as_text
 from nvme_ops.measuring import files, page_cache
 from nvme_ops.measuring.page_cache import cached_share
@@ -54,12 +54,12 @@ def warm(path: str, size: int) -> None:
         os.close(descriptor)
 
 
-def run(folder: Path, *words: str) -> Result:
+def run(folder: Path, *words: str) -> BenchResult:
     wanted = ["--folder", str(folder), "--io_size", "4M", "--no_reference", "--loops", "2", *words]
     return run_module.run(options.parse(wanted))
 
 
-def shares(result: Result) -> dict[str, float | None]:
+def shares(result: BenchResult) -> dict[str, float | None]:
     return {row.name: report.from_page_cache(row) for row in result.table.rows}
 
 

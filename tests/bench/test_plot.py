@@ -11,7 +11,7 @@ import pytest
 
 from nvme_ops.bench import options, plot, tables
 from nvme_ops.bench.measure import Row, Sample, Spread
-from nvme_ops.bench.run import Result, Scaling, contenders
+from nvme_ops.bench.run import BenchResult, Scaling, contenders
 from nvme_ops.text import KIB, MIB
 
 figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
@@ -19,16 +19,16 @@ ANYWHERE = tempfile.gettempdir()
 PNG = b"\x89PNG\r\n"
 
 
-def result(*words: str, rates: Sequence[float | None] = ()) -> Result:
+def result(*words: str, rates: Sequence[float | None] = ()) -> BenchResult:
     """With the rows that these flags ask for; ``rates``: GB/s of each, None for one that failed."""
     given = options.parse(["--folder", ANYWHERE, *words])
     rows = [Row(contender.name, lambda: Sample(1, 1)) for contender in contenders(given)]
     for row, rate in zip(rows, rates, strict=True):
         row.samples = [None if rate is None else Sample(1 / rate * slower, 10**9) for slower in (1, 2, 1)]
-    return Result(given, {}, {ANYWHERE: {}}, tables.Table("write", "write, 1 GiB", "GB/s", rows, "fio best"))
+    return BenchResult(given, {}, {ANYWHERE: {}}, tables.Table("write", "write, 1 GiB", "GB/s", rows, "fio best"))
 
 
-def axis_of(monkeypatch: pytest.MonkeyPatch, path: Path, found: Result) -> Any:
+def axis_of(monkeypatch: pytest.MonkeyPatch, path: Path, found: BenchResult) -> Any:
     """What is drawn."""
     kept: list[Any] = []
     save = figure.Figure.savefig

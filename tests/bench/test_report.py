@@ -14,7 +14,7 @@ import pytest
 from nvme_ops.bench import options, report, tables
 from nvme_ops.bench.measure import BlockTimes, Row, Sample, Spread
 from nvme_ops.bench.ranks import combined
-from nvme_ops.bench.run import COLUMNS, Result, Scaling, contenders, scaling_of
+from nvme_ops.bench.run import COLUMNS, BenchResult, Scaling, contenders, scaling_of
 from nvme_ops.text import GIB, KIB, MIB
 
 ANYWHERE = tempfile.gettempdir()
@@ -25,10 +25,10 @@ def row(name: str, *samples: Sample | None, note: str = "") -> Row:
     return Row(name, lambda: Sample(1, 1), note=note, samples=list(samples))
 
 
-def result(*rows: Row, words: tuple[str, ...] = ("--read",), reference: str = "fio best") -> Result:
+def result(*rows: Row, words: tuple[str, ...] = ("--read",), reference: str = "fio best") -> BenchResult:
     table = tables.Table("read", "read, 1 GiB", "GB/s", list(rows), reference, COLUMNS)
     given = options.parse(["--folder", ANYWHERE, *words])
-    return Result(given, {"cpu": "2 x Fast", "kernel": "6.1"}, {ANYWHERE: {"file system": "ext4"}}, table)
+    return BenchResult(given, {"cpu": "2 x Fast", "kernel": "6.1"}, {ANYWHERE: {"file system": "ext4"}}, table)
 
 
 def full(seconds: float) -> Sample:

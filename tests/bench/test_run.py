@@ -25,7 +25,7 @@ from nvme_ops.bench import cli, options, report
 from nvme_ops.bench.measure import Row, Sample, Unavailable
 from nvme_ops.bench.ranks import joint_row
 from nvme_ops.bench.remote import Remote
-from nvme_ops.bench.run import Result
+from nvme_ops.bench.run import BenchResult
 from nvme_ops.measuring import files, stop
 from nvme_ops.progress import Step
 from nvme_ops.text import GIB, MIB
@@ -39,7 +39,7 @@ def nvme_bench(*words: str) -> subprocess.CompletedProcess[str]:
     return prepared.run("-m", "nvme_ops.bench", *words)
 
 
-def run(folder: Path, *words: str) -> Result:
+def run(folder: Path, *words: str) -> BenchResult:
     """In this process, as far as it goes."""
     return run_module.run(options.parse(["--folder", str(folder), *SMALL, *words]))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.data import SampleStore, SampleWriter, claim, writer
-from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.storage import locks
 from tests.conftest import REPOSITORY, forked, in_child
 from tests.data.samples import data_files
@@ -85,14 +85,16 @@ def test_replacing_a_store_of_links_leaves_what_they_point_to(folder: Path) -> N
 def test_an_index_that_names_other_files_has_none_of_them_removed(folder: Path) -> None:
     (folder / "store").mkdir()
     (folder / "mine.txt").write_text("mine")
-    write_index(str(folder / "store" / NAME), Index("ab" * 8, "native", 0, [DataFile("../mine.txt", 4, 0)], columns=[]))
+    write_index(
+        str(folder / "store" / NAME), SampleIndex("ab" * 8, "native", 0, [DataFile("../mine.txt", 4, 0)], columns=[])
+    )
     make(folder / "store", overwrite=True)
     assert (folder / "mine.txt").read_text() == "mine"
 
 
 def _killed_while_closing(folders: list[Path], *, written: bool) -> None:
     def body() -> None:
-        def die(path: str, index: Index, durable: bool = True) -> None:
+        def die(path: str, index: SampleIndex, durable: bool = True) -> None:
             if written:
                 write_index(path, index, durable)
             os._exit(0)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_ops.data.order import Order, Permutation
+from nvme_ops.data.order import EpochOrder, Permutation
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**62))
@@ -20,31 +20,31 @@ def test_a_permutation_has_everything_once(count: int, seed: int) -> None:
 
 
 def test_parts_of_it_are_those_of_the_whole() -> None:
-    order = Order([100_000], True, 3, 1)
+    order = EpochOrder([100_000], True, 3, 1)
     whole = order.at(0, 100_000)
     for start, stop in ((0, 1), (99_999, 100_000), (5_000, 70_001), (7, 7)):
         assert torch.equal(order.at(start, stop), whole[start:stop])
 
 
 def test_one_of_a_hundred_million_is_found_at_once() -> None:
-    found = Order([100_000_000], True, 0, 0).at(99_999_000, 100_000_000)
+    found = EpochOrder([100_000_000], True, 0, 0).at(99_999_000, 100_000_000)
     assert len(found.unique()) == 1000
     assert 0 <= int(found.min()) <= int(found.max()) < 100_000_000
 
 
 def test_seeds_and_epochs_differ_and_repeat() -> None:
     def first(seed: int, epoch: int) -> list[int]:
-        return Order([1000], True, seed, epoch).at(0, 20).tolist()
+        return EpochOrder([1000], True, seed, epoch).at(0, 20).tolist()
 
     assert first(1, 2) == first(1, 2)
     assert len({tuple(first(seed, epoch)) for seed in range(-3, 3) for epoch in range(5)}) == 30
-    assert first(0, 0)[:6] == [int(number) for number in Order([1000], True, 0, 0).at(0, 6)]
+    assert first(0, 0)[:6] == [int(number) for number in EpochOrder([1000], True, 0, 0).at(0, 6)]
 
 
 def test_the_order_is_one_for_all_versions() -> None:
     """Who resumes with a later version must go on in the same order."""
-    assert Order([2000], True, 7, 3).at(0, 8).tolist() == [1226, 581, 41, 1235, 38, 483, 64, 101]
-    assert Order([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
+    assert EpochOrder([2000], True, 7, 3).at(0, 8).tolist() == [1226, 581, 41, 1235, 38, 483, 64, 101]
+    assert EpochOrder([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
 
 
 @pytest.mark.parametrize(("counts", "shuffle"), [([4], True), ([1, 1, 1, 1], "shards")])
@@ -52,7 +52,7 @@ def test_all_orders_of_a_few_samples_are_as_likely(counts: list[int], shuffle: A
     """24 orders of 4 samples in 6,000 epochs; chi-squared with 23 degrees of freedom, 99.99 % below 58."""
     seen: dict[tuple[int, ...], int] = {}
     for epoch in range(6000):
-        found = tuple(Order(counts, shuffle, 1, epoch).at(0, 4).tolist())
+        found = tuple(EpochOrder(counts, shuffle, 1, epoch).at(0, 4).tolist())
         seen[found] = seen.get(found, 0) + 1
     assert len(seen) == 24
     assert sum((count - 250) ** 2 / 250 for count in seen.values()) < 58
@@ -61,7 +61,7 @@ def test_all_orders_of_a_few_samples_are_as_likely(counts: list[int], shuffle: A
 @pytest.mark.parametrize("shuffle", [1, 0, "files", None, [True]])
 def test_what_is_no_shuffle(shuffle: Any) -> None:
     with pytest.raises(ValueError, match="shuffle must be"):
-        Order([10], shuffle, 0, 0)
+        EpochOrder([10], shuffle, 0, 0)
 
 
 def test_places_and_samples_are_independent() -> None:
@@ -79,7 +79,7 @@ def test_places_and_samples_are_independent() -> None:
 
 @pytest.mark.parametrize("counts", [[5], [1, 2, 3], [100, 0, 7, 0, 250], [0, 4], [3000, 2000]])
 def test_shards_come_one_after_the_other(counts: list[int]) -> None:
-    found = Order(counts, "shards", 1, 0).at(0, sum(counts)).tolist()
+    found = EpochOrder(counts, "shards", 1, 0).at(0, sum(counts)).tolist()
     assert sorted(found) == list(range(sum(counts)))
     bounds = torch.tensor(counts).cumsum(0)
     shards = torch.searchsorted(bounds, torch.tensor(found), right=True).tolist()
@@ -87,10 +87,10 @@ def test_shards_come_one_after_the_other(counts: list[int]) -> None:
     assert changes == sum(count > 0 for count in counts) - 1
     if sum(counts) > 100:
         assert found != sorted(found)
-        assert Order(counts, "shards", 2, 0).at(0, 50).tolist() != found[:50]
+        assert EpochOrder(counts, "shards", 2, 0).at(0, 50).tolist() != found[:50]
 
 
 def test_in_order() -> None:
-    assert Order([3, 4], False, 1, 1).at(2, 6).tolist() == [2, 3, 4, 5]
+    assert EpochOrder([3, 4], False, 1, 1).at(2, 6).tolist() == [2, 3, 4, 5]
     with pytest.raises(ValueError, match="shuffle must be"):
-        Order([3], "files", 0, 0)  # type: ignore[arg-type]
+        EpochOrder([3], "files", 0, 0)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nvme_ops.data import SampleStore, SampleWriter, files
-from nvme_ops.data.index import NAME, DataFile, Index, read_index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
 from tests.conftest import MIB, REPOSITORY, give_up_root, in_child, open_to_all
 from tests.data.samples import data_files, fixed, is_sample, sample, write, write_fixed
@@ -123,10 +123,10 @@ def test_an_index_that_was_cut_off(folder: Path, left: int) -> None:
         SampleStore(folder / "store")
 
 
-Change = Callable[[Index], Any]
+Change = Callable[[SampleIndex], Any]
 
 
-def _lie(index: Index, place: int, value: int) -> None:
+def _lie(index: SampleIndex, place: int, value: int) -> None:
     assert index.ends is not None
     index.ends[place] = value
 
@@ -161,7 +161,7 @@ def test_an_index_with_impossible_files(folder: Path) -> None:
     with pytest.raises(FormatError, match="files in no possible order"):
         SampleStore(folder / "store")
     with pytest.raises(FormatError, match="no possible order"):
-        Index("", "native", 3, [DataFile("x", 1, 5)])
+        SampleIndex("", "native", 3, [DataFile("x", 1, 5)])
 
 
 def test_a_plausible_lie_is_found_by_the_checksums(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.source import Extent, Source, WeightFile
+from nvme_ops.offload.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.window import Window
 from tests.conftest import MIB, store
 from tests.device.kinds import Device, on_gpus, sample
@@ -26,7 +26,7 @@ def window_of(device: Device, folder: Path, budget: int) -> Iterator[tuple[Windo
     """Weights that follow each other in a file, one byte off its pages."""
     path = store(folder / "weights", sample(COUNT * SIZE + 1))
     file = WeightFile(os.open(path, os.O_RDONLY), str(path), device.handle())
-    weights = [Source([Extent(file, 1 + number * SIZE, SIZE)], torch.uint8, (SIZE,)) for number in range(COUNT)]
+    weights = [Source([FileExtent(file, 1 + number * SIZE, SIZE)], torch.uint8, (SIZE,)) for number in range(COUNT)]
     window = Window(budget, device.empty(0).device, weights)
     try:
         yield window, weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvme_ops.file import shared_handle
-from nvme_ops.offload.source import Extent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.stored import StoredTensor, Weights
 from nvme_ops.offload.window import Window
 from tests.conftest import MIB, store
@@ -32,7 +32,7 @@ def file(folder: Path) -> Iterator[WeightFile]:
 @pytest.fixture
 def stored(file: WeightFile) -> Iterator[StoredTensor]:
     weights = Weights()
-    source = Source([Extent(file, 0, VALUES.nbytes)], torch.float32, SHAPE)
+    source = Source([FileExtent(file, 0, VALUES.nbytes)], torch.float32, SHAPE)
     weights.window = Window(MIB, torch.device("cpu"), [source])
     yield StoredTensor(weights, source)
     weights.window.close()
@@ -139,6 +139,6 @@ def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_before_its_model_is_complete_it_cannot_be_read(file: WeightFile) -> None:
-    stored = StoredTensor(Weights(), Source([Extent(file, 0, VALUES.nbytes)], torch.float32, SHAPE))
+    stored = StoredTensor(Weights(), Source([FileExtent(file, 0, VALUES.nbytes)], torch.float32, SHAPE))
     with pytest.raises(RuntimeError, match="before it is complete"):
         stored.sum()

@@ -264,7 +264,7 @@ def test_a_file_system_without_locks_builds_all_the_same(here: Sandbox, monkeypa
 def test_without_locks_the_first_of_two_builds_stays(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
     recipe = TinyBuilder().recipe()
-    entry = cache.Entry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
+    entry = cache.CacheEntry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
     with cache.building(entry) as slower:
         assert slower is not None
         jit.build(recipe)

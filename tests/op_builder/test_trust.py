@@ -30,7 +30,7 @@ def hand_over(path: Path, user: int = NOBODY) -> None:
 
 
 @pytest.fixture
-def made(here: Sandbox) -> cache.Entry:
+def made(here: Sandbox) -> cache.CacheEntry:
     """The tiny op in the cache, built by this user and good."""
     entry = jit.build(TinyBuilder().recipe())
     assert cache.find(TinyBuilder().recipe()) == entry
@@ -81,7 +81,7 @@ def test_an_op_planted_in_a_folder_open_to_all_is_not_loaded(here: Sandbox, tmp_
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o1777])
-def test_a_folder_that_all_can_write_to_is_refused(here: Sandbox, made: cache.Entry, mode: int) -> None:
+def test_a_folder_that_all_can_write_to_is_refused(here: Sandbox, made: cache.CacheEntry, mode: int) -> None:
     root = made.folder.parent
     root.chmod(mode)
     refused(f"{root} can be written by everybody (fix: chmod go-w '{root}')")
@@ -90,7 +90,7 @@ def test_a_folder_that_all_can_write_to_is_refused(here: Sandbox, made: cache.En
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])
-def test_a_folder_above_that_all_can_write_to_is_refused(here: Sandbox, made: cache.Entry, mode: int) -> None:
+def test_a_folder_above_that_all_can_write_to_is_refused(here: Sandbox, made: cache.CacheEntry, mode: int) -> None:
     above = here.cache.parent
     above.chmod(mode)
     refused(f"{above} can be written by everybody (fix: chmod go-w '{above}')")
@@ -100,7 +100,7 @@ def test_a_folder_above_that_all_can_write_to_is_refused(here: Sandbox, made: ca
 
 @needs_root
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_folder_of_another_user_is_refused(here: Sandbox, made: cache.Entry, depth: int) -> None:
+def test_a_folder_of_another_user_is_refused(here: Sandbox, made: cache.CacheEntry, depth: int) -> None:
     place = [made.folder.parent, *made.folder.parent.parents][depth]
     os.chown(place, NOBODY, 0)
     refused(f"{place} belongs to the user nobody")
@@ -109,7 +109,7 @@ def test_a_folder_of_another_user_is_refused(here: Sandbox, made: cache.Entry, d
 
 
 @needs_root
-def test_a_folder_of_root_is_trusted(here: Sandbox, made: cache.Entry) -> None:
+def test_a_folder_of_root_is_trusted(here: Sandbox, made: cache.CacheEntry) -> None:
     open_to_all(here.cache.parent)
     here.cache.parent.chmod(0o755)
 
@@ -121,7 +121,7 @@ def test_a_folder_of_root_is_trusted(here: Sandbox, made: cache.Entry) -> None:
 
 
 def test_a_link_is_followed_before_the_folder_is_checked(
-    here: Sandbox, made: cache.Entry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: Sandbox, made: cache.CacheEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to(here.cache)
@@ -133,7 +133,7 @@ def test_a_link_is_followed_before_the_folder_is_checked(
 
 @needs_root
 def test_a_link_that_another_user_could_turn_is_not_used_again(
-    here: Sandbox, made: cache.Entry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: Sandbox, made: cache.CacheEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -193,7 +193,7 @@ def test_a_directory_that_lists_no_users_has_private_groups_by_name(
     assert "can be written by the group" in trust.why_not(tmp_path)
 
 
-def test_a_group_with_others_is_not_trusted(here: Sandbox, made: cache.Entry) -> None:
+def test_a_group_with_others_is_not_trusted(here: Sandbox, made: cache.CacheEntry) -> None:
     root = made.folder.parent
     os.chown(root, -1, os.getegid() if os.geteuid() else NOBODY)
     root.chmod(0o775)
@@ -204,7 +204,7 @@ def test_a_group_with_others_is_not_trusted(here: Sandbox, made: cache.Entry) ->
 
 
 @needs_root
-def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, made: cache.Entry) -> None:
+def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, made: cache.CacheEntry) -> None:
     """Where root has no number, / seems to belong to the overflow user, as in Apptainer."""
     user = 4321
     hand_over(here.cache, user)
@@ -301,7 +301,7 @@ def test_without_a_home_nothing_is_taken_from_the_current_folder(by_default: Pat
 @needs_root
 @pytest.mark.parametrize("ninja", [True, False])
 def test_a_filled_cache_that_is_not_loaded_is_told_of(
-    here: Sandbox, made: cache.Entry, monkeypatch: pytest.MonkeyPatch, ninja: bool
+    here: Sandbox, made: cache.CacheEntry, monkeypatch: pytest.MonkeyPatch, ninja: bool
 ) -> None:
     """Where nothing can be built, as in an image with a cache that another user filled."""
     os.chown(made.library, NOBODY, 0)
@@ -318,7 +318,7 @@ def test_a_filled_cache_that_is_not_loaded_is_told_of(
 @needs_root
 @pytest.mark.parametrize("part", ["", "tiny.so", cache.RECORD])
 @pytest.mark.parametrize("way", ["owner", "mode"])
-def test_an_entry_that_others_made_is_built_anew(here: Sandbox, made: cache.Entry, part: str, way: str) -> None:
+def test_an_entry_that_others_made_is_built_anew(here: Sandbox, made: cache.CacheEntry, part: str, way: str) -> None:
     path = made.folder / part
     os.chown(path, NOBODY if way == "owner" else 0, 0)
     path.chmod(0o755 if way == "owner" else 0o666)
@@ -331,7 +331,7 @@ def test_an_entry_that_others_made_is_built_anew(here: Sandbox, made: cache.Entr
 
 
 @needs_root
-def test_a_linked_library_is_checked_where_it_lies(here: Sandbox, made: cache.Entry, tmp_path: Path) -> None:
+def test_a_linked_library_is_checked_where_it_lies(here: Sandbox, made: cache.CacheEntry, tmp_path: Path) -> None:
     there = tmp_path / "elsewhere.so"
     shutil.move(made.library, there)
     made.library.symlink_to(there)
@@ -357,7 +357,7 @@ def test_without_a_umask_what_is_built_is_nobody_elses(here: Sandbox) -> None:
 @needs_root
 @pytest.mark.parametrize("kind", ["file", "link", "folder", "fifo"])
 def test_a_lock_of_another_user_is_replaced(here: Sandbox, kind: str) -> None:
-    entry = cache.Entry(cache.writable_root() / f"tiny-{TinyBuilder().recipe().key()}", "tiny")
+    entry = cache.CacheEntry(cache.writable_root() / f"tiny-{TinyBuilder().recipe().key()}", "tiny")
     lock, victim = entry.folder.with_suffix(".lock"), here.cache / "victim"
     victim.write_text("precious")
     if kind == "link":
@@ -379,14 +379,14 @@ def test_a_lock_of_another_user_is_replaced(here: Sandbox, kind: str) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_nobody_else_can_take_the_lock(here: Sandbox, made: cache.Entry) -> None:
+def test_nobody_else_can_take_the_lock(here: Sandbox, made: cache.CacheEntry) -> None:
     assert stat.S_IMODE(made.folder.with_suffix(".lock").stat().st_mode) == 0o600
 
 
 def test_the_log_does_not_go_through_a_link(here: Sandbox) -> None:
     here.source.write_text("nonsense")
     recipe, victim = TinyBuilder().recipe(), here.cache / "victim"
-    log = cache.Entry(cache.writable_root() / f"tiny-{recipe.key()}", "tiny").log
+    log = cache.CacheEntry(cache.writable_root() / f"tiny-{recipe.key()}", "tiny").log
     victim.write_text("precious")
     log.symlink_to(victim)
     with pytest.raises(RuntimeError, match=f"nonsense(.|\n)*All output: {log}"):

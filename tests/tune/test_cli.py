@@ -22,7 +22,7 @@ from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import Identity
 from nvme_ops.tune import cli, devices, options, report, store
-from nvme_ops.tune.devices import Result, Tuned
+from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.handle import stored_settings
 from nvme_ops.tune.search import Outcome
 from tests import prepared
@@ -343,12 +343,12 @@ def test_flushing_drops_the_whole_page_cache(tmp_path: Path, monkeypatch: pytest
     assert synchronised
 
 
-def made_up_result(folder: Path, seconds: float, best: Settings, *words: str) -> Result:
+def made_up_result(folder: Path, seconds: float, best: Settings, *words: str) -> TuneResult:
     rates = {best: {"read": 2e9, "write": 1e9}}
     outcome = Outcome(best, best, best, None, [], rates, {best: 3}, {}, True)
     device = Identity(("made up",), "ext4", "1", "6", 2, "cpu", "threads")
     given = options.parse(["--nvme_dir", str(folder), *words])
-    return Result(given, [Tuned([str(folder)], device, outcome, seconds, 1 << 25)])
+    return TuneResult(given, [Tuned([str(folder)], device, outcome, seconds, 1 << 25)])
 
 
 def test_the_better_founded_result_is_kept(

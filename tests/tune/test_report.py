@@ -13,7 +13,7 @@ from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import Identity
 from nvme_ops.text import MIB
 from nvme_ops.tune import options, report
-from nvme_ops.tune.devices import Result, Tuned
+from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Axis, Outcome
 from tests.tune.test_search import BUDGET, MadeUpDevice
@@ -34,9 +34,9 @@ def outcome(best: Settings, *ratios: float, challenger: Settings = FAST, baselin
     return Outcome(best, baseline, challenger, final, FEW, RATES, {DEFAULT: 5, FAST: 7}, {}, True)
 
 
-def result(given: Namespace, *outcomes: Outcome) -> Result:
+def result(given: Namespace, *outcomes: Outcome) -> TuneResult:
     names = ["/mnt/a", "/mnt/b", "/mnt/c"]
-    return Result(
+    return TuneResult(
         given, [Tuned([name], DEVICE, each, 41.2, 400 * MIB) for name, each in zip(names, outcomes, strict=False)]
     )
 

@@ -16,7 +16,7 @@ from nvme_ops.settings import Settings
 
 
 @dataclass(frozen=True)
-class Engine:
+class BenchEngine:
     """A contender. ``takes``: the settings that affect it."""
 
     words: str
@@ -33,16 +33,22 @@ _ALL = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_o
 FIO_BEST = "fio best"
 
 ENGINES = {
-    "aio_handle": Engine("this package, from and to host memory; a GPU's by its own bounce path", handles.aio, _ALL),
-    "gds_handle": Engine("this package, from and to GPU memory", handles.gds, _ALL, gpu_only=True),
-    "torch": Engine("torch.save with fsync, torch.load", saved.torch_row, own_file=True),
-    "python": Engine("ndarray.tofile with fsync, readinto", python.row),
-    "safetensors": Engine("save_file with fsync, load_file", saved.safetensors_row, own_file=True),
-    "deepspeed": Engine("DeepSpeed's aio_handle; gds_handle with --use_gds", deepspeed.row, _ALL, own_process=True),
-    "fio": Engine("fio with the same settings", fio.row, ("block_size", "queue_depth", "intra_op_parallelism")),
-    "gdsio": Engine("NVIDIA's gdsio", gdsio.row, ("block_size", "intra_op_parallelism"), gpu_only=True, own_file=True),
+    "aio_handle": BenchEngine(
+        "this package, from and to host memory; a GPU's by its own bounce path", handles.aio, _ALL
+    ),
+    "gds_handle": BenchEngine("this package, from and to GPU memory", handles.gds, _ALL, gpu_only=True),
+    "torch": BenchEngine("torch.save with fsync, torch.load", saved.torch_row, own_file=True),
+    "python": BenchEngine("ndarray.tofile with fsync, readinto", python.row),
+    "safetensors": BenchEngine("save_file with fsync, load_file", saved.safetensors_row, own_file=True),
+    "deepspeed": BenchEngine(
+        "DeepSpeed's aio_handle; gds_handle with --use_gds", deepspeed.row, _ALL, own_process=True
+    ),
+    "fio": BenchEngine("fio with the same settings", fio.row, ("block_size", "queue_depth", "intra_op_parallelism")),
+    "gdsio": BenchEngine(
+        "NVIDIA's gdsio", gdsio.row, ("block_size", "intra_op_parallelism"), gpu_only=True, own_file=True
+    ),
 }
-_REFERENCE = Engine("fio at its best", fio.best_row)
+_REFERENCE = BenchEngine("fio at its best", fio.best_row)
 
 
 @dataclass(frozen=True)
