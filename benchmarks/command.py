@@ -14,8 +14,8 @@ from typing import Any
 
 from nvme_ops.arguments import check_output, positive, size
 from nvme_ops.bench import machine
-from nvme_ops.bench.cli import show_progress as show_progress
 from nvme_ops.bench.measure import Unavailable, interleave
+from nvme_ops.bench.output import show_progress as show_progress
 from nvme_ops.bench.tables import Table, as_json, as_text, plot
 from nvme_ops.measuring import files, stop
 from nvme_ops.measuring.scratch import scratch_folder

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nvme_ops.arguments import command, say, show
 from nvme_ops.bench import explain, options, plot, report
+from nvme_ops.bench.output import show_progress, write_json
 from nvme_ops.bench.run import run
 from nvme_ops.measuring import files, stop
 
@@ -56,18 +55,3 @@ def _workload(words: Sequence[str]) -> int:
     from nvme_ops.bench.workload import cli as workload
 
     return workload.main(words)
-
-
-def write_json(file: str, document: dict[str, Any]) -> None:
-    """Writes a document to a file; ``-`` is standard output."""
-    text = json.dumps(document, indent=2) + "\n"
-    if file == "-":
-        print(text, end="")
-    else:
-        Path(file).write_text(text, encoding="utf-8")
-
-
-def show_progress(words: str) -> None:
-    """One line that is written over, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import command_line, listed, positive, show, size
-from nvme_ops.bench.cli import show_progress, write_json
 from nvme_ops.bench.machine import machine, place
 from nvme_ops.bench.measure import kept_as_note
 from nvme_ops.bench.options import check_outputs
+from nvme_ops.bench.output import show_progress, write_json
 from nvme_ops.bench.workload import saving
 from nvme_ops.bench.workload.beside import Unordered, checkpoints
 from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
