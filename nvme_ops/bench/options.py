@@ -157,12 +157,12 @@ def _check(given: argparse.Namespace) -> None:
     ):
         if getattr(given, flag) and not there:
             raise ValueError(f"--{flag} goes with --{needs}")
-    check_outputs(given, "json", "csv", "plot")
+    _check_outputs(given)
 
 
-def check_outputs(given: argparse.Namespace, *flags: str) -> None:
-    """Raises ValueError if a file that one of these flags names cannot be written, before any work is done."""
-    for flag in flags:
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Raises ValueError if a file for the results cannot be written, before any work is done."""
+    for flag in ("json", "csv", "plot"):
         file = getattr(given, flag)
         if file == "-" and flag != "json":
             raise ValueError(f"--{flag} -: only --json can go to standard output")

@@ -154,15 +154,6 @@ def test_a_small_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_beside_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_BESIDE_SECONDS", 0.5)
-    words = ("cosmoflow", "--with", "llm-checkpoint", "--checkpoint", "4M", "--accelerators", "1", "--slower", "5")
-    found = run(folder, *words)
-    assert set(found["cosmoflow"]["curves"]) == {OURS, "alone", "beside checkpoints", "the same, without priorities"}
-    told = capsys.readouterr().out
-    assert re.search(r" % -> .* % busy; checkpoints at ", told)
-
-
 @pytest.mark.parametrize("name", WRITING)
 def test_jobs_that_write(folder: Path, name: str) -> None:
     found = run(folder, name, "--slower", "0.1")
@@ -198,12 +189,6 @@ def test_layers_are_read_in_order(folder: Path) -> None:
     assert numbers == list(range(8))
 
 
-def test_a_plot(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run(folder, "retinanet", "--accelerators", "1", "--slower", "0.1", "--plot", str(folder / "x.png"))
-    assert (folder / "x.png").stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -215,9 +200,7 @@ def test_a_plot(folder: Path) -> None:
         (["bert", "--folder", ".", "--seconds", "0"], "must be numbers greater than 0"),
         (["bert", "--folder", ".", "--seconds", "nan"], "must be numbers greater than 0"),
         (["bert", "--folder", ".", "--slower", "inf"], "must be numbers greater than 0"),
-        (["bert", "--folder", ".", "--reader", "memmap", "--with", "llm-checkpoint"], "is for --reader nvme_ops"),
         (["bert", "--folder", ".", "--json", "nothing/x"], "its folder does not exist"),
-        (["bert", "--folder", ".", "--with", "dlrm"], "--with"),
         (["inference-log", "--folder", ".", "--reader", OURS], "--reader is for jobs that read"),
         (["inference-log", "--folder", ".", "--accelerators", "2"], "--accelerators is for jobs that read"),
     ],
@@ -231,16 +214,13 @@ def test_wrong_words(words: list[str], told: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["llm-checkpoint", "--with", "llm-checkpoint"], "--with llm-checkpoint is for jobs that read"),
-        (["llm-checkpoint", "inference-log", "--plot", "x.png"], "--plot is for jobs that read"),
-        (["bert", "--plot", "x.xyz"], "--plot x.xyz: a picture's name ends with one of"),
-        (["bert", "--plot", "-"], "--plot -: only --json can go to standard output"),
+        (["llm-checkpoint", "--reader", OURS], "--reader is for jobs that read"),
+        (["bert", "--json", "nothing/x"], "its folder does not exist"),
     ],
 )
 def test_it_refuses_before_anything_is_written(
     folder: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "scratch_folder", lambda *_: pytest.fail("was about to write"))
     status, said = refusal(main, [*words, "--folder", str(folder)])
@@ -297,17 +277,15 @@ def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, grou
     assert list(folder.iterdir()) == []
 
 
-def test_a_folder_without_room(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bert", "--folder", str(folder), "--checkpoint", "1000T"]
-    assert main([*words, "--with", "llm-checkpoint", "--json", str(folder / "x.json")]) == 2
+def test_a_folder_without_room(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nvme_ops.bench.workload.cli._sizes", lambda *_: [1 << 60] * 8)
+    assert main(["bert", "--folder", str(folder), "--json", str(folder / "x.json")]) == 2
     told = capsys.readouterr()
     assert "nvme-bench: " in told.err
-    assert "choose another --size, --checkpoint or --folder" in told.err
+    assert "choose another --size or --folder" in told.err
     assert list(folder.iterdir()) == [], "nothing was measured"
-
-
-def test_room_for_checkpoints_is_needed_for_checkpoints_only(folder: Path) -> None:
-    assert run(folder, "bert", "--accelerators", "1", "--slower", "0.001", "--checkpoint", "1000T")
 
 
 def test_batches_without_room_in_shared_memory_are_refused(folder: Path) -> None:

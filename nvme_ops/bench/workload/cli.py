@@ -12,15 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import command_line, listed, positive, show, size
+from nvme_ops.arguments import check_output, command_line, listed, positive, show, size
 from nvme_ops.bench.machine import machine, place
 from nvme_ops.bench.measure import kept_as_note
-from nvme_ops.bench.options import check_outputs
 from nvme_ops.bench.output import show_progress, write_json
 from nvme_ops.bench.workload import saving
-from nvme_ops.bench.workload.beside import Unordered, checkpoints
-from nvme_ops.bench.workload.feed import FED, Fed, cool, feed, search
-from nvme_ops.bench.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, Reader, checked, made, ours
+from nvme_ops.bench.workload.feed import FED, Fed, feed, search
+from nvme_ops.bench.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.bench.workload.table import JOBS, WRITING, Job, Writing
 from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
@@ -37,16 +35,12 @@ examples:
   nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
   nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
                                                      who feeds how many
-  nvme-bench workload resnet50 --folder /mnt/nvme --accelerators 8
-    --with llm-checkpoint                            and saves checkpoints
 
 exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
 folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
 measured until then
 """
 _MOST_SAMPLES = 1 << 18
-_BESIDE = "llm-checkpoint"
-_BESIDE_SECONDS = 4.0  # of a measurement beside checkpoints, at least: several should be saved meanwhile
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,11 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
     words = "emulated accelerators take F times as long for a batch (default 1)"
     add("--slower", type=float, default=1.0, metavar="F", help=words)
-    words = f"also with checkpoints saved at the same time, with and without priorities ({OURS} only)"
-    add("--with", dest="beside", choices=[_BESIDE], metavar=_BESIDE, help=words)
-    add("--checkpoint", type=size, default="512M", metavar="SIZE", help="of each such checkpoint (default 512M)")
     add("--json", metavar="FILE", help="every measurement; -: to stdout, and the tables to stderr")
-    add("--plot", metavar="FILE.png", help="utilization by number of accelerators; needs matplotlib")
     return made
 
 
@@ -104,8 +94,9 @@ def main(words: Sequence[str]) -> int:
                     _write(WRITING[name], given, jobs[name])
         found["interrupted"] = False
     finally:
-        if not found["interrupted"] or any(job.get("curves") or job.get("ways") for job in jobs.values()):
-            _write_outputs(given, found)
+        measured = any(job.get("curves") or job.get("ways") for job in jobs.values())
+        if given.json and (measured or not found["interrupted"]):
+            write_json(given.json, found)
     wrong = [name for job in jobs.values() for name in job["wrong"]]
     if wrong:
         print(f"nvme-bench: wrong data: {', '.join(wrong)}", file=sys.stderr)
@@ -116,36 +107,20 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser()
     given = flags.parse_args(words)
     try:
-        check_outputs(given, "json", "plot")
-        of_readers = {
-            f"--with {_BESIDE}": given.beside,
-            "--plot": given.plot,
-            "--reader": given.reader,
-            "--accelerators": given.accelerators,
-        }
+        if given.json and given.json != "-":
+            check_output("--json", given.json)
+        of_readers = {"--reader": given.reader, "--accelerators": given.accelerators}
         for flag, wanted in of_readers.items():
             if wanted and not JOBS.keys() & set(given.jobs):
                 raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
         given.reader = given.reader or [OURS]
         if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
             raise ValueError("--seconds and --slower must be numbers greater than 0")
-        if given.beside and not {OURS, "all"} & set(given.reader):
-            raise ValueError(f"--with {given.beside} is for --reader {OURS}")
         if not Path(given.folder).is_dir():
             raise ValueError(f"--folder {given.folder}: no such folder")
     except ValueError as error:
         flags.error(str(error))
     return given
-
-
-def _write_outputs(given: argparse.Namespace, found: dict[str, Any]) -> None:
-    if given.json:
-        write_json(given.json, found)
-    curves = {name: job["curves"] for name, job in found["jobs"].items() if job.get("curves")}
-    if given.plot and curves:
-        from nvme_ops.bench.workload.plot import plot
-
-        plot(curves, given.plot)
 
 
 @dataclass
@@ -202,13 +177,10 @@ def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
         f"a data set of {size_words(nbytes)}"
     )
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
-    needed, smaller = nbytes + nbytes // 8, "--size or --folder"
-    if given.beside:
-        needed, smaller = needed + 2 * given.checkpoint, "--size, --checkpoint or --folder"
     head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
     with _printed(found, *head) as table:
         for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
-            with table.of(name), scratch_folder(given.folder, needed, smaller) as folder:
+            with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8, "--size or --folder") as folder:
                 data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
                 _of_reader(name, data, job, given, found, table.lines)
 
@@ -244,37 +216,15 @@ def _of_reader(
             found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
             shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
             lines.append(_line(name, reader, shown))
-    if given.beside and name == OURS:
-        _beside(reader, given.accelerators or max(1, most // 2), given, found, lines)
 
 
-def _beside(
-    reader: Reader, count: int, given: argparse.Namespace, found: dict[str, Any], lines: list[list[str]]
-) -> None:
-    compute, seconds = found["compute"], max(given.seconds, _BESIDE_SECONDS)
-    name = f"{OURS}, alone"
-    show_progress(name)
-    alone = feed(reader, count, compute, seconds)
-    lines.append(_line(name, reader, alone))
-    found["curves"]["alone"] = [_as_json(alone)]
-    for words, handle in (("beside checkpoints", None), ("the same, without priorities", Unordered())):
-        show_progress(words)
-        reading = reader if handle is None else ours(reader.data, handle)
-        cool(reading)
-        with checkpoints(reader.data.folder, given.checkpoint, handle) as saved:
-            fed = feed(reading, count, compute, seconds)
-        change = f"{share_words(alone.utilization)} -> {share_words(fed.utilization)}"
-        lines.append(_line(words, reader, fed, f"{change} busy; checkpoints at {rate_words(saved.rate)}"))
-        found["curves"][words] = [_as_json(fed)]
-
-
-def _line(name: str, reader: Reader, shown: Fed, note: str = "") -> list[str]:
+def _line(name: str, reader: Reader, shown: Fed) -> list[str]:
     fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
     return [
         name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
         f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
         f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms",
-        f"{1e3 * shown.latency(0.99):.2f} ms", note,
+        f"{1e3 * shown.latency(0.99):.2f} ms", "",
     ]  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from nvme_ops.bench.measure import Unavailable, WrongData
 from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
-from nvme_ops.handle import aio_handle
 from nvme_ops.text import MIB, size_words
 
 OURS = "nvme_ops"
@@ -103,10 +102,10 @@ class Reader:
     batches: Callable[[], Batches]
 
 
-def ours(data: DataSet, handle: aio_handle | None = None) -> Reader:
+def ours(data: DataSet) -> Reader:
     """This package's loader."""
     folder, files = _our_store(data)
-    loader = Loader(SampleStore(folder, handle=handle), data.batch, shuffle=data.shuffled, memory_budget="2G")
+    loader = Loader(SampleStore(folder), data.batch, shuffle=data.shuffled, memory_budget="2G")
     return Reader(OURS, data, files, lambda: loader)
 
 
