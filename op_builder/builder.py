@@ -159,9 +159,10 @@ class OpBuilder:
             RuntimeError: the major or minor versions differ.
         """
         import torch
+        from packaging.version import Version
 
         installed, current = torch_info["version"], str(torch.__version__)
-        if installed.split(".")[:2] != current.split(".")[:2]:
+        if Version(installed).release[:2] != Version(current).release[:2]:
             raise RuntimeError(
                 "PyTorch version mismatch! The ops were compiled with a different version than what is being used at "
                 f"runtime. Install torch version={installed}, Runtime torch version={current}"

@@ -45,7 +45,9 @@ def stem(name: str) -> str:
 
 def minor(version: str) -> str:
     """Returns ``2.13`` for ``2.13.0+cpu``."""
-    return ".".join(version.split(".")[:2])
+    from packaging.version import Version  # not at the top: setup.py loads this where only setuptools may be
+
+    return "{}.{}".format(*Version(version).release)
 
 
 def requirements(exact: Mapping[str, str]) -> dict[str, str]:

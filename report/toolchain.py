@@ -17,7 +17,7 @@ from nvme_ops.op_builder import probes
 from .packages import install_command
 from .result import Result, Status
 
-_LEAST = {"clang": (9, 0), "gcc": (9, 0)}  # the first whose C++17 library is complete enough for torch's headers
+_LEAST = "9"  # of gcc and clang: the first whose C++17 library is complete enough for torch's headers
 COMMAND_TIMEOUT = 10.0  # seconds; a compiler that does not answer `--version` in this time is of no use
 _CUDA = "/usr/local/cuda"  # where torch looks when CUDA_HOME is not set
 
@@ -38,6 +38,8 @@ def ninja() -> Result:
 
 def compiler() -> Result:
     """Reports the C++ compiler that a build would use, and its version."""
+    from packaging.version import Version  # in the check, which fails alone where this is missing
+
     name = "C++ compiler"
     chosen = os.environ.get("CXX", "")
     fix = f"unset CXX  # or: {install_command('compiler')}" if chosen else install_command("compiler")
@@ -56,10 +58,9 @@ def compiler() -> Result:
         words = f"{data['command']} --version: exit status {answer.returncode}: {banner}"
         return Result(name, Status.NO, words, fix, data)
     data["version"] = banner
-    version = re.search(r"(\d+)\.(\d+)\.\d+", banner)
-    least = _LEAST["clang" if "clang" in banner else "gcc"]
-    if version and (int(version[1]), int(version[2])) < least:
-        words = f"{banner}: torch's headers need version {least[0]} or later"
+    version = re.search(r"\d+\.\d+\.\d+", banner)
+    if version and Version(version[0]) < Version(_LEAST):
+        words = f"{banner}: torch's headers need version {_LEAST} or later"
         return Result(name, Status.WARNING, words, f"{install_command('compiler')}  # then: export CXX=...", data)
     return Result(name, Status.OKAY, f"{data['command']}: {banner}", data=data)
 

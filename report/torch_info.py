@@ -11,7 +11,7 @@ from types import ModuleType
 
 from .result import Result, Status
 
-LEAST = (2, 4)
+LEAST = "2.4"
 # The parent package is imported with this one; its capabilities must not be.
 _PACKAGE = sys.modules[__name__.partition(".")[0]]
 PACKAGE_VERSION = str(getattr(_PACKAGE, "__version__", "unknown"))
@@ -67,10 +67,11 @@ def torch() -> list[Result]:
 
 
 def _version(version: str) -> Result:
+    from packaging.version import Version  # in the check, which fails alone where this is missing
+
     data = {"version": version}
-    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if parts < LEAST:
-        words = f"{version}, older than {LEAST[0]}.{LEAST[1]}"
+    if Version(version).release < Version(LEAST).release:  # a nightly of it will do
+        words = f"{version}, older than {LEAST}"
         return Result("torch version", Status.WARNING, words, f"{_INSTALL} --upgrade", data)
     return Result("torch version", Status.INFO, version, data=data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 
@@ -12,14 +13,21 @@ from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.report import storage
 
 
+@functools.cache  # it takes a second
+def processor() -> str:
+    """Returns the processor's name, or its architecture where it has none."""
+    import cpuinfo
+
+    return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())
+
+
 def machine() -> dict[str, str]:
     """Returns processor, kernel, memory and versions."""
     host = Host()
-    models = [line.split(":", 1)[1].strip() for line in host.read("/proc/cpuinfo").splitlines() if "model name" in line]
     memory = next(line.split()[1] for line in host.read("/proc/meminfo").splitlines() if line.startswith("MemTotal"))
     usable = [name for name, refusal in AsyncIOBuilder().load().backends().items() if refusal is None]
     return {
-        "cpu": f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.machine()}",
+        "cpu": f"{len(os.sched_getaffinity(0))} x {processor()}",
         "memory": f"{int(memory) / (1 << 20):.0f} GiB",
         "kernel": os.uname().release,
         "python": platform.python_version(),
