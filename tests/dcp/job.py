@@ -1,4 +1,4 @@
-"""What torchrun runs for test_dcp.py: python -m torch.distributed.run --nproc-per-node N job.py ACTION FOLDER.
+"""What the ranks of test_dcp.py run under torchrun: python -m tests.dcp.job ACTION FOLDER.
 
 Ranks of a sharded model save and load checkpoints in FOLDER and fail where something is not as it should be.
 """

@@ -8,8 +8,6 @@ import logging
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import warnings
 import zipfile
 import zlib
@@ -27,8 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, frame, use_by_default
-from tests.conftest import MIB, REPOSITORY, in_child, run_python
+from tests.conftest import MIB, in_child, run_python
 from tests.dcp.states import equal, files, load, needs_fork, save, state
+from tests.launch import run_ranks
 from tests.private_device import private_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
@@ -305,23 +304,10 @@ def test_the_writer_goes_to_a_process_that_saves(tmp_path: Path) -> None:
 # Several ranks
 
 
-def torchrun(ranks: int, action: str, folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    result = subprocess.run(
-        [*command, str(Path(__file__).with_name("job.py")), action, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
 def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("job")
-    torchrun(2, "save", path)
+    run_ranks(2, "tests.dcp.job", "save", path, TMPDIR=str(path))
     return path
 
 
@@ -339,7 +325,7 @@ def test_one_process_saves_and_two_ranks_load(tmp_path: Path) -> None:
     from tests.dcp.job import reference
 
     dcp.save(reference(5), storage_writer=NvmeStorageWriter(tmp_path / "one"))
-    torchrun(2, "reshard", tmp_path)
+    run_ranks(2, "tests.dcp.job", "reshard", tmp_path, TMPDIR=str(tmp_path))
     found = {"rows": torch.zeros_like(reference(6)["rows"])}
     for reader in (NvmeStorageReader(tmp_path / "shards", verify=True), dcp.FileSystemReader(tmp_path / "shards")):
         dcp.load(found, storage_reader=reader)
@@ -354,4 +340,4 @@ def test_the_error_of_one_rank_reaches_all(saved_on_two: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_save_and_three_load(saved_on_two: Path) -> None:
-    torchrun(3, "load", saved_on_two)
+    run_ranks(3, "tests.dcp.job", "load", saved_on_two, TMPDIR=str(saved_on_two))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 
 from nvme_ops import aio_handle
 from nvme_ops.integrations import deepspeed as integration
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import run_python
+from tests.launch import run_module
 
 
 def test_without_deepspeed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,17 +70,8 @@ def test_an_unknown_release_is_refused(builders: Any, monkeypatch: pytest.Monkey
 
 
 def losses(what: str, place: Path) -> list[float]:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.offload.deepspeed_training", what, str(place)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "NVME_OPS_DEEPSPEED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
-    found: list[float] = json.loads(result.stdout.rpartition("losses ")[2])
+    said = run_module("tests.offload.deepspeed_training", what, place, NVME_OPS_DEEPSPEED="1")
+    found: list[float] = json.loads(said.rpartition("losses ")[2])
     return found
 
 
@@ -130,17 +120,7 @@ def test_fast_file_writer_writes_what_torch_loads(folder: Path) -> None:
 
 def run_tool(*words: str) -> str:
     """Runs a program of DeepSpeed's in a folder where it takes nothing of ours for its own."""
-    result = subprocess.run(
-        [sys.executable, "-m", "nvme_ops.integrations.deepspeed", *words],
-        cwd="/",
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
-    return result.stdout
+    return run_module("nvme_ops.integrations.deepspeed", *words, folder=Path("/"), DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.slow

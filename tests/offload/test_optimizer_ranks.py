@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload.launch import run_ranks
+from tests.launch import run_ranks
 
 
 def run(folder: Path, ranks: int, way: str, first: int, last: int) -> None:

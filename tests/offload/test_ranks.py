@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.offload.launch import run_ranks
+from tests.launch import run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # which transformers asks for where it divides a model
