@@ -54,11 +54,6 @@ class Statistics:
         return self.read_bytes + self.written_bytes
 
     @property
-    def staged_share(self) -> float:
-        """The part of all bytes that was copied through staging memory, from 0 to 1."""
-        return self.staged_bytes / max(1, self.bytes)
-
-    @property
     def cached_share(self) -> float:
         """The part of all bytes that the page cache served or took, from 0 to 1."""
         return self.cached_bytes / max(1, self.bytes)

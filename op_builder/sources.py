@@ -41,7 +41,7 @@ def headers(root: Path) -> list[Path]:
     return sorted(path for pattern in HEADERS for path in root.rglob(pattern))
 
 
-def requirement(extra: str = "") -> str:
+def requirement() -> str:
     """Returns what pip needs to install this package again: its source folder or file, else its name on an index."""
     try:
         noted = importlib.metadata.distribution("nvme-ops").read_text("direct_url.json")
@@ -51,4 +51,4 @@ def requirement(extra: str = "") -> str:
             PACKAGE.resolve().parent.as_uri() if (PACKAGE.resolve().parent / "pyproject.toml").exists() else ""
         )
     place = unquote(url.path) if url.scheme == "file" else "nvme-ops"
-    return shlex.quote(place + (f"[{extra}]" if extra else ""))
+    return shlex.quote(place)

@@ -58,12 +58,11 @@ def row(
     size: int,
     before: Callable[[], None],
     variants: Sequence[Variant] | None = None,
-    lanes: int = 1,
     operations: bool = False,
 ) -> Row:
     """Returns fio's row with the first of ``variants`` that runs, by default ``BEST``; the rest is as for ``run``."""
     made = Row(name, lambda: Sample(1, 1), before)
-    made.run = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, lanes, operations)
+    made.run = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, 1, operations)
     return made
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
 from nvme_ops.measuring import stop
 
-FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
+_FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
 LIMIT = 300.0  # seconds until any other
 _PATIENCE = 10.0  # seconds for a process to end by itself
 
@@ -57,11 +57,10 @@ class Remote:
         make: Callable[..., Row | list[Row]],
         *arguments: object,
         variables: dict[str, str] | None = None,
-        first_limit: float = FIRST_LIMIT,
         limit: float = LIMIT,
     ) -> None:
         self._make, self._arguments, self._variables = make, arguments, variables or {}
-        self._limits = [limit, first_limit]  # the last one applies; the first answer removes it
+        self._limits = [limit, _FIRST_LIMIT]  # the last one applies; the first answer removes it
         self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
         self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._over = ""

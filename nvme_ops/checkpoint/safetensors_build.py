@@ -49,7 +49,7 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
     entries = {
         name: TensorEntry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places
     }
-    return Header(entries, dict(metadata), start, text.ljust(padded))
+    return Header(entries, dict(metadata), text.ljust(padded))
 
 
 class _Kind(NamedTuple):

@@ -146,7 +146,7 @@ def _make(
 
     def read_and_verified(records: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         wanted = {record: extents[record] for record in records}
-        found = torch_read.storages(archive, file.handle, wanted, device, file.mapped)
+        found = torch_read.begin(archive, file.handle, wanted, device, file.mapped)()
         if verify and device.type != "meta":
             _verify_made(file, archive, found)
         return found

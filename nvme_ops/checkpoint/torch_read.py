@@ -36,21 +36,6 @@ def content(archive: Archive, handle: aio_handle, name: str) -> bytes:
         return bytes(found)
 
 
-def storages(
-    archive: Archive,
-    handle: aio_handle,
-    extents: Mapping[str, tuple[int, int]],
-    device: torch.device,
-    mapped: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Reads a byte range of each record into a tensor with its own storage.
-
-    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
-    are parts of a mapping of the file, if its records are aligned.
-    """
-    return begin(archive, handle, extents, device, mapped)()
-
-
 def begin(
     archive: Archive,
     handle: aio_handle,
@@ -58,7 +43,11 @@ def begin(
     device: torch.device,
     mapped: bool = False,
 ) -> Callable[[], dict[str, torch.Tensor]]:
-    """Starts to read them as ``storages`` does. What it returns waits for that and returns them."""
+    """Starts to read a byte range of each record into a tensor with its own storage.
+
+    What it returns waits for that and returns them. The storages are parts of one allocation, which is freed with the
+    last of them; they cannot grow. ``mapped``: they are parts of a mapping of the file, if its records are aligned.
+    """
     if device.type == "meta":
         return lambda: {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
     whole_records = all(end == archive.records[name].size for name, (_, end) in extents.items())

@@ -81,7 +81,6 @@ class Header:
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
-    data_start: int = 0
     text: bytes = field(default=b"", repr=False)  # the JSON, with the spaces behind it
 
 
@@ -135,7 +134,7 @@ def decode(text: bytes, size: int, path: str) -> Header:
         _refuse(path, f"the data end at byte {position} of a file of {size} bytes: it was cut short")
     if position < size:
         _refuse(path, f"{size - position} bytes follow the last tensor: the header does not cover the file")
-    return Header(entries, metadata, start, text)
+    return Header(entries, metadata, text)
 
 
 def _end(ordered: Mapping[str, TensorEntry], start: int, path: str) -> int:

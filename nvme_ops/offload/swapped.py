@@ -103,10 +103,10 @@ class SwappedTensor(OffloadedTensor):
         return id(self._resident if self._copy is None else self._copy)
 
     @contextlib.contextmanager
-    def lent(self, change: bool = False, phase: Phase = "step") -> Iterator[torch.Tensor]:
+    def lent(self, change: bool = False) -> Iterator[torch.Tensor]:
         """Lets the block read, or ``change``, the values: a usual tensor in memory."""
         with contextlib.ExitStack() as uses:
-            yield self._lend(uses, change, phase)
+            yield self._lend(uses, change, "step")
 
     def _lend(self, uses: contextlib.ExitStack, change: bool, phase: Phase | None = None) -> torch.Tensor:
         if phase is None:

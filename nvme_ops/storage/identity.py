@@ -81,12 +81,6 @@ def nearest(path: str | os.PathLike[str]) -> str:
     return place
 
 
-def folder_of(path: str | os.PathLike[str]) -> str:
-    """The folder that exists and in which the path lies, or would lie."""
-    place = nearest(path)
-    return place if os.path.isdir(place) else os.path.dirname(place)
-
-
 def _describe(host: Host, device: Device) -> str:
     """Names of devices (nvme0n1, sda) change from one start to the next: only where there is nothing better."""
     folder = Path("/sys/block", device.name)

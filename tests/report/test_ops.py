@@ -257,6 +257,5 @@ def test_a_fix_names_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda _: Made())
     assert sources.requirement() == "'/home/a user/nvme_ops'"
-    assert sources.requirement("bench") == "'/home/a user/nvme_ops[bench]'"
     Made.url = ""
     assert sources.requirement() == "nvme-ops"
