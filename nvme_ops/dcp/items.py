@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,6 +30,7 @@ ATTRIBUTE = "nvme_ops"
 #: The checksum that a zip archive has of its members serves for the item too.
 CHECKSUM = "crc32"
 
+_T = TypeVar("_T")
 _SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighbours
 # Bytes of items requested from the planner at once. Of small ones, two groups are in flight.
 _SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS = 8 << 20, 256 << 20, 4096
@@ -49,6 +51,20 @@ class _Item:
     def __post_init__(self) -> None:
         self.start = self.offset + len(self.head)
         self.length = len(self.head) + self.payload.nbytes + self.tail_length
+
+
+def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yields groups of items, each ended by the item that reaches ``most`` bytes, or by its number of items."""
+    group: list[_T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += nbytes(item)
+        if size >= most or len(group) == _MOST_ITEMS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class RankFile:
@@ -74,16 +90,7 @@ class RankFile:
 
     def _groups(self, items: Sequence[WriteItem], most: int) -> Iterator[list[_Item]]:
         """Places the items; yields groups, each ended by the item that reaches ``most`` bytes."""
-        group: list[_Item] = []
-        size = 0
-        for item in items:
-            group.append(self._place(item))
-            size += group[-1].length
-            if size >= most or len(group) == _MOST_ITEMS:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
+        return grouped(map(self._place, items), lambda one: one.length, most)
 
     def _write_gathered(self, group: Sequence[_Item]) -> IoFuture:
         """Starts to write items as one run, which needs their checksums first."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from nvme_ops.checksums import checksum_of, checksums_of, joined
-from nvme_ops.dcp.items import CHECKSUM
+from nvme_ops.dcp.items import CHECKSUM, grouped
 from nvme_ops.dcp.spans import in_one_piece, spans
 from nvme_ops.dcp.stored import Stored
 from nvme_ops.errors import ChecksumError
@@ -19,7 +19,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import is_plain
 from nvme_ops.memory.ring import InFlight, Place, Ring
 
-_GROUP, _MOST_ITEMS = 256 << 20, 4096  # bytes and items requested from the planner at once; two groups are in flight
+_GROUP = 256 << 20  # bytes of items requested from the planner at once; two groups are in flight
 
 
 @dataclass(frozen=True)
@@ -135,19 +135,9 @@ class Loading:
 
 def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
     """Groups items in the order of the files, so that neighbours are read as one run."""
-    group: list[tuple[Wanted, Stored]] = []
-    size = 0
-    for _, _, one, stored in sorted(
-        ((one.path, one.stored.start, one, one.stored) for one in wanted if one.stored is not None),
-        key=lambda each: each[:2],
-    ):
-        group.append((one, stored))
-        size += stored.nbytes
-        if size >= _GROUP or len(group) == _MOST_ITEMS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    found = [(one, one.stored) for one in wanted if one.stored is not None]
+    found.sort(key=lambda each: (each[0].path, each[1].start))
+    return grouped(found, lambda each: each[1].nbytes, _GROUP)
 
 
 def _columns(reads: Sequence[tuple[torch.Tensor, str, int]]) -> tuple[list[torch.Tensor], list[str], list[int]]:
