@@ -63,17 +63,21 @@ def batches(job: Job) -> Iterator[torch.Tensor]:
 Phases = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Any], Callable[[], Any]]
 
 
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 @contextlib.contextmanager
 def in_memory(job: Job) -> Iterator[Phases]:
     """Yields forward, backward and step of the model in memory."""
     module = model(job)
     optimizer = torch.optim.AdamW(module.parameters(), **_OPTIONS)
 
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    yield lambda x: module(x).square().mean(), torch.Tensor.backward, step
+    yield lambda x: module(x).square().mean(), torch.Tensor.backward, _stepping(optimizer)
 
 
 @contextlib.contextmanager
@@ -96,11 +100,7 @@ def cpu_offload(job: Job) -> Iterator[Phases]:
     fully_shard(module, **options)
     optimizer = torch.optim.AdamW(module.parameters(), **_OPTIONS)
 
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    yield lambda x: module(x.to(there)).square().mean(), torch.Tensor.backward, step
+    yield lambda x: module(x.to(there)).square().mean(), torch.Tensor.backward, _stepping(optimizer)
 
 
 @contextlib.contextmanager
@@ -122,11 +122,7 @@ def nvme_ops(job: Job) -> Iterator[Phases]:
                           memory_budget=job.memory_budget, **options, **_OPTIONS)
         )  # fmt: skip
 
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        yield lambda x: module(x).square().mean(), torch.Tensor.backward, step
+        yield lambda x: module(x).square().mean(), torch.Tensor.backward, _stepping(optimizer)
 
 
 @contextlib.contextmanager

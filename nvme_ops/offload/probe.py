@@ -11,13 +11,14 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 import nvme_ops
 from nvme_ops.errors import FormatError
+from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.ring import InFlight
@@ -124,14 +125,10 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
     random.Random(0).shuffle(pieces)
     buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]  # with all pages
     with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-        moved, begin = 0, time.perf_counter()
-        for (path, start, nbytes), buffer in zip(itertools.cycle(pieces), itertools.cycle(buffers), strict=False):
-            in_flight.add(handle.submit_pread(buffer[:nbytes], path, start))
-            moved += nbytes
-            if time.perf_counter() - begin > _SECONDS:
-                break
-        in_flight.drain()
-        return moved / (time.perf_counter() - begin)
+        reads = zip(itertools.cycle(pieces), itertools.cycle(buffers), strict=False)
+        return _rate(
+            in_flight, ((handle.submit_pread, buffer[:nbytes], path, start) for (path, start, nbytes), buffer in reads)
+        )
 
 
 def mixed_rate(folder: str) -> float:
@@ -142,15 +139,25 @@ def mixed_rate(folder: str) -> float:
         _fill(path)
         buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]
         with aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-            moved, begin = 0, time.perf_counter()
-            for number, buffer in zip(itertools.count(), itertools.cycle(buffers), strict=False):
-                submit = handle.submit_pread if number % 2 else handle.submit_pwrite
-                in_flight.add(submit(buffer, path, number * 7 * _PIECE % _SCRATCH))
-                moved += _PIECE
-                if time.perf_counter() - begin > _SECONDS:
-                    break
-            in_flight.drain()
-            return moved / (time.perf_counter() - begin)
+            submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
+            places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
+            transfers = zip(submits, itertools.cycle(buffers), itertools.repeat(path), places, strict=False)
+            return _rate(in_flight, transfers)
+
+
+_Submit = Callable[[torch.Tensor, str, int], IoFuture]
+
+
+def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, str, int]]) -> float:
+    """Returns the bytes per second that the transfers move: as many as are submitted in ``_SECONDS``."""
+    moved, begin = 0, time.perf_counter()
+    for submit, memory, path, start in transfers:
+        in_flight.add(submit(memory, path, start))
+        moved += memory.nbytes
+        if time.perf_counter() - begin > _SECONDS:
+            break
+    in_flight.drain()
+    return moved / (time.perf_counter() - begin)
 
 
 def _fill(path: str) -> None:
