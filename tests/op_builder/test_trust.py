@@ -416,6 +416,7 @@ def test_the_log_of_an_install_has_a_name_that_nobody_can_guess(
 NO_TEMPORARY_FOLDER = """
 import resource, tempfile
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+tempfile.tempdir = None  # another package may have asked for it already
 try: tempfile.gettempdir()
 except FileNotFoundError: pass
 else: raise SystemExit("there is one")
