@@ -82,8 +82,12 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     Args:
         block_size: bytes of one cuFile call, and of one request on the other paths.
         intra_op_parallelism: concurrent cuFile calls, each on a slice of the tensor, and lanes of the other paths.
-        queue_depth, single_submit, overlap_events, num_threads, backend, cache: as for ``aio_handle``. cuFile ignores
-            them, except that ``cache="buffered"`` rules it out.
+        queue_depth: as for ``aio_handle``, as are those below; cuFile uses none of them.
+        single_submit: as there.
+        overlap_events: as there.
+        num_threads: as there.
+        backend: as there.
+        cache: as there; ``"buffered"`` rules cuFile out.
 
     Raises:
         ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_GDS``.

@@ -55,8 +55,9 @@ class Loader:
         memory_budget: bytes for the batches that are read ahead, such as ``"512M"``; with ``decode``, also for
             its results. A larger batch is read alone. For batches of 64 MiB and more, this much memory plus that of
             one batch is kept for reuse.
-        rank, num_replicas: of this process; by default those of ``torch.distributed``, which must already be
-            initialized if ``WORLD_SIZE`` is more than 1.
+        rank: of this process; by default that of ``torch.distributed``, which must already be initialized if
+            ``WORLD_SIZE`` is more than 1.
+        num_replicas: how many processes divide the samples among them; by default as many as ``torch.distributed`` has.
         device: where batches are copied to, from page-locked memory.
 
     Raises:
