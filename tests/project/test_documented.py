@@ -42,6 +42,12 @@ def test_the_readme_names_every_page() -> None:
     assert {name for name in pages - internal if f"docs/{name}" not in readme} == set()
 
 
+def test_the_site_takes_nothing_from_other_servers() -> None:
+    settings = (REPOSITORY / "mkdocs.yml").read_text()
+    assert re.search(r"^  font: false\b", settings, re.MULTILINE)
+    assert "://" not in settings
+
+
 def test_completion_shows_what_is_public_and_nothing_else() -> None:
     """In a fresh process that has used much: what it imports on the way is not for users."""
     program = """
