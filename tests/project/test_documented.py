@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -40,6 +41,24 @@ def test_the_readme_names_every_page() -> None:
     internal = {"benchmarks.md", "bench-explain.md", "gpu-results.md", "index.md"}
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     assert {name for name in pages - internal if f"docs/{name}" not in readme} == set()
+
+
+PUBLIC = ("", "data", "dcp", "memory", "offload", "op_builder", "storage")  # packages; stream is for nvme_ops.open
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    """A function that hides the module that it is in has to be named with it."""
+    listed = re.findall(r"^::: (\S+)$", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
+    shown = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in listed]
+    assert sorted(set(shown)) == sorted(shown)
+    public = set()
+    for name in PUBLIC:
+        package = importlib.import_module(f"nvme_ops.{name}".rstrip("."))
+        public |= {f"{package.__name__}.{each}" for each in package.__all__ if each not in (*PUBLIC, "__version__")}
+    assert public - set(shown) == set()
+    assert {name for name in set(shown) - public if not name.startswith("nvme_ops.integrations.")} == {
+        "nvme_ops.checkpoint.background.release_memory"
+    }
 
 
 def test_the_site_takes_nothing_from_other_servers() -> None:
