@@ -67,6 +67,13 @@ def test_the_site_takes_nothing_from_other_servers() -> None:
     assert "://" not in settings
 
 
+def test_every_page_is_in_the_site_and_the_front_page_leads_to_it() -> None:
+    pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
+    assert set(re.findall(r"[\w-]+\.md", (REPOSITORY / "mkdocs.yml").read_text())) == pages
+    front = (REPOSITORY / "docs" / "index.md").read_text()
+    assert pages - set(LINK.findall(front)) == {"index.md", "architecture.md", "environment.md"}
+
+
 def test_completion_shows_what_is_public_and_nothing_else() -> None:
     """In a fresh process that has used much: what it imports on the way is not for users."""
     program = """
