@@ -15,9 +15,10 @@ What is loaded and saved is the same, by the same calls; only safetensors files 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,18 @@ def uninstall() -> None:
     for name, ours in _OURS.items():
         if getattr(module, name) is ours:
             setattr(module, name, _before.pop(name))
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Has the block what ``install`` does; afterwards it is as it was before."""
+    before = bool(_before)
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()
 
 
 def nvme_optimizer(

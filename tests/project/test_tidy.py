@@ -51,7 +51,8 @@ SUBPACKAGES: dict[str, set[str]] = {
     | {f"offload.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
-    "integrations": {"checkpoint.api", "checkpoint.safe_open", "offload.optimizer"},
+    "integrations": {"checkpoint.api", "checkpoint.safe_open"}
+    | {f"offload.{name}" for name in ("optimizer", "save_on_nvme", "stream_weights", "updates")},
     "measuring": {"storage.mounts", "storage.owner"},
     "bench": {"measuring", "storage", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},

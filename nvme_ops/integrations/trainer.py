@@ -1,0 +1,267 @@
+"""``use_nvme``: a ``Trainer`` of transformers or TRL with what its training needs on storage, by one line.
+
+    trainer = Trainer(model=model, args=TrainingArguments(optim="adamw_torch", ...), train_dataset=texts)
+    use_nvme(trainer, "/mnt/nvme")
+    trainer.train()
+
+The optimizer that the arguments choose has its states there, as ``NvmeOptimizer`` keeps them, and so does autograd what
+it saves in forward, by ``save_on_nvme``. Everything else is the trainer's own, and so are the bits that it ends with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.checkpoint.api import load, save
+from nvme_ops.integrations.transformers import installed
+from nvme_ops.offload.optimizer import NvmeOptimizer
+from nvme_ops.offload.save_on_nvme import save_on_nvme
+from nvme_ops.offload.stream_weights import budget_of
+from nvme_ops.offload.updates import require_elementwise
+
+Path = str | os.PathLike[str]
+
+#: Methods of the trainer that go through ``NvmeTraining``'s of the same name.
+_METHODS = (
+    "train",
+    "create_optimizer",
+    "compute_loss_context_manager",
+    "log",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+_FILES = ("optimizer.pt", "scheduler.pt")  # of a checkpoint
+
+
+def use_nvme(
+    trainer: Any,
+    folder: Path | Sequence[Path],
+    *,
+    optimizer_budget: int | str | None = "256M",
+    activations_budget: int | str | None = "256M",
+    checkpoints: bool = True,
+) -> NvmeTraining:
+    """Has a trainer keep optimizer states and activations on storage from now on, whenever it trains.
+
+    Every line that it logs meanwhile says what was moved until then: ``nvme_optimizer_bytes_read``,
+    ``nvme_optimizer_bytes_written``, and the same of ``nvme_activations``. Their files are removed when ``train``
+    returns or raises. Within ``with use_nvme(...):`` they are removed at the end of the block instead: a second
+    ``train`` there continues with the optimizer's states, as a trainer does.
+
+    Args:
+        trainer: transformers' ``Trainer`` or a subclass, such as TRL's ``SFTTrainer``.
+        folder: where they go; several, of one device each, share them. Each rank has its own files in it.
+        optimizer_budget: bytes of memory, or a size, for optimizer states; None leaves all of them in memory.
+        activations_budget: the same for tensors that autograd saves, on the device where they are.
+        checkpoints: also write checkpoints through nvme_ops: models that are safetensors, and ``optimizer.pt``. They
+            are the same kind of files, for any ``Trainer`` to resume.
+
+    Returns:
+        What ends it, by ``close()`` or a ``with`` block; not needed if the trainer trains once.
+
+    Raises:
+        TypeError: no ``Trainer``; an optimizer that ``NvmeOptimizer`` cannot be. That is also raised by ``train``.
+        ValueError: a budget that is no size; FSDP, DeepSpeed, or tensor parallelism; an optimizer that has made steps,
+            or has a scheduler of its own; TRL's ``activation_offloading``.
+    """
+    if missing := [name for name in _METHODS if not hasattr(trainer, name)]:
+        kind = type(trainer).__name__
+        raise TypeError(f"trainer must be transformers' Trainer or a subclass of it: {kind} has no {missing[0]}")
+    if trainer.is_deepspeed_enabled:
+        raise ValueError("DeepSpeed offloads itself: to NVMe with nvme_ops.integrations.deepspeed.install()")
+    if trainer.is_fsdp_enabled or any(hasattr(each, "device_mesh") for each in trainer.model.parameters()):
+        raise ValueError(
+            "use_nvme is not for models divided over ranks by FSDP or tensor parallelism: use plain torchrun (DDP), or "
+            "fully_shard and NvmeOptimizer in a loop of your own"
+        )
+    if optimizer_budget is not None:
+        optimizer_budget = budget_of(optimizer_budget, name="optimizer_budget")
+        if trainer.optimizer is not None:
+            _require_movable(trainer, trainer.optimizer)
+    if activations_budget is not None:
+        activations_budget = budget_of(activations_budget, least=0, name="activations_budget")
+        if getattr(trainer.args, "activation_offloading", False):
+            raise ValueError(
+                "activation_offloading=True moves activations to the CPU: leave it out, or activations_budget=None"
+            )
+    if (before := getattr(trainer, "nvme_training", None)) is not None:
+        before.close()
+    return NvmeTraining(trainer, folder, optimizer_budget, activations_budget, checkpoints)
+
+
+class NvmeTraining:
+    """What ``use_nvme`` has done to a trainer, until ``close``."""
+
+    def __init__(
+        self, trainer: Any, folder: Path | Sequence[Path], optimizer: int | None, activations: int | None, files: bool
+    ) -> None:
+        self._trainer, self._folder, self._checkpoints = trainer, folder, files
+        self._optimizer_budget, self._activations_budget = optimizer, activations
+        self._optimizer: NvmeOptimizer | None = None
+        self._given: Any = None  # the trainer's optimizer before there was this one
+        self._saving: save_on_nvme | None = None
+        self._undo: contextlib.ExitStack | None = None  # while there is something on storage
+        self._in_block = self._ended = False
+        self._before = {name: vars(trainer).get(name) for name in _METHODS}
+        for name in _METHODS:
+            setattr(trainer, name, functools.partial(getattr(self, name), getattr(trainer, name)))
+        trainer.nvme_training = self
+
+    def __enter__(self) -> NvmeTraining:
+        self._in_block = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the files and leaves the trainer as it was. Further calls do nothing."""
+        if getattr(self._trainer, "nvme_training", None) is not self:
+            return
+        del self._trainer.nvme_training
+        for name, before in self._before.items():
+            delattr(self._trainer, name)
+            if before is not None:
+                setattr(self._trainer, name, before)
+        self._end()
+
+    # What the trainer's methods are: each is given the one that it has the place of
+
+    def train(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trains, and removes the files."""
+        resumes = args[0] if args else kwargs.get("resume_from_checkpoint")
+        if self._ended and not resumes and self._trainer.model_init is None:
+            raise RuntimeError(
+                "the optimizer's states were removed when the last train() ended: have both calls in a block, "
+                "`with use_nvme(trainer, folder):`, resume from a checkpoint, or call use_nvme again for new states"
+            )
+        try:
+            if self._undo is None:
+                self._begin()
+            return own(*args, **kwargs)
+        finally:
+            if not self._in_block:
+                self._end()
+
+    def create_optimizer(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes the trainer's own optimizer, and from that, which has no states yet, one with states on storage."""
+        trainer, given = self._trainer, self._trainer.optimizer
+        made = own(*args, **kwargs)
+        if self._undo is None or self._optimizer_budget is None or _of_nvme(trainer) is not None:
+            return made
+        trainer.optimizer = given  # should it be refused
+        _require_movable(trainer, made)
+        self._close_optimizer()
+        self._given, self._optimizer = given, self._moved(_inner(made))
+        trainer.optimizer = self._optimizer
+        return self._optimizer
+
+    @contextlib.contextmanager
+    def compute_loss_context_manager(self, own: Any) -> Iterator[None]:
+        """Moves what autograd saves in it: in forward, not what checkpointed blocks compute again in backward."""
+        saving = self._saving if torch.is_grad_enabled() else None
+        with own(), saving or contextlib.nullcontext():
+            yield
+
+    def log(self, own: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs what was moved, too, but not as metrics of an evaluation, which might be added up."""
+        used = {"optimizer": _of_nvme(self._trainer), "activations": self._saving}
+        moved = {
+            f"nvme_{name}_bytes_{way}": getattr(each.stats(), f"bytes_{way}")
+            for name, each in used.items()
+            if each is not None
+            for way in ("read", "written")
+        }
+        logged = {**logs, **moved}
+        own(logged, *args, **kwargs)
+        logs.update({name: value for name, value in logged.items() if name not in moved})
+
+    def _save_optimizer_and_scheduler(self, own: Any, output_dir: str) -> None:
+        found = _of_nvme(self._trainer)
+        if found is None or not self._checkpoints:
+            own(output_dir)
+        elif self._trainer.args.should_save:
+            optimizer, scheduler = (os.path.join(output_dir, name) for name in _FILES)
+            save(found.state_dict(), optimizer)
+            torch.save(self._trainer.lr_scheduler.state_dict(), scheduler)
+
+    def _load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
+        """Moves the states chunk by chunk; the trainer loads all, and each of several ranks to its device."""
+        found = _of_nvme(self._trainer)
+        files = [os.path.join(checkpoint, name) for name in _FILES] if checkpoint else []
+        if found is None or not files or not all(map(os.path.isfile, files)):
+            own(checkpoint)
+        else:
+            found.load_state_dict(load(files[0], mmap=True))
+            self._trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+
+    # What is on storage
+
+    def _begin(self) -> None:
+        with contextlib.ExitStack() as undo:
+            if self._checkpoints:
+                undo.enter_context(installed())
+            if self._activations_budget is not None:
+                self._saving = save_on_nvme(self._folder, memory_budget=self._activations_budget)
+                undo.callback(self._saving.close)
+            undo.callback(self._close_optimizer)
+            self._undo = undo.pop_all()
+
+    def _moved(self, made: torch.optim.Optimizer) -> NvmeOptimizer:
+        known = inspect.signature(type(made)).parameters
+        options: dict[str, Any] = {name: value for name, value in made.defaults.items() if name in known}
+        groups = [dict(group) for group in made.param_groups]  # schedulers write to them
+        options["memory_budget"], options["master_weights"] = self._optimizer_budget, False  # as the trainer's own
+        return NvmeOptimizer(type(made), groups, self._folder, **options)
+
+    def _close_optimizer(self) -> None:
+        if self._optimizer is not None:
+            if _of_nvme(self._trainer) is self._optimizer:
+                self._trainer.optimizer = self._given
+            optimizer, self._optimizer, self._given, self._ended = self._optimizer, None, None, True
+            optimizer.close()
+
+    def _end(self) -> None:
+        undo, self._undo, self._saving = self._undo, None, None
+        if undo is not None:
+            undo.close()
+
+
+def _inner(optimizer: Any) -> Any:
+    """Returns the optimizer that accelerate's wraps."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _of_nvme(trainer: Any) -> NvmeOptimizer | None:
+    """Returns the trainer's optimizer, if its states are on storage: by ``use_nvme``, or one that the user chose."""
+    found = _inner(trainer.optimizer)
+    return found if isinstance(found, NvmeOptimizer) else None
+
+
+def _require_movable(trainer: Any, optimizer: Any) -> None:
+    """Raises what ``use_nvme`` does about an optimizer."""
+    inner = _inner(optimizer)
+    if isinstance(inner, NvmeOptimizer):
+        return
+    try:
+        require_elementwise(type(inner))
+    except TypeError as error:
+        fix = 'optim="adamw_torch", "adamw_torch_fused", "sgd", "adagrad" or "rmsprop"'
+        raise TypeError(f"{error}. Choose {fix}, or give use_nvme optimizer_budget=None") from None
+    if trainer.lr_scheduler is not None and not trainer._created_lr_scheduler:
+        raise ValueError(
+            f"the trainer was given a scheduler of its {type(inner).__name__}: give it optimizers=(optimizer, None) "
+            "and choose lr_scheduler_type, or make an NvmeOptimizer and a scheduler of that"
+        )
+    if any(state and state.get("step", 1) != 0 for state in inner.state.values()):  # Adagrad has states from the start
+        raise ValueError(
+            f"the trainer's {type(inner).__name__} has made steps, and its states would be lost: call use_nvme before "
+            "the first train(), of a new trainer with resume_from_checkpoint= if it is to go on"
+        )

@@ -1,0 +1,330 @@
+"""use_nvme: Trainers of transformers and TRL end with the same bits, and their logs say what went to storage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.offload import NvmeOptimizer
+from tests.offload.launch import run_ranks
+from tests.offload.training import equal, values
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from nvme_ops.integrations.trainer import use_nvme  # noqa: E402
+from tests.offload.trainer_models import SMALL, llama, take_small_activations, trainer  # noqa: E402
+
+# Of a version before activation_checkpointing, which works here as well.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+NAMES = [f"nvme_{what}_bytes_{way}" for what in ("optimizer", "activations") for way in ("read", "written")]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    take_small_activations(monkeypatch.setattr)
+    threads = torch.get_num_threads()  # of more they would wait for each other, on a machine with other work
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nvme(folder: Path) -> Path:
+    place = folder / "nvme"
+    place.mkdir()
+    return place
+
+
+def train(trained: Any, **given: Any) -> Any:
+    transformers.set_seed(5)  # of dropout
+    return trained.train(**given)
+
+
+def losses(trained: Any) -> list[tuple[int, float, float]]:
+    return [(each["step"], each["loss"], each["grad_norm"]) for each in trained.state.log_history if "loss" in each]
+
+
+def same(first: Any, second: Any) -> bool:
+    return losses(first) == losses(second) and equal(values(first.model), values(second.model))
+
+
+def moved(trained: Any) -> list[list[int]]:
+    return [[each[name] for name in NAMES if name in each] for each in trained.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optim": "adamw_torch", "max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 1},
+        {"optim": "sgd", "optim_args": "momentum=0.9", "gradient_accumulation_steps": 2, "max_grad_norm": 0},
+        {"optim": "adamw_torch_fused", "bf16": True, "gradient_checkpointing": True},
+        {"optim": "adagrad", "eval_strategy": "steps", "eval_steps": 1},
+        pytest.param({"optim": "rmsprop"}, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+                     marks=pytest.mark.slow),
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)  # fmt: skip
+def test_the_bits_are_the_same_and_the_log_says_what_moved(folder: Path, nvme: Path, arguments: Any) -> None:
+    plain, ours = trainer(folder, **arguments), trainer(folder, **arguments)
+    train(plain)
+    use_nvme(ours, nvme, **SMALL)
+    train(ours)
+    assert same(ours, plain)
+    assert not any(moved(plain))
+    found = moved(ours)
+    assert all(all(one <= other for one, other in zip(*each, strict=True)) for each in itertools.pairwise(found))
+    assert min(found[-1]) > 0
+    assert list(nvme.iterdir()) == []
+
+
+def unless_optimizer(function: Any) -> Any:
+    """torch's, which would take the states another way, or all of them into memory."""
+
+    def checked(*args: Any, **given: Any) -> Any:
+        assert not any(str(each).endswith("optimizer.pt") for each in args)
+        return function(*args, **given)
+
+    return checked
+
+
+def test_a_run_is_resumed_from_any_trainers_checkpoint(
+    folder: Path, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(name: str) -> Any:
+        return trainer(folder / name, save_strategy="steps", save_steps=2, optim="adamw_torch", max_steps=4)
+
+    whole: Any = begun("plain")
+    train(whole)
+    first: Any = begun("ours")
+    use_nvme(first, nvme, **SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", unless_optimizer(torch.save))
+        train(first)
+    assert same(first, whole)
+    nvme_ops.load(folder / "ours" / "checkpoint-2" / "model.safetensors", verify=True)  # nvme_ops alone has checksums
+    for written, on_nvme in (("ours", False), ("ours", True), ("plain", True)):
+        resumed: Any = begun("resumed")
+        with monkeypatch.context() as patch:
+            if on_nvme:
+                use_nvme(resumed, nvme, **SMALL)
+                patch.setattr(torch, "load", unless_optimizer(torch.load))
+            train(resumed, resume_from_checkpoint=str(folder / written / "checkpoint-2"))
+        assert losses(resumed) == losses(whole), (written, on_nvme)
+        assert equal(values(resumed.model), values(whole.model))
+    assert list(nvme.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_checkpoints_may_be_left_to_the_trainer(folder: Path, nvme: Path) -> None:
+    def begun(**arguments: Any) -> Any:
+        return trainer(folder, save_strategy="steps", save_steps=2, max_steps=4, **arguments)
+
+    ours = begun()
+    use_nvme(ours, nvme, **SMALL, checkpoints=False)
+    train(ours)
+    with pytest.raises(ValueError, match="checksums"):
+        nvme_ops.load(folder / "checkpoint-2" / "model.safetensors", verify=True)
+    resumed = begun()
+    train(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert same(resumed, ours)
+
+
+def test_two_ranks(folder: Path, nvme: Path) -> None:
+    said = run_ranks(2, "tests.offload.trainer_ranks", folder)
+    assert sorted(said.splitlines()) == ["rank 0: equal, moved", "rank 1: equal, moved"]
+    assert list(nvme.iterdir()) == []
+
+
+class Stop(transformers.TrainerCallback):
+    """Raises in the second step."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_is_raised_leaves_nothing_behind(folder: Path, nvme: Path, error: type[BaseException]) -> None:
+    ours: Any = trainer(folder, callbacks=[Stop(error)])
+    own_safe_open = transformers.modeling_utils.safe_open
+    use_nvme(ours, nvme, **SMALL)
+    with pytest.raises(error):
+        train(ours)
+    assert list(nvme.iterdir()) == []
+    assert ours.optimizer is None
+    assert transformers.modeling_utils.safe_open is own_safe_open
+    with pytest.raises(RuntimeError, match=r"have both calls in a block, `with use_nvme\(trainer, folder\):`"):
+        ours.train()
+
+
+def test_a_block_keeps_the_states_from_one_call_to_the_next(folder: Path, nvme: Path) -> None:
+    plain, ours = trainer(folder), trainer(folder)
+    train(plain)
+    train(plain)
+    with use_nvme(ours, nvme, **SMALL):
+        train(ours)
+        assert list(nvme.iterdir())
+        first = moved(ours)[-1]
+        train(ours)
+        assert moved(ours)[-1] > first
+    assert same(ours, plain)
+    assert list(nvme.iterdir()) == []
+    assert not {"train", "log", "nvme_training"} & vars(ours).keys()
+
+
+def test_a_new_model_begins_with_new_states(folder: Path, nvme: Path) -> None:
+    plain, ours = trainer(folder, model_init=llama), trainer(folder, model_init=llama)
+    train(plain)
+    use_nvme(ours, nvme, **SMALL)
+    for _ in range(2):
+        train(ours)
+        assert same(ours, plain)
+    with use_nvme(ours, nvme, **SMALL):
+        for _ in range(2):
+            train(ours)
+            assert same(ours, plain)
+
+
+def test_an_optimizer_given_to_the_trainer_is_moved_and_comes_back(folder: Path, nvme: Path) -> None:
+    def given() -> Any:
+        model = llama()
+        return trainer(folder, model=model, optimizers=(torch.optim.NAdam(model.parameters(), lr=0.01), None))
+
+    plain, ours = given(), given()
+    optimizer = ours.optimizer
+    train(plain)
+    use_nvme(ours, nvme, **SMALL)
+    train(ours)
+    assert same(ours, plain)
+    assert (ours.optimizer, len(optimizer.state)) == (optimizer, 0)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_an_nvme_optimizer_of_the_users_is_used_as_it_is(folder: Path, nvme: Path) -> None:
+    model = llama()
+    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), nvme, memory_budget="2M") as optimizer:
+        ours = trainer(folder, model=model, optimizers=(optimizer, None))
+        use_nvme(ours, nvme, **SMALL)
+        train(ours)
+        assert moved(ours)[-1][:2] == [optimizer.stats().bytes_read, optimizer.stats().bytes_written]
+        assert optimizer.steps == 3
+
+
+def test_adapters_are_trained(folder: Path, nvme: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        return trainer(folder, model=peft.get_peft_model(llama(), peft.LoraConfig(target_modules="all-linear")))
+
+    plain, ours = adapted(), adapted()
+    train(plain)
+    use_nvme(ours, nvme, **SMALL)
+    train(ours)
+    assert same(ours, plain)
+    assert min(moved(ours)[-1]) > 0
+
+
+def test_each_can_stay_in_memory(folder: Path, nvme: Path) -> None:
+    ours = trainer(folder)
+    use_nvme(ours, nvme, optimizer_budget=None, activations_budget=0)
+    train(ours)
+    assert {len(each) for each in moved(ours)} == {2}
+    use_nvme(ours, nvme, activations_budget=None, optimizer_budget=None)
+    train(ours)
+    assert not any(moved(ours))
+
+
+def test_callbacks_see_the_optimizer_and_the_figures_and_evaluations_return_theirs(folder: Path, nvme: Path) -> None:
+    seen: list[Any] = []
+
+    class Look(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            seen.append(optimizer.optimizer)
+
+        def on_train_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
+            seen.append(len(optimizer.state_dict()["state"]) > 0)
+
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            seen.append(set(NAMES) <= logs.keys())
+
+    ours: Any = trainer(folder, callbacks=[Look()], max_steps=1)
+    with use_nvme(ours, nvme, **SMALL):
+        train(ours)
+        metrics = ours.evaluate()
+    assert [type(seen[0]), *seen[1:]] == [NvmeOptimizer, True, True, True, True]
+    assert not any(name in metrics for name in NAMES), "default_compute_objective adds up what is there"
+    assert "epoch" in metrics
+
+
+def stepped(folder: Path) -> Any:
+    made = trainer(folder, max_steps=1)
+    made.train()
+    return made
+
+
+def scheduled(folder: Path) -> Any:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return trainer(folder, model=model, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+
+
+def divided(folder: Path, name: str) -> Any:
+    made = trainer(folder)
+    setattr(made, f"is_{name}_enabled", True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "error", "words"),
+    [
+        (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
+        (trainer, {"optimizer_budget": "1X"}, ValueError, "is not a size; examples"),
+        (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
+        (stepped, {}, ValueError, "AdamW has made steps.* call use_nvme before the first train"),
+        (scheduled, {}, ValueError, "was given a scheduler of its AdamW: give it optimizers=.optimizer, None."),
+        (
+            lambda folder: divided(folder, "deepspeed"),
+            {},
+            ValueError,
+            r"with nvme_ops\.integrations\.deepspeed\.install",
+        ),
+        (lambda folder: divided(folder, "fsdp"), {}, ValueError, "divided over ranks by FSDP .* plain torchrun"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(
+    folder: Path, nvme: Path, made: Any, given: Any, error: type[Exception], words: str
+) -> None:
+    one = made(folder)
+    with pytest.raises(error, match=words):
+        use_nvme(one, nvme, **given)
+    assert list(nvme.iterdir()) == []
+    assert "train" not in vars(one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "error", "words"),
+    [
+        ({"optim": "adafactor"}, "nvme", TypeError, 'Adafactor is not one of .* Choose optim="adamw_torch", '),
+        ({}, "missing/nvme", FileNotFoundError, "missing"),
+    ],
+)
+def test_mistakes_that_show_when_training_begins(
+    folder: Path, nvme: Path, arguments: Any, place: str, error: type[Exception], words: str
+) -> None:
+    ours = trainer(folder, **arguments)
+    use_nvme(ours, folder / place)
+    with pytest.raises(error, match=words):
+        ours.train()
+    assert ours.optimizer is None
+    assert list(nvme.iterdir()) == []
