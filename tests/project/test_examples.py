@@ -19,7 +19,12 @@ from tests import prepared
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 QUIET = {"PYTHONWARNINGS": "ignore::RuntimeWarning"}  # memory that may not be locked
-NEEDS = {"offload_inference": "transformers", "finetune_larger_than_memory": "peft"}
+NEEDS = {
+    "offload_inference": "transformers",
+    "finetune_larger_than_memory": "peft",
+    "trainer": "accelerate",
+    "trainer_trl": "trl",
+}
 ON_A_GPU = [name for name in EXAMPLES if name.startswith("gds_")]
 
 
