@@ -12,7 +12,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.offload import NvmeOptimizer
-from tests.offload.launch import run_ranks
+from tests.launch import run_ranks
 from tests.offload.training import equal, values
 
 transformers: Any = pytest.importorskip("transformers")
