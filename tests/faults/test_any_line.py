@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import random
 import sys
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-import nvme_ops
 from tests.faults import capabilities, capabilities_offload
 from tests.faults.faulty_cells import NEEDS, Capability, cause_of, named, settled
+from tests.moments import Interrupt, numbers
 
-OURS = str(Path(nvme_ops.__file__).parent)
 KINDS = named(capabilities, capabilities_offload)
 #: What has reasons of its own not to work again, or not to be complete.
 APART = {
     "Log": "a flush that was interrupted may have appended its record, which is then there twice",
 }
 SLACK = 4 << 20  # bytes that an allocator may keep
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the ``number``-th moment of this thread at which Python looks for signals.
-
-    These are the beginning of each function and the end of each call of a function written in C, in files of ours.
-    """
-
-    def __init__(self, number: int = -1) -> None:
-        self.number, self.count, self.where = number, 0, ""
-
-    def _see(self, frame: FrameType, event: str, function: Any) -> None:
-        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
-            return
-        if function in (sys.setprofile, os.open, os.dup, os.close):  # Python itself loses a descriptor there
-            return
-        self.count += 1
-        if self.count == self.number:
-            self.where = f"{frame.f_code.co_filename[len(OURS) :]}:{frame.f_lineno} {event} {function or ''}"
-            raise KeyboardInterrupt
-
-    def __enter__(self) -> Interrupt:
-        sys.setprofile(self._see)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
 
 
 def interrupted(one: Capability, number: int) -> str:
@@ -64,12 +30,6 @@ def interrupted(one: Capability, number: int) -> str:
         if not isinstance(cause_of(error), KeyboardInterrupt):
             raise
     return moment.where
-
-
-def numbers(name: str, count: int, points: int) -> Iterator[int]:
-    """Yields the first and the last moment, and others, always the same."""
-    chance = random.Random(zlib.crc32(name.encode()))
-    yield from sorted({1, count, *(chance.randint(1, count) for _ in range(points - 2))})
 
 
 @pytest.mark.parametrize("points", [4, pytest.param(60, marks=pytest.mark.slow)])
