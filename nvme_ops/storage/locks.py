@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 
 SUFFIX = ".nvme_ops-lock"
 _PATIENCE = 10.0  # seconds of waiting before a message says what for
@@ -27,7 +28,10 @@ def locked(path: str) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        try:
+            lock.release()
+        finally:
+            lock.release()  # which a signal handler may have ended by what it raised
 
 
 class Lock:
@@ -36,36 +40,37 @@ class Lock:
     Raises OSError if the file can neither be made nor opened.
     """
 
+    _file: FileIO | None = None
+
     def __init__(self, path: str) -> None:
         folder, name = os.path.split(os.path.abspath(path))
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{SUFFIX}")
         self._pid = os.getpid()
-        self._fd = -1
-        while self._fd < 0:
-            fd = _open(self.path)
+        while self._file is None:
+            file = FileIO(_open(self.path))  # which is closed once, whatever comes between
             try:
-                held = _wait_for(fd, self.path)
-                if not held or is_at(self.path, fd):  # whoever held it last has removed it
-                    self._fd, fd = fd, -1
+                held = _wait_for(file.fileno(), self.path)
+                if not held or is_at(self.path, file.fileno()):  # whoever held it last has removed it
+                    self._file = file
             finally:
-                if fd >= 0:
-                    os.close(fd)
+                if self._file is not file:
+                    file.close()
 
     def release(self) -> None:
         """Releases the lock. Further calls do nothing. In a forked child only closes it: the lock is the parent's."""
-        fd, self._fd = self._fd, -1
-        if fd < 0:
+        file = self._file
+        if file is None or file.closed:
             return
-        if self._pid != os.getpid():
-            os.close(fd)
-            return
-        with suppress(OSError):
-            os.unlink(self.path)
-        give_back(fd)
+        if self._pid == os.getpid():
+            with suppress(OSError):
+                if is_at(self.path, file.fileno()):  # it is not where an earlier call was interrupted
+                    os.unlink(self.path)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+        file.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.release()
+        self.release()
 
 
 def _open(path: str) -> int:
