@@ -50,20 +50,21 @@ def command(name: str) -> Callable[[Main], Main]:
         @functools.wraps(main)
         def run(words: Sequence[str] | None = None) -> int:
             try:
-                status = main(words)
-            except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
-                status = 0
-            except OSError as error:
-                say(f"{name}: {error}")
-                status = 2
+                try:
+                    status = main(words)
+                except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
+                    status = 0
+                except OSError as error:
+                    say(f"{name}: {error}")
+                    status = 2
+                except SystemExit:  # of argparse: --help, --version
+                    if not _is_written(name):
+                        sys.exit(2)
+                    raise
+                return status if _is_written(name) else 2
             except KeyboardInterrupt:
                 say(f"{name}: interrupted")
                 return 130
-            except SystemExit:  # of argparse: --help, --version
-                if not _is_written(name):
-                    sys.exit(2)
-                raise
-            return status if _is_written(name) else 2
 
         return run
 
