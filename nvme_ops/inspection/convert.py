@@ -18,7 +18,7 @@ from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.checkpoint.torch_zip import Archive
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
-from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved
+from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
@@ -83,9 +83,7 @@ def convert(
             tensors, tied = without_ties(tensors)
         plan = plan_for(target, tensors, format, checksum, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
-        index = FORMATS["sharded"][1][0]
-        alone = path.removesuffix(index) + ".safetensors" if path.endswith(index) else path  # which shards replace
-        for each in (path, alone):
+        for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
                 raise ValueError(f"{each} is what is converted: name another target")
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
@@ -97,6 +95,17 @@ def convert(
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
     return Converted(path, len(tensors), total, tied)
+
+
+def _replaced(path: str) -> list[str]:
+    """Returns the files that are gone when ``path`` is written: for an index, the shards and the one file before it."""
+    suffix = FORMATS["sharded"][1][0]
+    if not path.endswith(suffix):
+        return [path]
+    folder, name = os.path.split(path)
+    stem = name.removesuffix(suffix)
+    shards = shards_of(folder, stem) if os.path.isdir(folder) else []
+    return [path, *(os.path.join(folder, each) for each in (f"{stem}.safetensors", *shards))]
 
 
 class _Counted(Weights):

@@ -196,6 +196,16 @@ def test_itself_is_no_target(folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["a.pt", "link.pt", "model.safetensors"]
 
 
+def test_a_shard_is_not_converted_to_the_folder_that_it_is_in(folder: Path) -> None:
+    """Its place in the new index is not its own: it would be removed with the other shards of the old one."""
+    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(3)}, folder, max_shard_size=12)
+    before = sorted(os.listdir(folder))
+    shard = folder / "model-00001-of-00002.safetensors"
+    with pytest.raises(ValueError, match=rf"{shard.name} is what is converted"):
+        convert(str(shard), str(folder))
+    assert sorted(os.listdir(folder)) == before
+
+
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_a_source_that_is_cut_leaves_the_target_as_it_was(folder: Path, name: str) -> None:
     nvme_ops.save({"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}, folder / name)
