@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.window import Window
+from nvme_ops.storage import locks
 from nvme_ops.storage.atomic import open_to_read
 
 #: Bytes of the window that is read through, unless a tensor with gaps or transposed has more.
@@ -120,7 +122,10 @@ class _Counted(Weights):
         if source not in self._seen:
             self._seen.add(source)
             self.on_progress(source.nbytes)
-        return super().fetch(source)
+        values = super().fetch(source)
+        for extent in source.extents:  # as they were when reading began, and still are now that it has ended
+            extent.file.require_unchanged()
+        return values
 
 
 class _Reader:
@@ -147,7 +152,8 @@ class _Reader:
         return {name: found[name] for name in index.places}, index.metadata
 
     def _shard(self, index: ShardedIndex, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
-        there, _ = self._file(path, key)
+        there, metadata = self._file(path, key)
+        index.part(path).require(path, metadata, False)  # raises for one of another save
         for name in names:
             if name not in there:
                 refuse(index.path, f"weight_map says that {name!r} is in {path}, and it is not")
@@ -158,8 +164,11 @@ class _Reader:
         fd = open_to_read(path)
         file = WeightFile(fd, path, shared_handle())
         self._ends.callback(file.close)
+        locks.take(fd, fcntl.LOCK_SH, patient=True)  # keeps a save with recycle=True from writing over it
         if not path.endswith(".safetensors"):
-            return self._of_torch(file, fd, key), {}
+            loaded = self._of_torch(file, fd, key)
+            file.require_unchanged()  # some may be in memory already
+            return loaded, {}
         if key:
             raise ValueError(f"{path}: safetensors files have no entries within entries: no --key")
         header = safetensors_format.read(fd, path)

@@ -1,0 +1,96 @@
+"""``nvme-checkpoint convert`` of a source that does not stay as it is: an error, or what it was when it was opened."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import nvme_ops
+from nvme_ops.errors import AnotherSaveError, FormatError
+from nvme_ops.inspection import convert as converter
+from nvme_ops.inspection.convert import convert
+from tests.checkpoint.test_convert_beside import NEW, OLD, OTHER, content, once
+
+
+@pytest.fixture(params=["source.pt", "source.safetensors", "source"])
+def source(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has NEW, and is read with memory for two tensors."""
+    monkeypatch.setattr(converter, "BUDGET", 2 * NEW["weight0"].nbytes)
+    path = folder / str(request.param)
+    nvme_ops.save(NEW, path, max_shard_size=None if path.suffix else "600KB")
+    nvme_ops.save(OLD, folder / "target.safetensors")
+    return path
+
+
+def cut(source: Path) -> None:
+    os.truncate(last_of(source), 4096)
+
+
+def written_over(source: Path) -> None:
+    with open(last_of(source), "r+b") as file:
+        file.seek(-(64 << 10), os.SEEK_END)
+        file.write(bytes(4096))
+
+
+def last_of(source: Path) -> Path:
+    """Its file that is read last."""
+    return source if source.suffix else max(source.glob("*.safetensors"))
+
+
+def replaced(source: Path) -> None:
+    nvme_ops.save(OTHER, source)
+
+
+@pytest.mark.parametrize("act", [cut, written_over])
+def test_a_source_that_is_changed_is_an_error(source: Path, act: Callable[[Path], None]) -> None:
+    target = source.parent / "target.safetensors"
+    before = sorted(source.parent.rglob("*"))
+    with pytest.raises(FormatError, match=re.escape(f"{last_of(source)} was changed")):
+        convert(str(source), str(target), on_progress=once(lambda: act(source)))
+    assert content(target) == "old"
+    assert sorted(source.parent.rglob("*")) == before
+
+
+def test_a_source_that_is_changed_while_its_last_bytes_are_read(folder: Path) -> None:
+    """All of it is on its way when that happens."""
+    target, source = folder / "target.safetensors", folder / "source.safetensors"
+    nvme_ops.save(NEW, source)
+    with pytest.raises(FormatError, match=r"source\.safetensors was changed"):
+        convert(str(source), str(target), on_progress=once(lambda: written_over(source)))
+    assert os.listdir(folder) == ["source.safetensors"]
+
+
+def test_a_source_that_is_replaced(source: Path) -> None:
+    """What was opened is converted."""
+    target = source.parent / "target.safetensors"
+    convert(str(source), str(target), on_progress=once(lambda: replaced(source)))
+    assert content(target) == "new"
+
+
+def test_a_source_that_is_recycled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that is being read is not written over."""
+    monkeypatch.setattr(converter, "BUDGET", 2 * NEW["weight0"].nbytes)
+    target, source = folder / "target.safetensors", folder / "source.safetensors"
+    for value in (OTHER, NEW):
+        nvme_ops.save(value, source, recycle=True)
+
+    def save_twice() -> None:
+        for _ in range(2):
+            nvme_ops.save(OTHER, source, recycle=True)
+
+    convert(str(source), str(target), on_progress=once(save_twice))
+    assert content(target) == "new"
+
+
+def test_an_index_with_a_shard_of_another_save(folder: Path) -> None:
+    for name, tensors in (("model", NEW), ("other", OTHER)):
+        nvme_ops.save(tensors, folder / name, max_shard_size="600KB")
+    shard = last_of(folder / "model")
+    shard.write_bytes((folder / "other" / shard.name).read_bytes())
+    with pytest.raises(AnotherSaveError, match=re.escape(str(shard))):
+        convert(str(folder / "model"), str(folder / "target.safetensors"))
+    assert not (folder / "target.safetensors").exists()
