@@ -1,0 +1,78 @@
+"""``tools/mutants.py``: which mutants there are, and that the sample of them is fixed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SOURCE = '''
+"""A docstring with 1 < 2."""
+if TYPE_CHECKING:
+    from a import b
+
+def half(size: Literal[4], é: str = "é") -> Literal[5]:
+    """Of 2."""
+    if not size and "é" is not é:
+        raise ValueError(f"{size + 1} is not", 3)
+    print(size - 1)
+    flush(size)
+    total = size // 2 if size else é + "text"
+    while total <= 65: total += size
+    return total
+'''
+
+
+@pytest.fixture
+def listing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import mutant_list  # type: ignore[import-not-found,unused-ignore]
+
+    return mutant_list
+
+
+def test_what_is_mutated(listing: Any) -> None:
+    found = listing.mutants_of("memory", "a.py", SOURCE.encode())
+    assert [(each.line, each.operator, each.after) for each in found] == [
+        (8, "condition", "True"),
+        (8, "condition", "False"),
+        (8, "logic", "(not size or 'é' is not é)"),
+        (8, "not", "(size)"),
+        (8, "compare", "('é' is é)"),
+        (11, "statement", "pass"),
+        (12, "condition", "True"),
+        (12, "condition", "False"),
+        (12, "arithmetic", "(size * 2)"),
+        (12, "constant", "(3)"),
+        (13, "condition", "False"),
+        (13, "compare", "(total < 65)"),
+        (13, "arithmetic", "total -= size"),
+        (14, "return", "return None"),
+    ]
+    assert {each.function for each in found} == {6}
+
+
+@pytest.mark.parametrize("room", ["memory", "storage", "offload", "checkpoint", "data", "formats"])
+def test_each_mutant_is_another_program(room: str, listing: Any) -> None:
+    found = listing.sample(room)
+    assert len({each.name for each in found}) == listing.SAMPLE
+    for each in found:
+        source = (ROOT / each.path).read_bytes()
+        assert ast.dump(ast.parse(each.applied(source))) != ast.dump(ast.parse(source)), each.name
+
+
+def test_the_sample_is_fixed(listing: Any) -> None:
+    """Twice the same, also where code above has grown."""
+    done = [subprocess.check_output([sys.executable, ROOT / "tools/mutants.py", "--list"], text=True) for _ in range(2)]
+    assert done[0] == done[1]
+    assert len(done[0].splitlines()) == 300
+    names = [{each.name for each in listing.mutants_of("memory", "a.py", text.encode())}
+             for text in (SOURCE, f"def more() -> None:\n    flush(5)\n\n{SOURCE}")]  # fmt: skip
+    assert names[0] < names[1]
+    assert set(listing.sample("memory", 10)) < set(listing.sample("memory"))

@@ -1,0 +1,244 @@
+"""Measures what the tests of a room notice: a fixed sample of small changes of its code, and which test fails of each.
+
+    python tools/mutants.py --list                              # the sample, which needs no run
+    python tools/mutants.py --only memory --resume memory.jsonl
+    python tools/mutants.py --resume all.jsonl --processes 2    # goes on where it was interrupted
+
+The sample stays the same as the tests and other code change (``mutant_list``). Everything runs in copies of the
+checkout. First all quick tests of the room run once, to learn which functions each of them reaches, in children too.
+A mutant is then run with the tests that reach its function, the quickest ones first, up to the first that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mutant_list import ROOT, SAMPLE, Mutant, sample
+
+ROOMS = {
+    "memory": ["tests/memory", "tests/stream", "tests/checkpoint/test_safetensors.py"],
+    "storage": ["tests/storage"],
+    "offload": ["tests/offload"],
+    "checkpoint": ["tests/checkpoint"],
+    "data": ["tests/data"],
+    "formats": ["tests/checkpoint", "tests/faults/test_hostile.py"],
+}
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+OUTCOMES = ("killed", "survived", "timeout", "unreached")
+
+RESULT = re.compile(r"(tests/\S+?::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
+
+#: Found by every Python that the tests start; writes down which test calls which function of the room.
+REACH = """
+import os, sys, threading
+log, part = os.environ.get("MUTANTS_LOG"), os.environ.get("MUTANTS_PART", "")
+def see(frame, event, _, seen=set()):
+    code = frame.f_code
+    if part in code.co_filename and (test := os.environ.get("PYTEST_CURRENT_TEST")) and (test, code) not in seen:
+        seen.add((test, code))
+        path = code.co_filename[code.co_filename.index(part) + 1:]
+        line = f"{path}:{code.co_firstlineno}\\t{test.rpartition(' ')[0]}\\n"
+        fd = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.write(fd, line.encode())
+        os.close(fd)
+if log:
+    sys.settrace(see)
+    threading.settrace(see)
+"""
+
+
+class Copy:
+    """A copy of the checkout in which the tests run."""
+
+    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
+        self.root, self._folder, self._given = folder / "copy", folder, given
+        shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
+
+    def run(self, arguments: Sequence[str], seconds: float | None, **environment: str) -> tuple[int | None, list[str]]:
+        """Runs pytest; returns its status, None for one that took longer, and what it says."""
+        words = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rN", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MUTANTS_"))}
+
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_DATA, (self._given.memory << 30, self._given.memory << 30))
+
+        with tempfile.TemporaryFile(dir=self._folder) as output:
+            process = subprocess.Popen(
+                [*words, f"--basetemp={self._folder / 'tmp'}", *arguments],
+                cwd=self.root,
+                env={**kept, "PYTHONPATH": str(self.root), "COLUMNS": "400", **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=limit,
+            )
+            try:
+                status: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has left
+                process.wait()
+            output.seek(0)
+            return status, output.read().decode(errors="replace").splitlines()
+
+    def reach(self, room: str) -> dict[str, Any]:
+        """Runs all quick tests of a room; returns how long those that passed took, and who calls which function."""
+        log = self._folder / "reach"
+        log.touch()
+        (self.root / "sitecustomize.py").write_text(REACH)
+        part = f"/nvme_ops/{room}/"
+        quick = ["-m", "not slow and not gpu", "--durations=0", "-vv", *ROOMS[room]]
+        _, said = self.run(quick, None, MUTANTS_LOG=str(log), MUTANTS_PART=part)
+        (self.root / "sitecustomize.py").unlink()
+        passed = {found[1]: 0.0 for line in said if (found := RESULT.match(line)) and found[2] == "PASSED"}
+        for line in said:
+            if (found := re.match(r"([\d.]+)s (?:call|setup) +(tests/.*)", line)) and found[2] in passed:
+                passed[found[2]] += float(found[1])
+        if not passed:
+            raise RuntimeError("\n".join([f"{room}: no test passes", *said[-20:]]))
+        reached = defaultdict(set)
+        for line in log.read_text(errors="replace").splitlines():
+            function, _, test = line.partition("\t")
+            if test in passed:
+                reached[function].add(test)
+        log.unlink()
+        return {"room": room, "tests": passed, "reached": {each: sorted(found) for each, found in reached.items()}}
+
+    def judge(self, mutant: Mutant, tests: Sequence[str], usual: float) -> dict[str, Any]:
+        """Runs the tests, which usually take so long, with the change; returns the outcome."""
+        path = self.root / mutant.path
+        source = path.read_bytes()
+        status: int | None = 0
+        said: list[str] = []
+        try:
+            self._write(path, mutant.applied(source))
+            if tests:
+                status, said = self.run(["-x", *tests], self._given.timeout + 2 * usual)
+        finally:
+            self._write(path, source)
+        last = next(
+            (found[1] for line in reversed(said) if (found := RESULT.match(line))), "as the tests are collected"
+        )
+        outcome = "timeout" if status is None else "killed" if status else "survived" if tests else "unreached"
+        done = {
+            "mutant": mutant.name,
+            "room": mutant.room,
+            "line": mutant.line,
+            "outcome": outcome,
+            "tests": len(tests),
+        }
+        return {**done, "by": last} if outcome in ("killed", "timeout") else done
+
+    def _write(self, path: Path, source: bytes) -> None:
+        path.write_bytes(source)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):  # which may look as if it were of this
+            compiled.unlink()
+
+
+def chosen(mutant: Mutant, known: dict[str, Any]) -> list[str]:
+    """Returns the tests that reach the function of a mutant, or any of its file where it is in none; quickest first."""
+    place = f"{mutant.path}:{mutant.function}" if mutant.function else f"{mutant.path}:"
+    found = {test for function, tests in known["reached"].items() for test in tests if is_at(function, place)}
+    seconds: dict[str, float] = known["tests"]
+    return sorted(found, key=lambda test: (seconds[test], test))
+
+
+def is_at(function: str, place: str) -> bool:
+    """Returns whether a function is the one that is named, or lies in the file that is."""
+    return function.startswith(place) if place.endswith(":") else function == place
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns what an earlier run has written; of a line that it was killed at, nothing."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def measure(rooms: Sequence[str], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs what ``given.resume`` has no outcome of; returns the outcomes of all."""
+    before = read_lines(given.resume)
+    known = {line["room"]: line for line in before if "reached" in line}
+    done = {line["mutant"]: line for line in before if "mutant" in line}
+    lock = threading.Lock()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, open(given.resume, "a") as file:
+
+        def note(line: dict[str, Any]) -> None:
+            with lock:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+        copies = [Copy(Path(folder, str(number)), given) for number in range(given.processes)]
+        for room in rooms:
+            wanted = sample(room, given.first)
+            if room not in known and any(each.name not in done for each in wanted):
+                known[room] = copies[0].reach(room)
+                note(known[room])
+
+            def judge(mutant: Mutant) -> None:
+                with lock:
+                    copy = copies.pop()
+                try:
+                    tests = chosen(mutant, known[mutant.room])
+                    line = copy.judge(mutant, tests, sum(known[mutant.room]["tests"][test] for test in tests))
+                finally:
+                    with lock:
+                        copies.append(copy)
+                note(line)
+                done[mutant.name] = line
+                change = f"{mutant.before[:60]!r} -> {mutant.after[:60]!r}"
+                print(f"{line['outcome']:9} {mutant.path}:{mutant.line} {change} {line.get('by', '')}", flush=True)
+
+            with ThreadPoolExecutor(given.processes) as pool:
+                list(pool.map(judge, [each for each in wanted if each.name not in done]))
+    return [done[each.name] for room in rooms for each in sample(room, given.first)]
+
+
+def main() -> None:
+    """Prints the sample, or runs it and prints how many mutants of each room were killed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
+    parser.add_argument("--only", choices=ROOMS, action="append", metavar="ROOM", help=f"of {', '.join(ROOMS)}")
+    parser.add_argument("--first", type=int, default=SAMPLE, metavar="N", help="only so many mutants of each room")
+    parser.add_argument(
+        "--resume", type=Path, default=Path("mutants.jsonl"), metavar="FILE", help="outcomes, a line each"
+    )
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="mutants that are run at once")
+    parser.add_argument(
+        "--timeout", type=float, default=300, metavar="SECONDS", help="of one mutant, beyond twice what its tests take"
+    )
+    parser.add_argument("--memory", type=int, default=16, metavar="GIB", help="that a process of the tests may take")
+    given = parser.parse_args()
+    rooms = given.only or list(ROOMS)
+    if given.list:
+        for mutant in (each for room in rooms for each in sample(room, given.first)):
+            print(f"{mutant.path}:{mutant.line}  {mutant.operator}: {mutant.before!r} -> {mutant.after!r}")
+        return
+    counts = Counter((line["room"], line["outcome"]) for line in measure(rooms, given))
+    print("".join(f"{each:>12}" for each in ("room", *OUTCOMES)))
+    for room in rooms:
+        print("".join(f"{each:>12}" for each in (room, *(counts[room, outcome] for outcome in OUTCOMES))))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on")
