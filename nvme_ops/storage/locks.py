@@ -47,7 +47,7 @@ class Lock:
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{SUFFIX}")
         self._pid = os.getpid()
         while self._file is None:
-            file = FileIO(_open(self.path))  # which is closed once, whatever comes between
+            file = _open(self.path)
             try:
                 held = _wait_for(file.fileno(), self.path)
                 if not held or is_at(self.path, file.fileno()):  # whoever held it last has removed it
@@ -73,18 +73,19 @@ class Lock:
         self.release()
 
 
-def _open(path: str) -> int:
+def _open(path: str) -> FileIO:
+    """Opens the file of a lock as an object, which is closed once, whatever comes between."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+        file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666))
     except PermissionError:
         if not os.path.lexists(path):
             raise
-        fd = os.open(path, os.O_RDONLY | flags)  # another user's lock
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        file = FileIO(os.open(path, os.O_RDONLY | flags))  # another user's lock
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "is no file: it should be the lock of a save", path)
-    return fd
+    return file
 
 
 def _wait_for(fd: int, path: str) -> bool:

@@ -32,7 +32,7 @@ def interrupted(one: Capability, number: int) -> str:
     return moment.where
 
 
-@pytest.mark.parametrize("points", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(set(KINDS) - set(APART)))
 def test_ctrl_c_at_any_moment_leaves_what_was_complete(
     name: str, points: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
