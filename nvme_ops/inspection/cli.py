@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
     command.add_argument("--no-checksum", action="store_true", help="store no checksums")
+    command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
     command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     words = "remove what killed saves left in a folder; files of running saves are kept"
     command = commands.add_parser("clean", help=words, description=words)
@@ -187,6 +188,7 @@ def _convert(given: argparse.Namespace) -> int:
         key=given.key,
         max_shard_size=given.max_shard_size,
         checksum=not given.no_checksum,
+        verify=not given.no_verify,
         on_progress=lambda total: byte_bar(total, "convert"),
     )
     if given.json:

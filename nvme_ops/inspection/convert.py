@@ -17,10 +17,12 @@ from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.checkpoint.torch_zip import Archive
+from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
+from nvme_ops.inspection.contents import contents, damaged
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.source import FileExtent, Source, WeightFile
@@ -53,6 +55,7 @@ def convert(
     format: str | None = None,
     max_shard_size: int | str | None = None,
     checksum: bool = True,
+    verify: bool = True,
     on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
 ) -> Converted:
     """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
@@ -68,14 +71,18 @@ def convert(
         format: of the target, instead of what its name implies.
         max_shard_size: as in ``nvme_ops.save``.
         checksum: as in ``nvme_ops.save``.
+        verify: first compare the checksums that the source has, so that damaged bytes get no new ones.
         on_progress: makes a context that shows the progress, of the bytes in all.
 
     Raises:
         OSError: of the source, or of the target.
         FormatError: the source is damaged.
+        ChecksumError: some of its tensors do not match their checksums.
         ValueError: the target is the source; the source has what is no tensor, or no such entry; something that the
             format of the target cannot hold.
     """
+    if verify:
+        _require_undamaged(resolved(source))
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends)
@@ -97,6 +104,15 @@ def convert(
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
     return Converted(path, len(tensors), total, tied)
+
+
+def _require_undamaged(path: str) -> None:
+    try:
+        found = contents(path)
+    except ValueError:  # in an older format of torch, without checksums; or reading it says more
+        return
+    if wrong := damaged(found):
+        raise ChecksumError(path, wrong)
 
 
 def _replaced(path: str) -> list[str]:

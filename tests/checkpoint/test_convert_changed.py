@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import nvme_ops
 from nvme_ops.errors import AnotherSaveError, FormatError
 from nvme_ops.inspection import convert as converter
+from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.convert import convert
 from tests.checkpoint.test_convert_beside import NEW, OLD, OTHER, content, once
 
@@ -94,3 +96,19 @@ def test_an_index_with_a_shard_of_another_save(folder: Path) -> None:
     with pytest.raises(AnotherSaveError, match=re.escape(str(shard))):
         convert(str(folder / "model"), str(folder / "target.safetensors"))
     assert not (folder / "target.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "folder"])
+def test_damaged_bytes_get_no_new_checksums(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / name, tmp_path / "target.safetensors"
+    nvme_ops.save(
+        {"a": torch.zeros(5000), "b": torch.ones(7)}, source, max_shard_size=100 if name == "folder" else None
+    )
+    file = next(source.glob("*1-of-*.safetensors")) if source.is_dir() else source
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["convert", str(source), str(target)]) == 2
+    assert "'a'" in capsys.readouterr().err
+    assert not target.exists()
+    assert main(["convert", "--no-verify", str(source), str(target)]) == 0
