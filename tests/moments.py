@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import zlib
@@ -14,6 +13,7 @@ from typing import Any
 import nvme_ops
 
 OURS = str(Path(nvme_ops.__file__).parent)
+LOSE = ("open", "dup", "close")  # functions after which Python itself has no place for a descriptor yet, or any more
 
 
 def ctrl_c() -> None:
@@ -36,7 +36,7 @@ class Interrupt:
     def _see(self, frame: FrameType, event: str, function: Any) -> None:
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
             return
-        if function in (sys.setprofile, os.open, os.dup, os.close):  # Python itself loses a descriptor there
+        if getattr(function, "__name__", "") in ("setprofile", *LOSE):
             return
         self.count += 1
         if self.count == self.number:

@@ -53,6 +53,10 @@ class WeightFile:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:  # Ctrl-C has ended the call that should have closed it
+            self.close()
+
 
 class FileExtent(NamedTuple):
     """``nbytes`` of a file from byte ``start`` on."""

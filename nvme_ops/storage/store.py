@@ -153,7 +153,7 @@ class TensorStore:
                     self._writing[key] = operation
                     self._bytes_written += value.nbytes
                 if operation.trouble is not None:
-                    operation.done()  # its extents are free again, unless some of it is on its way
+                    operation.add_callback(lambda: None)  # it ends with what is on its way, and keeps nothing then
             return StoreFuture(as_operation(operation), tensor)
 
     def _finish_put(
@@ -171,8 +171,8 @@ class TensorStore:
                 if in_place and self._values.get(key) is old:  # overwritten in part
                     del self._values[key]
                 self._release(value)
-                mine = [self._writing[key]] if key in self._writing else []
-                self._failed = [each for each in self._failed if not each.asked] + mine
+                mine = [self._writing[key]] if key in self._writing else []  # a failure would keep frames, and tensors
+                self._failed = [each for each in [*self._failed, *mine] if not each.asked]
             if self._writing.pop(key, None) is not None:
                 self._bytes_written -= value.nbytes
         if error is not None:

@@ -346,7 +346,7 @@ class Samples(Capability):
 
     def check(self) -> None:
         store = SampleStore(self.folder)
-        found = [bytes(sample) for sample in store.read(range(len(store)))]
+        found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
         require(any(found == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
 
 
@@ -358,7 +358,7 @@ class SamplesRead(Samples):
 
     def do(self, version: int) -> None:
         with self.ending(SampleStore(self.folder)) as store:
-            found = [bytes(sample) for sample in store.read(range(len(store)))]
+            found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
         require(found == _samples(0), "other samples than were written")
 
     def check(self) -> None:

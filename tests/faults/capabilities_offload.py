@@ -219,11 +219,11 @@ class Optimizer(Capability):
 
     def do(self, version: int) -> None:
         if self.stepped < version:
-            self.stepped = version
             for usual, each in zip(self.usual.parameters(), self.module.parameters(), strict=True):
                 usual.grad = torch.rand(usual.shape, generator=torch.Generator().manual_seed(version))
                 each.grad = usual.grad.clone()
             self.reference.step()
+            self.stepped = version
         if self.optimizer.steps < version:
             self.optimizer.step()
         self.optimizer._states.settle()  # the next step would tell what has become of what makes this one durable

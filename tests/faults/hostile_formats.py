@@ -305,7 +305,7 @@ def write_adaptive(folder: Path) -> None:
 
 
 def read_adaptive(_: Path) -> None:
-    made = Dictionary(DEVICE, False, (1 << 20, 32, 1, False, False, 0), 2, (False,) * 4, False)
+    made = Dictionary(DEVICE, (1 << 20, 32, 1, False, False, 0), 2, (False,) * 4, False)
     made.of(native(), cufile=False)
     for each in made.learned():
         str(each)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,24 @@ def test_a_checksum_that_cannot_be_made_undoes_the_put(session: Session, monkeyp
     store.wait()
     assert store.bytes_in_use == 0
     assert store.keys() == []
+
+
+def test_an_interrupted_put_keeps_no_frames(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ctrl-C has raised in the midst of it would keep the graph of a training step, for as long as the store."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    store, tensor = TensorStore(session), pattern(MIB)
+    kept = weakref.ref(tensor)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._slabs, "move", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            store.put("a", tensor)
+    del tensor
+    gc.collect()
+    assert kept() is None
+    assert store.bytes_in_use == 0
 
 
 def test_a_failure_that_nobody_asks_for_is_raised_by_wait(session: Session) -> None:
