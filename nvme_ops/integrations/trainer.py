@@ -14,14 +14,14 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
-from nvme_ops.offload.optimizer import NvmeOptimizer
+from nvme_ops.offload.optimizer import LEAST, NvmeOptimizer
 from nvme_ops.offload.save_on_nvme import save_on_nvme
 from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.updates import require_elementwise
@@ -52,24 +52,25 @@ def use_nvme(
 
     Every line that it logs meanwhile says what was moved until then: ``nvme_optimizer_bytes_read``,
     ``nvme_optimizer_bytes_written``, and the same of ``nvme_activations``. Their files are removed when ``train``
-    returns or raises. Within ``with use_nvme(...):`` they are removed at the end of the block instead: a second
-    ``train`` there continues with the optimizer's states, as a trainer does.
+    returns or raises, and ``trainer.optimizer`` is then what it was before. Within ``with use_nvme(...):`` they are
+    removed at the end of the block instead: a second ``train`` there continues with the optimizer's states.
 
     Args:
         trainer: transformers' ``Trainer`` or a subclass, such as TRL's ``SFTTrainer``.
         folder: where they go; several, of one device each, share them. Each rank has its own files in it.
         optimizer_budget: bytes of memory, or a size, for optimizer states; None leaves all of them in memory.
         activations_budget: the same for tensors that autograd saves, on the device where they are.
-        checkpoints: also write checkpoints through nvme_ops: models that are safetensors, and ``optimizer.pt``. They
-            are the same kind of files, for any ``Trainer`` to resume.
+        checkpoints: also write checkpoints through nvme_ops: what ``save_pretrained`` of a model writes, and
+            ``optimizer.pt``. They are the same kind of files, for any ``Trainer`` to resume.
 
     Returns:
         What ends it, by ``close()`` or a ``with`` block; not needed if the trainer trains once.
 
     Raises:
-        TypeError: no ``Trainer``; an optimizer that ``NvmeOptimizer`` cannot be. That is also raised by ``train``.
+        TypeError: no ``Trainer``; an optimizer that is not elementwise. ``train`` raises that, too.
         ValueError: a budget that is no size; FSDP, DeepSpeed, or tensor parallelism; an optimizer that has made steps,
-            or has a scheduler of its own; TRL's ``activation_offloading``.
+            has a scheduler of its own, or overlaps a backward pass whose gradients are clipped; activations that the
+            trainer already moves elsewhere.
     """
     if missing := [name for name in _METHODS if not hasattr(trainer, name)]:
         kind = type(trainer).__name__
@@ -82,15 +83,13 @@ def use_nvme(
             "fully_shard and NvmeOptimizer in a loop of your own"
         )
     if optimizer_budget is not None:
-        optimizer_budget = budget_of(optimizer_budget, name="optimizer_budget")
+        optimizer_budget = budget_of(optimizer_budget, LEAST, name="optimizer_budget")
         if trainer.optimizer is not None:
             _require_movable(trainer, trainer.optimizer)
     if activations_budget is not None:
         activations_budget = budget_of(activations_budget, least=0, name="activations_budget")
-        if getattr(trainer.args, "activation_offloading", False):
-            raise ValueError(
-                "activation_offloading=True moves activations to the CPU: leave it out, or activations_budget=None"
-            )
+        if found := _offloading(trainer.args):
+            raise ValueError(f"{found} moves activations to the CPU: leave it out, or give activations_budget=None")
     if (before := getattr(trainer, "nvme_training", None)) is not None:
         before.close()
     return NvmeTraining(trainer, folder, optimizer_budget, activations_budget, checkpoints)
@@ -111,7 +110,7 @@ class NvmeTraining:
         self._in_block = self._ended = False
         self._before = {name: vars(trainer).get(name) for name in _METHODS}
         for name in _METHODS:
-            setattr(trainer, name, functools.partial(getattr(self, name), getattr(trainer, name)))
+            setattr(trainer, name, functools.partial(getattr(self, f"_on{_after(name)}"), getattr(trainer, name)))
         trainer.nvme_training = self
 
     def __enter__(self) -> NvmeTraining:
@@ -125,22 +124,27 @@ class NvmeTraining:
         """Removes the files and leaves the trainer as it was. Further calls do nothing."""
         if getattr(self._trainer, "nvme_training", None) is not self:
             return
-        del self._trainer.nvme_training
-        for name, before in self._before.items():
-            delattr(self._trainer, name)
-            if before is not None:
-                setattr(self._trainer, name, before)
-        self._end()
+        try:
+            del self._trainer.nvme_training
+            for name, before in self._before.items():
+                ours = vars(self._trainer).get(name)
+                if isinstance(ours, functools.partial) and getattr(ours.func, "__self__", None) is self:
+                    delattr(self._trainer, name)
+                    if before is not None:
+                        setattr(self._trainer, name, before)
+        finally:
+            self._end()
 
-    # What the trainer's methods are: each is given the one that it has the place of
+    # In the place of the trainer's methods: each gets the method that it replaces as ``own``
 
-    def train(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def _on_train(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Trains, and removes the files."""
         resumes = args[0] if args else kwargs.get("resume_from_checkpoint")
         if self._ended and not resumes and self._trainer.model_init is None:
             raise RuntimeError(
                 "the optimizer's states were removed when the last train() ended: have both calls in a block, "
-                "`with use_nvme(trainer, folder):`, resume from a checkpoint, or call use_nvme again for new states"
+                "`with use_nvme(trainer, folder):`, resume from a checkpoint that has optimizer.pt, or call use_nvme "
+                "again for new states"
             )
         try:
             if self._undo is None:
@@ -150,27 +154,31 @@ class NvmeTraining:
             if not self._in_block:
                 self._end()
 
-    def create_optimizer(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+    def _on_create_optimizer(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Makes the trainer's own optimizer, and from that, which has no states yet, one with states on storage."""
         trainer, given = self._trainer, self._trainer.optimizer
         made = own(*args, **kwargs)
-        if self._undo is None or self._optimizer_budget is None or _of_nvme(trainer) is not None:
+        if self._undo is None or self._optimizer_budget is None or _inner(made) is self._optimizer:
             return made
         trainer.optimizer = given  # should it be refused
         _require_movable(trainer, made)
-        self._close_optimizer()
-        self._given, self._optimizer = given, self._moved(_inner(made))
-        trainer.optimizer = self._optimizer
-        return self._optimizer
+        if not isinstance(_inner(made), NvmeOptimizer):
+            self._close_optimizer()
+            self._given, self._optimizer = given, self._moved(_inner(made))
+            if given is None:
+                made.state.clear()  # Adagrad has states from the start
+            made = self._optimizer
+        trainer.optimizer = made
+        return made
 
     @contextlib.contextmanager
-    def compute_loss_context_manager(self, own: Any) -> Iterator[None]:
+    def _on_compute_loss_context_manager(self, own: Any) -> Iterator[None]:
         """Moves what autograd saves in it: in forward, not what checkpointed blocks compute again in backward."""
         saving = self._saving if torch.is_grad_enabled() else None
         with own(), saving or contextlib.nullcontext():
             yield
 
-    def log(self, own: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def _on_log(self, own: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs what was moved, too, but not as metrics of an evaluation, which might be added up."""
         used = {"optimizer": _of_nvme(self._trainer), "activations": self._saving}
         moved = {
@@ -183,24 +191,33 @@ class NvmeTraining:
         own(logged, *args, **kwargs)
         logs.update({name: value for name, value in logged.items() if name not in moved})
 
-    def _save_optimizer_and_scheduler(self, own: Any, output_dir: str) -> None:
+    def _on_save_optimizer_and_scheduler(self, own: Any, output_dir: str) -> None:
         found = _of_nvme(self._trainer)
+
+        def write(folder: str) -> None:
+            if self._trainer.args.should_save:
+                optimizer, scheduler = (os.path.join(folder, name) for name in _FILES)
+                save(found.state_dict(), optimizer)  # type: ignore[union-attr]
+                torch.save(self._trainer.lr_scheduler.state_dict(), scheduler)
+
         if found is None or not self._checkpoints:
             own(output_dir)
-        elif self._trainer.args.should_save:
-            optimizer, scheduler = (os.path.join(output_dir, name) for name in _FILES)
-            save(found.state_dict(), optimizer)
-            torch.save(self._trainer.lr_scheduler.state_dict(), scheduler)
+        else:
+            _as_base(self._trainer, own, write, output_dir)
 
-    def _load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
+    def _on_load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
         """Moves the states chunk by chunk; the trainer loads all, and each of several ranks to its device."""
         found = _of_nvme(self._trainer)
         files = [os.path.join(checkpoint, name) for name in _FILES] if checkpoint else []
+
+        def read(_: str | None) -> None:
+            found.load_state_dict(load(files[0], mmap=True))  # type: ignore[union-attr]
+            self._trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+
         if found is None or not files or not all(map(os.path.isfile, files)):
             own(checkpoint)
         else:
-            found.load_state_dict(load(files[0], mmap=True))
-            self._trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+            _as_base(self._trainer, own, read, checkpoint)
 
     # What is on storage
 
@@ -234,6 +251,36 @@ class NvmeTraining:
             undo.close()
 
 
+def _after(name: str) -> str:
+    return name if name.startswith("_") else f"_{name}"
+
+
+def _as_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any) -> None:
+    """Calls ``ours`` in the place of Trainer's method: where a subclass has one of its own, when that calls it."""
+    theirs = getattr(own, "__func__", None)
+    name = getattr(theirs, "__name__", "")
+    base = next((each for each in reversed(type(trainer).__mro__) if name in vars(each)), None)
+    if base is None or vars(base)[name] is theirs:
+        ours(argument)
+        return
+    theirs = vars(base)[name]
+    setattr(base, name, lambda one, given: ours(given) if one is trainer else theirs(one, given))
+    try:
+        own(argument)
+    finally:
+        setattr(base, name, theirs)
+
+
+def _offloading(arguments: Any) -> str:
+    """Returns the argument that moves activations elsewhere, if there is one."""
+    if getattr(arguments, "activation_offloading", False):
+        return "activation_offloading=True"
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (getattr(arguments, name, None) or {}).get("offload"):
+            return f"{name}={{'offload': True}}"
+    return ""
+
+
 def _inner(optimizer: Any) -> Any:
     """Returns the optimizer that accelerate's wraps."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -246,9 +293,14 @@ def _of_nvme(trainer: Any) -> NvmeOptimizer | None:
 
 
 def _require_movable(trainer: Any, optimizer: Any) -> None:
-    """Raises what ``use_nvme`` does about an optimizer."""
+    """Raises an error for an optimizer that cannot be moved, or that would train to other values."""
     inner = _inner(optimizer)
     if isinstance(inner, NvmeOptimizer):
+        if inner._overlap and (trainer.args.max_grad_norm or trainer.args.gradient_accumulation_steps > 1):
+            raise ValueError(
+                'an NvmeOptimizer with overlap="backward" updates before the trainer clips or accumulates gradients: '
+                "give TrainingArguments max_grad_norm=0 and gradient_accumulation_steps=1, or leave overlap out"
+            )
         return
     try:
         require_elementwise(type(inner))

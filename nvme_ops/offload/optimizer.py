@@ -29,7 +29,7 @@ from nvme_ops.offload.stream_weights import budget_of
 from nvme_ops.offload.updates import LOW, Updates, identities, require_elementwise, switches, trim_heap
 from nvme_ops.text import MIB, size_words
 
-_LEAST = 1 * MIB  # bytes of a budget
+LEAST = 1 * MIB  # bytes of a budget
 
 Path = str | os.PathLike[str]
 
@@ -96,8 +96,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         budget = budget_of(memory_budget)
-        if budget < _LEAST:
-            raise ValueError(f"memory_budget must be at least {size_words(_LEAST)}, not {size_words(budget)}")
+        if budget < LEAST:
+            raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
         self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see switches
         self._overlap = overlap is not None

@@ -221,6 +221,43 @@ def test_an_nvme_optimizer_of_the_users_is_used_as_it_is(folder: Path, nvme: Pat
         assert optimizer.steps == 3
 
 
+def test_one_that_overlaps_backward_is_refused_where_gradients_are_clipped(folder: Path, nvme: Path) -> None:
+    model = llama()
+    given: Any = {"memory_budget": "2M", "overlap": "backward"}
+    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), nvme, **given) as optimizer:
+        with pytest.raises(ValueError, match=r"updates before the trainer clips .* max_grad_norm=0"):
+            use_nvme(trainer(folder, model=model, optimizers=(optimizer, None)), nvme)
+        use_nvme(trainer(folder, model=model, optimizers=(optimizer, None), max_grad_norm=0), nvme).close()
+
+
+def test_a_subclass_that_saves_and_loads_more_does_so(folder: Path, nvme: Path) -> None:
+    seen: list[str] = []
+
+    class More(transformers.Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            seen.append(f"saved {(Path(output_dir) / 'optimizer.pt').exists()}")
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            seen.append("loaded")
+
+    def begun() -> Any:
+        made = trainer(folder, save_strategy="steps", save_steps=2, max_steps=4)
+        made.__class__ = More
+        return made
+
+    own = transformers.Trainer._load_optimizer_and_scheduler
+    first, resumed = begun(), begun()
+    use_nvme(first, nvme, **SMALL)
+    train(first)
+    use_nvme(resumed, nvme, **SMALL)
+    train(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert seen == ["saved True", "saved True", "loaded", "saved True"]
+    assert same(resumed, first)
+    assert transformers.Trainer._load_optimizer_and_scheduler is own
+
+
 def test_adapters_are_trained(folder: Path, nvme: Path) -> None:
     peft: Any = pytest.importorskip("peft")
 
@@ -285,12 +322,20 @@ def divided(folder: Path, name: str) -> Any:
     return made
 
 
+def offloading(folder: Path) -> Any:
+    made: Any = trainer(folder)
+    made.args.gradient_checkpointing_kwargs = {"offload": True}
+    return made
+
+
 @pytest.mark.parametrize(
     ("made", "given", "error", "words"),
     [
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
         (trainer, {"optimizer_budget": "1X"}, ValueError, "is not a size; examples"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
+        (trainer, {"optimizer_budget": "512K"}, ValueError, "optimizer_budget must be at least 1048576 bytes"),
+        (offloading, {}, ValueError, "{'offload': True} moves activations to the CPU: leave it out"),
         (stepped, {}, ValueError, "AdamW has made steps.* call use_nvme before the first train"),
         (scheduled, {}, ValueError, "was given a scheduler of its AdamW: give it optimizers=.optimizer, None."),
         (
