@@ -16,7 +16,7 @@ from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.checkpoint.torch_zip import Archive
+from nvme_ops.checkpoint.torch_zip import Archive, is_zip
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
@@ -85,7 +85,7 @@ def convert(
         _require_undamaged(resolved(source))
     weights = _Counted()
     with contextlib.ExitStack() as ends:
-        reader = _Reader(weights, ends)
+        reader = _Reader(weights, ends, verify)
         tensors, metadata = reader.read(resolved(source), key)
         tied: dict[str, str] = {}
         if format_of(target, format).__name__ != FORMATS["torch"][0]:
@@ -107,12 +107,19 @@ def convert(
 
 
 def _require_undamaged(path: str) -> None:
-    try:
-        found = contents(path)
-    except ValueError:  # in an older format of torch, without checksums; or reading it says more
-        return
-    if wrong := damaged(found):
-        raise ChecksumError(path, wrong)
+    files = [path]
+    if path.endswith(".index.json") and not path.endswith(FORMATS["sharded"][1][0]):  # of files of torch
+        index = read_index(path)
+        files = list(index.shards(index.places))
+    for each in files:
+        try:
+            found = contents(each)
+        except ValueError:
+            if each.endswith((".safetensors", ".index.json")):
+                raise
+            continue  # compressed, and verified when it is loaded as a whole; or older, without checksums
+        if wrong := damaged(found):
+            raise ChecksumError(each, wrong)
 
 
 def _replaced(path: str) -> list[str]:
@@ -150,10 +157,11 @@ class _Reader:
     Args:
         weights: read them later.
         ends: closes the files.
+        verify: compare the checksums of files that are loaded as a whole.
     """
 
-    def __init__(self, weights: Weights, ends: contextlib.ExitStack) -> None:
-        self._weights, self._ends = weights, ends
+    def __init__(self, weights: Weights, ends: contextlib.ExitStack, verify: bool) -> None:
+        self._weights, self._ends, self._verify = weights, ends, verify
         self.paths: set[str] = set()  # of the files
 
     def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -203,7 +211,8 @@ class _Reader:
             plain = {name: each for name, each in described.items() if isinstance(each, Described)}
             if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
                 return self._views(file, archive, plain)
-        loaded = _entry(torch_load.everything(opened, "cpu", False), key, file.path)
+        verify = self._verify and is_zip(fd)  # others have no checksums
+        loaded = _entry(torch_load.everything(opened, "cpu", verify), key, file.path)
         others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
         _require_tensors(loaded, others, file.path)
         return _apart(loaded)

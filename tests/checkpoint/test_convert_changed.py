@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,34 @@ def test_an_index_with_a_shard_of_another_save(folder: Path) -> None:
     with pytest.raises(AnotherSaveError, match=re.escape(str(shard))):
         convert(str(folder / "model"), str(folder / "target.safetensors"))
     assert not (folder / "target.safetensors").exists()
+
+
+def test_checksums_that_cannot_be_read_are_no_reason_not_to_look(tmp_path: Path) -> None:
+    """The first shard's are damaged, and the second one's data."""
+    nvme_ops.save({"a": torch.zeros(500), "b": torch.ones(700)}, tmp_path / "source", max_shard_size=2000)
+    first, second = sorted((tmp_path / "source").glob("*.safetensors"))
+    content = first.read_bytes()
+    place = content.index(b"crc32c") + 9
+    first.write_bytes(content[:place] + b"z" + content[place + 1 :])
+    data = bytearray(second.read_bytes())
+    data[-5] ^= 1
+    second.write_bytes(data)
+    with pytest.raises((OSError, FormatError)):
+        convert(str(tmp_path / "source"), str(tmp_path / "target.safetensors"))
+    assert not (tmp_path / "target.safetensors").exists()
+
+
+def test_a_compressed_file_is_verified(tmp_path: Path) -> None:
+    torch.save({"a": torch.rand(5000)}, tmp_path / "plain.pt")
+    source = tmp_path / "source.pt"
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+        next(each for each in packed.infolist() if each.filename.endswith("/data/0")).CRC ^= 1
+    with pytest.raises((OSError, FormatError)):
+        convert(str(tmp_path / "source.pt"), str(tmp_path / "target.safetensors"))
+    converted = convert(str(tmp_path / "source.pt"), str(tmp_path / "target.safetensors"), verify=False)
+    assert converted.tensors == 1
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "folder"])
