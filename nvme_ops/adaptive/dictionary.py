@@ -235,7 +235,8 @@ os.register_at_fork(after_in_child=_start_anew)
 
 def _stored(identity: Identity) -> list[dict[str, Any]]:
     document = store.document(identity, SECTION, _check)
-    return [] if document is None else list(document["classes"])
+    classes = [] if document is None else document["classes"]
+    return [entry for entry in classes if not entry.get("energy")]  # of joules, which earlier versions could learn
 
 
 def _check(document: Mapping[str, Any]) -> None:

@@ -38,23 +38,28 @@ class Turn:
         Waiting would be a deadlock.
         """
         with lock:
-            before = list(self._queue)[: self._queue.index(self)]
-        return any(turn.thread == threading.get_ident() and not turn.over for turn in before)
+            return any(turn.thread == threading.get_ident() for turn in self._before())
 
     def wait(self) -> None:
         """Waits until all earlier saves have ended."""
         with lock:
-            while any(not turn.over for turn in list(self._queue)[: self._queue.index(self)]):
+            while self._before():
                 _changed.wait(_UNTOLD)
 
     def end(self) -> None:
         """Gives up the place and lets the next save begin. Further calls do nothing."""
         with lock:
-            for turn in [each for each in self._queue if each.over]:
-                self._queue.remove(turn)
-            if not self._queue and _turns.get(self._path) is self._queue:
-                del _turns[self._path]
+            for turn in list(self._queue):
+                if turn.over and turn in self._queue:  # not removed by a signal handler's save meanwhile
+                    self._queue.remove(turn)
+            if _turns.get(self._path) is self._queue and not self._queue:
+                _turns.pop(self._path, None)
             _changed.notify_all()
+
+    def _before(self) -> list[Turn]:
+        """Returns the earlier saves that go on, of one moment: a signal handler's may come and go."""
+        queue = list(self._queue)
+        return [turn for turn in queue[: queue.index(self)] if not turn.over]
 
 
 def _forget_parents() -> None:

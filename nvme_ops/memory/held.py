@@ -53,9 +53,10 @@ class Held(Generic[T]):
             recount: is called with all that are still held, after a call was interrupted.
         """
         try:
-            if self.interrupted:
-                recount([thing for thing, _ in self._all.values()])
-                self.interrupted = False
+            while self.interrupted:
+                held = list(self._all.values())
+                recount([thing for thing, _ in held])
+                self.interrupted = held != list(self._all.values())  # a signal handler may have been here
             while self._freed:
                 gone = self._freed[0]  # which stays there until that is done
                 found = self._all.pop(id(gone), None)

@@ -21,7 +21,7 @@ from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
 from nvme_ops.text import size_words
 
-_FOR_EVER = 1e9  # seconds: as good as no timeout
+_UNTOLD = 1.0  # seconds after which one looks whether there is room, in case Ctrl-C has kept others from saying so
 _HUGE = 2 << 20  # bytes of a huge page, in which larger leases are counted
 
 
@@ -150,6 +150,8 @@ class Pool:
         """Waits for its turn and for room, then counts its charge as in use."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
+            while self._waiting and self._waiting[-1].over:
+                self._waiting.pop()
             self._waiting.append(mine)
         try:
             while True:
@@ -165,7 +167,7 @@ class Pool:
                         f"{size_words(mine.charge)} were not free within {timeout} s: {size_words(self._in_use)} of "
                         f"{size_words(self._budget)} are in use"
                     )
-                native().wait_for_ending(seen, _FOR_EVER if left is None else left)
+                native().wait_for_ending(seen, _UNTOLD if left is None else min(left, _UNTOLD))
         finally:
             mine.over = True  # before any call, at whose beginning Ctrl-C may come
             native().note_ending()  # wakes the next in line

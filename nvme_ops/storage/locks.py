@@ -63,7 +63,7 @@ class Lock:
             return
         if self._pid == os.getpid():
             with suppress(OSError):
-                if is_at(self.path, file.fileno()):  # it is not where an earlier call was interrupted
+                if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
                     os.unlink(self.path)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
@@ -74,7 +74,7 @@ class Lock:
 
 
 def _open(path: str) -> FileIO:
-    """Opens the file of a lock as an object, which is closed once, whatever comes between."""
+    """Opens the file of a lock as an object, which is closed with its last reference, too."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666))

@@ -145,8 +145,9 @@ class TensorStore:
                 self._slabs.move(pieces, source, transfers, write=True, priority=priority)
                 if self._checksum:  # while it is on its way
                     value.checksum = checksums_anywhere([source])[0]
-            except BaseException as error:  # some of it may be on its way
-                operation.trouble, operation.asked = error, True
+            except BaseException:  # some of it may be on its way
+                operation.asked = True
+                operation.trouble = RuntimeError("the put has raised")  # what it raised would keep its callers' frames
                 raise
             finally:
                 with self._lock:
@@ -171,7 +172,7 @@ class TensorStore:
                 if in_place and self._values.get(key) is old:  # overwritten in part
                     del self._values[key]
                 self._release(value)
-                mine = [self._writing[key]] if key in self._writing else []  # a failure would keep frames, and tensors
+                mine = [self._writing[key]] if key in self._writing else []
                 self._failed = [each for each in [*self._failed, *mine] if not each.asked]
             if self._writing.pop(key, None) is not None:
                 self._bytes_written -= value.nbytes

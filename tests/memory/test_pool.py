@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
@@ -17,6 +18,7 @@ from nvme_ops.errors import DeadlockError
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import Lease, Pool
 from tests.conftest import KIB, MIB, in_child, in_threads
+from tests.moments import Interrupt
 
 
 def started(target: Any, *arguments: Any) -> threading.Thread:
@@ -207,6 +209,45 @@ def test_a_wait_can_be_interrupted() -> None:
     del lease
     with pool.lease(2 * MIB, timeout=0):
         pass
+
+
+def test_ctrl_c_at_any_moment_of_a_lease_loses_nothing_and_holds_nobody_up() -> None:
+    """Of one that is served, and of one whose time is up while another thread waits behind it."""
+    for wanted in (MIB, 3 * MIB):
+        with Interrupt() as moments, contextlib.suppress(TimeoutError):
+            pool = Pool(4 * MIB)
+            held = pool.lease(2 * MIB)
+            pool.lease(wanted, timeout=0.01)
+        del held
+        for number in range(1, moments.count + 1):
+            pool = Pool(4 * MIB)
+            held = pool.lease(2 * MIB)
+            behind = threading.Thread(target=pool.lease, args=[2 * MIB], daemon=True)
+            threading.Timer(0.005, behind.start).start()
+            with contextlib.suppress(KeyboardInterrupt, TimeoutError), Interrupt(number):
+                pool.lease(wanted, timeout=0.01)
+            while behind.ident is None:
+                time.sleep(0.001)
+            behind.join(20)
+            assert not behind.is_alive(), number
+            assert pool.bytes_in_use == 2 * MIB, number
+            del held
+            pool.lease(4 * MIB, timeout=20)
+
+
+def test_who_only_asks_leaves_nothing_behind() -> None:
+    pool = Pool(2 * MIB)
+    held = pool.lease(2 * MIB)
+    waiting = threading.Thread(target=pool.lease, args=[2 * MIB])
+    waiting.start()
+    while not pool._waiting:
+        time.sleep(0.001)
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            pool.lease(MIB, timeout=0)
+    assert len(pool._waiting) <= 2
+    del held
+    waiting.join()
 
 
 def test_a_signal_handler_may_release_what_is_waited_for() -> None:
