@@ -1,11 +1,11 @@
 """Runs the steps of a Dockerfile without a Docker engine, each stage in a chroot that debootstrap makes.
 
-    python tools/chroot.py --build-arg PYTHON=3.11                           # docker/Dockerfile, then its CMD
-    python tools/chroot.py --build-arg PYTHON=3.11 --run 'nvme-report -v'    # something else in its image
+    sudo python3 tools/chroot.py --build-arg PYTHON=3.11                     # docker/Dockerfile, then its CMD
+    sudo python3 tools/chroot.py --build-arg PYTHON=3.11 --run nvme-report   # something else in its image
 
-Needs root, and a Dockerfile of FROM, ARG, ENV, WORKDIR, COPY, RUN and CMD. Its steps run as root, are trusted as far,
-see the network, and look for packages where pip and apt of this machine do. Mounts and processes are in namespaces of
-their own and end with this program, however it ends; what it made is removed.
+Needs root, and a Dockerfile of FROM, ARG, ENV, WORKDIR, COPY, RUN and CMD. Its steps run as root: use only a Dockerfile
+that you trust. They see the network, and look for packages where pip and apt of this machine do. Mounts and processes
+are in namespaces of their own and end with this program, however it ends; what it made is removed.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program. Its status."""
-    given = parser().parse_args(arguments)
-    given.build_arg = dict(each.partition("=")[::2] for each in given.build_arg)
     try:
+        given = parser().parse_args(arguments)
+        given.build_arg = dict(each.partition("=")[::2] for each in given.build_arg)
         dockerfile.stages(given.file.read_text(), given.build_arg)  # so that what it cannot do is said first
         if missing := [name for name in PROGRAMS if not shutil.which(name)]:
             raise RuntimeError(f"{', '.join(missing)} not found; fix: apt-get install debootstrap util-linux")

@@ -40,7 +40,7 @@ ROOMS = {
     "formats": ["tests/checkpoint", "tests/faults/test_hostile.py"],
 }
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
-OUTCOMES = ("killed", "survived", "timeout", "unreached")
+OUTCOMES = ("killed", "survived", "timeout", "unreached", "broken")
 
 RESULT = re.compile(r"(tests/\S+?::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?$")
 
@@ -137,7 +137,8 @@ class Copy:
         last = next(
             (found[1] for line in reversed(said) if (found := RESULT.match(line))), "as the tests are collected"
         )
-        outcome = "timeout" if status is None else "killed" if status else "survived" if tests else "unreached"
+        ended = "timeout" if status is None else {0: "survived", 3: "broken", 4: "broken"}.get(status, "killed")
+        outcome = ended if tests else "unreached"  # broken: pytest could not run them, which says nothing
         done = {
             "mutant": mutant.name,
             "room": mutant.room,

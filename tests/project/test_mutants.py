@@ -6,8 +6,8 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import mutant_list
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -29,16 +29,8 @@ def half(size: Literal[4], é: str = "é") -> Literal[5]:
 '''
 
 
-@pytest.fixture
-def listing(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import mutant_list  # type: ignore[import-not-found,unused-ignore]
-
-    return mutant_list
-
-
-def test_what_is_mutated(listing: Any) -> None:
-    found = listing.mutants_of("memory", "a.py", SOURCE.encode())
+def test_what_is_mutated() -> None:
+    found = mutant_list.mutants_of("memory", "a.py", SOURCE.encode())
     assert [(each.line, each.operator, each.after) for each in found] == [
         (8, "condition", "True"),
         (8, "condition", "False"),
@@ -59,20 +51,20 @@ def test_what_is_mutated(listing: Any) -> None:
 
 
 @pytest.mark.parametrize("room", ["memory", "storage", "offload", "checkpoint", "data", "formats"])
-def test_each_mutant_is_another_program(room: str, listing: Any) -> None:
-    found = listing.sample(room)
-    assert len({each.name for each in found}) == listing.SAMPLE
+def test_each_mutant_is_another_program(room: str) -> None:
+    found = mutant_list.sample(room)
+    assert len({each.name for each in found}) == mutant_list.SAMPLE
     for each in found:
         source = (ROOT / each.path).read_bytes()
         assert ast.dump(ast.parse(each.applied(source))) != ast.dump(ast.parse(source)), each.name
 
 
-def test_the_sample_is_fixed(listing: Any) -> None:
+def test_the_sample_is_fixed() -> None:
     """Twice the same, also where code above has grown."""
     done = [subprocess.check_output([sys.executable, ROOT / "tools/mutants.py", "--list"], text=True) for _ in range(2)]
     assert done[0] == done[1]
     assert len(done[0].splitlines()) == 300
-    names = [{each.name for each in listing.mutants_of("memory", "a.py", text.encode())}
+    names = [{each.name for each in mutant_list.mutants_of("memory", "a.py", text.encode())}
              for text in (SOURCE, f"def more() -> None:\n    flush(5)\n\n{SOURCE}")]  # fmt: skip
     assert names[0] < names[1]
-    assert set(listing.sample("memory", 10)) < set(listing.sample("memory"))
+    assert set(mutant_list.sample("memory", 10)) < set(mutant_list.sample("memory"))
