@@ -13,7 +13,9 @@ from typing import Any
 import nvme_ops
 
 OURS = str(Path(nvme_ops.__file__).parent)
-LOSE = ("open", "dup", "close")  # functions after which Python itself has no place for a descriptor yet, or any more
+# Functions after which Python or torch itself has lost something: a descriptor that has no name yet, or any more; the
+# gradients that no_grad was to switch on again; where it was in a with statement.
+LOSE = ("open", "dup", "close", "_set_grad_enabled", "__exit__")
 
 
 def ctrl_c() -> None:

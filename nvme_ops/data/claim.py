@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from io import FileIO
 
 from nvme_ops.data.index import read_index
 from nvme_ops.durable import sync, sync_folder
@@ -45,34 +46,32 @@ class WriterClaim:
         OSError: it cannot be written.
     """
 
+    _file: FileIO | None = None
+
     def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
         self._index, self._process = index, os.getpid()
         self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
-        self._fd = _locked(self.path)
+        file = self._file = _locked(self.path)
         try:
             text = json.dumps({"index": index, "folders": list(folders)}).encode()
             with naming("write", self.path):
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, text, 0)
-            sync(self._fd, self.path, "fsync")
+                os.ftruncate(file.fileno(), 0)
+                os.pwrite(file.fileno(), text, 0)
+            sync(file.fileno(), self.path, "fsync")
             sync_folder(os.path.dirname(index))
         except BaseException:
-            self._close()
+            file.close()
             os.unlink(self.path)
             raise
 
     def settle(self) -> None:
-        """Removes the claim, and the data files unless the index names them."""
-        _settle(self._index, self.path)
-        self._close()
-
-    def _close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Removes the claim, and the data files unless the index names them. Further calls do nothing."""
+        if self._file is not None and not self._file.closed:
+            _settle(self._index, self.path)
+            self._file.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0 and self._process == os.getpid():  # Ctrl-C came before the caller had it
+        if self._file is not None and self._process == os.getpid():  # Ctrl-C came before the caller had it
             self.settle()
 
 
@@ -88,21 +87,31 @@ def settle_abandoned(index: str) -> None:
                     _settle(index, path)
 
 
-def _locked(path: str) -> int:
+def _locked(path: str) -> FileIO:
     """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        file, kept = FileIO(os.open(path, flags, 0o600), "r+"), False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody is checking whether it is abandoned
-            os.close(fd)
-            time.sleep(0.001)
-            continue
-        except OSError:
-            pass
-        if os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)
+            if _is_locked(file):
+                kept = os.fstat(file.fileno()).st_nlink > 0
+                if kept:
+                    return file
+        finally:
+            if not kept:
+                file.close()
+
+
+def _is_locked(file: FileIO) -> bool:
+    """Locks a claim; False, after a moment, where somebody is checking whether it is abandoned."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.001)
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def _settle(index: str, path: str) -> None:

@@ -178,18 +178,18 @@ class SampleWriter:
                 raise
 
     def _publish(self) -> None:
-        lock = locks.Lock(self.path)
-        try:
-            self._require_right_to_replace()
-            before = self._claim_what_is_replaced()
-            for folder in self._folders:
-                sync_folder(folder)
-            write_index(self.path, self._index())
-            self._claim.settle()
-            if before is not None:
-                before.settle()
-        finally:
-            lock.release()
+        before: WriterClaim | None = None
+        with locks.locked(self.path):
+            try:
+                self._require_right_to_replace()
+                before = self._claim_what_is_replaced()
+                for folder in self._folders:
+                    sync_folder(folder)
+                write_index(self.path, self._index())
+                self._claim.settle()
+                _settle(before)
+            finally:
+                _settle(before)  # again, if Ctrl-C has ended the first call: the next writer would wait for it
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
@@ -314,6 +314,11 @@ class SampleWriter:
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
         return f"<SampleWriter {self.path!r}: {len(self)} samples{', closed' * (self._state == 'closed')}>"
+
+
+def _settle(claim: WriterClaim | None) -> None:
+    if claim is not None:
+        claim.settle()
 
 
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:

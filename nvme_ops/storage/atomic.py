@@ -276,6 +276,7 @@ def _take(spare: str, path: str, mode: int) -> int:
         fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return -1
+    taken = False
     try:
         status = os.fstat(fd)
         # whoever may read it may have it open
@@ -283,12 +284,15 @@ def _take(spare: str, path: str, mode: int) -> int:
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             os.fchmod(fd, mode)
             os.rename(spare, path)
-            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+            taken = os.path.samestat(os.fstat(fd), os.lstat(path))
+            if taken:
                 return fd
             os.unlink(path)  # another process has put its own there this moment: a second name of what is saved
     except OSError:
         pass
-    os.close(fd)
+    finally:
+        if not taken:
+            os.close(fd)
     return -1
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -122,8 +123,12 @@ def test_killed_at_any_moment(target: Path, kills: int, there: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("points", [12, pytest.param(120, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment(target: Path, points: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("points", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment(
+    target: Path, points: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swallowed: list[object] = []  # what Python cannot raise: in a generator, or an object, that is freed
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: swallowed.append(1))
     with Interrupt() as all_of_it:
         main(words(target))
     for number in numbers(f"{target.name} {points}", all_of_it.count, points):
@@ -133,8 +138,9 @@ def test_ctrl_c_at_any_moment(target: Path, points: int, capsys: pytest.CaptureF
         capsys.readouterr()
         with Interrupt(number) as moment:
             status = main(words(target))
-        if not moment.where:
-            assert status == 0  # it was at its end before
+        if not moment.where or swallowed:
+            assert (status, content(target)) == (0, "new")
+            swallowed.clear()
             continue
         assert (status, capsys.readouterr().err) == (130, "nvme-checkpoint: interrupted\n"), moment.where
         assert content(target) in ("old", "new"), moment.where

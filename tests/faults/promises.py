@@ -413,7 +413,7 @@ class _Known:
 
 def _learned(folder: str, tell: Tell) -> None:
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "new", "cache")
-    known = dictionary.Dictionary(IDENTITY, False, None, 1, (), False)
+    known = dictionary.Dictionary(IDENTITY, None, 1, (), False)
     for version in VERSIONS:
         known._experiences["async_io"] = _Known(version)
         known.save()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from tests.faults import capabilities, capabilities_offload
@@ -50,6 +51,7 @@ def test_ctrl_c_at_any_moment_leaves_what_was_complete(
         for number in numbers(name, all_of_it.count, points):
             where = interrupted(one, number)
             try:
+                assert torch.is_grad_enabled()
                 one.check()
                 one.work()
                 one.check()
@@ -57,7 +59,8 @@ def test_ctrl_c_at_any_moment_leaves_what_was_complete(
                 raise AssertionError(f"after Ctrl-C at moment {number}, {where}") from error
         after = settled()
         assert after["descriptors"] <= before["descriptors"]
-        assert after["threads"] <= before["threads"]
+        assert after["threads"] <= before["threads"] + 1  # one that ends writes is begun when it is first needed
         assert after["memory"] <= before["memory"] + SLACK
     finally:
+        torch.set_grad_enabled(True)
         one.close()
