@@ -214,6 +214,25 @@ def in_child(body: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, report or f"the child ended with status {status}"
 
 
+def killed_in(body: Callable[[], object]) -> None:
+    """Kills a forked child, with SIGKILL, once it has done ``body``."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os.write(writing, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        done = pipe.read(1)
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert done == b".", "the child did not come so far"
+
+
 @contextlib.contextmanager
 def forked(count: int, body: Callable[[int], object]) -> Iterator[Callable[[], bool]]:
     """``body(number)`` in so many forked children at once; tells whether one still runs. All end well, or it fails."""

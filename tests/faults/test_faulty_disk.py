@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, killed_in
 from tests.faults.faulty_disk import FaultyDisk, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -50,17 +49,11 @@ def test_what_does_not_check_is_found(control: str, fault: str, words: str) -> N
 def test_a_disk_whose_process_is_killed_goes_though_it_stalls() -> None:
     if needed := missing():
         pytest.skip(f"a disk that fails on command needs {needed}")
-    mine, its = os.pipe()
-    process = os.fork()
-    if not process:
-        with FaultyDisk() as disk:
-            (disk.folder / "dirty").write_bytes(os.urandom(8 << 20))
-            for what in ("read", "write", "flush"):
-                disk.rule(what, "stall")
-            os.write(its, b".")
-            signal.pause()
-    os.close(its)
-    assert os.read(mine, 1) == b"."
-    os.close(mine)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+
+    def stall() -> None:
+        disk = FaultyDisk().__enter__()
+        (disk.folder / "dirty").write_bytes(os.urandom(8 << 20))
+        for what in ("read", "write", "flush"):
+            disk.rule(what, "stall")
+
+    killed_in(stall)

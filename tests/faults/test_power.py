@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import killed_in
 from tests.faults.power import promises
 from tests.faults.power_disk import MAKE, LoggedDisk, private_folder, why_not
 
@@ -75,17 +75,11 @@ def test_a_disk_whose_process_is_killed_goes_whatever_waits_for_it(tmp_path: Pat
     """The last process of the mounts writes back as it ends, with nobody left who would wait for it."""
     if missing := why_not("ext4"):
         pytest.skip(missing)
-    mine, its = os.pipe()
-    process = os.fork()
-    if not process:
+
+    def write() -> None:
         disk = LoggedDisk(private_folder(str(tmp_path)), "ext4")
         Path(disk.mounted, "dirty").write_bytes(os.urandom(8 << 20))
-        os.write(its, b".")
-        signal.pause()
-    os.close(its)
-    assert os.read(mine, 1) == b"."
-    os.close(mine)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+
+    killed_in(write)
     while any(str(tmp_path) in each.read_text() for each in Path("/sys/block").glob("loop*/loop/backing_file")):
         time.sleep(0.01)
