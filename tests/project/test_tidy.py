@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "nvme_ops"
 LIBRARY = ("nvme_ops", "op_builder", "report")  # folders of Python that is installed
 LINE_LENGTH = 120
-MOST_LINES = 500  # of a file; beyond 400 only now and then
-LONG_LINES, LONG_SHARE = 400, 0.05
+MOST_LINES = 800  # of a file; beyond 500 only now and then
+LONG_LINES, LONG_SHARE = 500, 0.1
 
 # Which layers the files of each layer of csrc may include.
 LAYERS = {
