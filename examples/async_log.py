@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 
-from nvme_ops.data import AsyncLog, read_log
+from nvme_ops.data import AsyncLog
 
 COUNT = 50_000
 
@@ -21,7 +21,7 @@ def main(folder: str) -> None:
         print(f"{COUNT} records appended, {1e6 * seconds / COUNT:.1f} microseconds each")
         log.flush()  # for once: now everything is on the device
     files = sorted(name for name in os.listdir(folder) if name.startswith("requests."))
-    numbers = [json.loads(record)["request"] for record in read_log(path)]
+    numbers = [json.loads(record)["request"] for record in AsyncLog.read(path)]
     print(f"read back from {', '.join(files)}: {'equal' if numbers == list(range(COUNT)) else 'DIFFERENT'}")
 
 

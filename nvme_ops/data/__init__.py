@@ -7,15 +7,13 @@ for batch in Loader("/mnt/nvme/train", 256, shuffle=True): ...
 """
 
 from nvme_ops.data.columns import Columns as Columns
-from nvme_ops.data.dataset import Dataset as Dataset
 from nvme_ops.data.loader import Loader as Loader
 from nvme_ops.data.log import AsyncLog as AsyncLog
-from nvme_ops.data.log_file import read_log as read_log
 from nvme_ops.data.store import Read as Read
 from nvme_ops.data.store import SampleStore as SampleStore
 from nvme_ops.data.writer import SampleWriter as SampleWriter
 
-__all__ = ["AsyncLog", "Columns", "Dataset", "Loader", "Read", "SampleStore", "SampleWriter", "read_log"]
+__all__ = ["AsyncLog", "Columns", "Loader", "Read", "SampleStore", "SampleWriter"]
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import default_collate
 
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.dataset import Dataset
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
@@ -42,13 +41,13 @@ class Loader:
     sizes: at the end, samples from the beginning are repeated, as in torch's ``DistributedSampler``.
 
     Args:
-        store: a ``SampleStore``, a ``Dataset`` (whose ``transform`` is then the ``decode``), or the path of a store.
+        store: a ``SampleStore``, or the path of one.
         batch_size: samples in a batch, on each rank.
         shuffle: False; True: any sample may come at any time; ``"shards"``: the data files in random order, and the
             samples within each.
         seed: determines the order; the same on all ranks.
         drop_last: leave out the last step if there are not ``batch_size`` samples for each rank.
-        decode: called with each sample, on one of ``threads`` threads.
+        decode: called with each sample, on one of ``threads`` threads; the store's ``transform`` when None.
         collate_fn: turns a list of samples into a batch; with ``decode``, torch's ``default_collate`` when None.
         threads: for ``decode``; when None, as many as processors, at most 8.
         prefetch: the most batches to read ahead; None: as many as keep a device busy; 0: none.
@@ -67,7 +66,7 @@ class Loader:
 
     def __init__(
         self,
-        store: SampleStore | Dataset | str | os.PathLike[str],
+        store: SampleStore | str | os.PathLike[str],
         batch_size: int = 1,
         *,
         shuffle: Shuffle = False,
@@ -82,13 +81,12 @@ class Loader:
         num_replicas: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if isinstance(store, Dataset):
-            decode, store = decode or store.transform, store.store
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
         self.batch_size = _int("batch_size", batch_size, 1)
         self.shuffle, self.drop_last = shuffle, drop_last
         self.seed = operator.index(seed)
-        self.decode, self.collate_fn = decode, collate_fn
+        decode = self.decode = decode or self.store.transform
+        self.collate_fn = collate_fn
         self.rank, self.num_replicas = _ranks(rank, num_replicas)
         self.device = None if device is None else torch.device(device)
         budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget

@@ -10,11 +10,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from nvme_ops import at_exit
-from nvme_ops.data.log_file import Segment, blocks, is_owned_by, segments
+from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.storage import locks
 from nvme_ops.storage.atomic import make_last_folder
 from nvme_ops.text import parse_size, size_words
@@ -91,6 +91,20 @@ class AsyncLog:
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
         _open.add(self)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Iterator[bytes]:
+        """Yields the records of a log, file by file; of a file still being written, those that it has by now.
+
+        A file whose writer was killed, or has not ended it yet, may end within a block, which is skipped. So is damage
+        within such a file, as a loss of power leaves it, with a RuntimeWarning.
+
+        Raises:
+            FileNotFoundError: there is no such log.
+            FormatError: a properly ended file is damaged; the message says where.
+            OSError: a file cannot be read.
+        """
+        return records_of(path)
 
     def append(self, record: bytes | bytearray | memoryview | str | Mapping[str, object]) -> bool:
         """Adds a record: bytes, text (UTF-8), or a dict (JSON). Returns whether it was taken.

@@ -1,4 +1,4 @@
-"""The files of an ``AsyncLog``: ``Segment``, to which it writes, and ``read_log``.
+"""The files of an ``AsyncLog``: ``Segment``, to which it writes, and ``records_of``, which reads.
 
 A log is a series of files, ``NAME.000000`` and so on. A file consists of blocks: 4 bytes ``NVLG``; uint32 CRC-32C of
 the rest of the block; uint32 number of records; uint64 size of all records; a uint32 for the size of each record; the
@@ -154,17 +154,8 @@ def is_owned_by(path: str, owner: int) -> bool:
     return False
 
 
-def read_log(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """Yields the records of a log, file by file; of a file still being written, those that it has by now.
-
-    A file whose writer was killed, or has not ended it yet, may end within a block, which is skipped. So is damage
-    within such a file, as a loss of power leaves it, with a RuntimeWarning.
-
-    Raises:
-        FileNotFoundError: there is no such log.
-        FormatError: a properly ended file is damaged; the message says where.
-        OSError: a file cannot be read.
-    """
+def records_of(path: str | os.PathLike[str]) -> Iterator[bytes]:
+    """Yields the records of a log, as ``AsyncLog.read`` says."""
     found = segments(path)
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))

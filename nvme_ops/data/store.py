@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.utils.data
 
 from nvme_ops.checksums import checksums_of
 from nvme_ops.data import formats
@@ -32,25 +33,35 @@ _APART = 1 << 44  # bytes: no file is larger
 _LOOKED_UP = 4096  # samples whose sizes are looked up at once
 
 
-class SampleStore:
+class SampleStore(torch.utils.data.Dataset[Any]):
     """Samples in the files of one or several folders, read by number.
 
-    Threads may share a store. A forked child may use it; unpickling it opens it again.
+    Threads may share a store. A forked child may use it; unpickling it opens it again. It is a map-style dataset too: a
+    ``torch.utils.data.DataLoader`` reads each batch by one request. ``Loader`` needs no workers and is faster.
 
     Args:
         path: a folder that ``SampleWriter`` wrote to, one with MosaicML's MDS shards, or one with WebDataset's tars (or
             a single tar). For the last two, an index is made once, and kept in the folder if that is writable.
         handle: moves the bytes; the store's own when None. If the files are in several folders, each has a copy of it.
         verify: compare each record read with its checksum, where the store has checksums.
+        transform: called with each sample that is read by ``[]``, by ``read`` or by a DataLoader, in the worker; a
+            ``Loader`` takes it as its ``decode``. ``submit`` reads samples as they are stored.
 
     Raises:
         FormatError: the index or a file is damaged, was cut off, or does not belong to the others.
         OSError: something is missing or cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, handle: aio_handle | None = None, verify: bool = False) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self._given = {"path": self.path, "handle": handle, "verify": verify}
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        handle: aio_handle | None = None,
+        verify: bool = False,
+        transform: Callable[[Sample], Any] | None = None,
+    ) -> None:
+        self.path, self.transform = os.path.abspath(os.fspath(path)), transform
+        self._given = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
         self.index: SampleIndex = formats.index_of(self.path, verify)
         while True:
             folder = os.path.dirname(self.index.path)
@@ -83,11 +94,15 @@ class SampleStore:
         """Bytes of the data files."""
         return sum(file.nbytes for file in self.index.files)
 
-    def __getitem__(self, number: int) -> Sample:
-        """Reads one sample. Raises IndexError, TypeError, and what ``submit(...).samples()`` raises."""
-        return self.submit([operator.index(number)]).samples()[0]
+    def __getitem__(self, number: int | list[int]) -> Any:
+        """Reads a sample, or a list of them. Raises IndexError, TypeError, and what ``read`` raises."""
+        return self.read(number) if isinstance(number, list) else self.read([operator.index(number)])[0]
 
-    def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Sample]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Reads a batch: torch's fetcher calls this."""
+        return self.read(numbers)
+
+    def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Any]:
         """Reads samples, by one request. They may be in any order, and repeat; -1 is the store's last.
 
         Raises:
@@ -96,7 +111,8 @@ class SampleStore:
             FormatError: the bytes are not a sample, or the index is wrong.
             ChecksumError: with ``verify``: the bytes differ from those written.
         """
-        return self.submit(numbers).samples()
+        samples = self.submit(numbers).samples()
+        return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def submit(
         self,

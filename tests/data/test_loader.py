@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
+from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data.order import Shuffle
 from nvme_ops.errors import FormatError
 from tests.conftest import MIB, REPOSITORY, in_child, in_threads, run_python
@@ -410,7 +410,7 @@ def double(sample: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_torchs_loader(store: SampleStore, context: str) -> None:
-    dataset = Dataset(store, double)
+    dataset = SampleStore(store.path, transform=double)
     loader = torch.utils.data.DataLoader(dataset, 10, num_workers=2, multiprocessing_context=context)
     assert [number for batch in loader for number in batch.tolist()] == [2 * number for number in range(103)]
 
@@ -425,7 +425,7 @@ def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pyte
         return read(self, numbers)
 
     monkeypatch.setattr(SampleStore, "read", counted)
-    batches = list(torch.utils.data.DataLoader(Dataset(folder / "store"), 16, shuffle=True))
+    batches = list(torch.utils.data.DataLoader(SampleStore(folder / "store"), 16, shuffle=True))
     assert calls == [16] * 4
     assert batches[0].shape == (16, 4096)
 
@@ -435,12 +435,13 @@ def test_a_worker_that_is_killed(store: SampleStore) -> None:
     done = run_python(
         """
         import os, sys, torch
-        from nvme_ops.data import Dataset
+        from nvme_ops.data import SampleStore
         def die(sample):
             if int(sample["label"]) == 50:
                 os.kill(os.getpid(), 9)
             return int(sample["label"])
-        list(torch.utils.data.DataLoader(Dataset(sys.argv[1], die), 10, num_workers=1, multiprocessing_context="fork"))
+        store = SampleStore(sys.argv[1], transform=die)
+        list(torch.utils.data.DataLoader(store, 10, num_workers=1, multiprocessing_context="fork"))
         """,
         store.path,
         check=False,
@@ -453,7 +454,7 @@ def test_a_worker_that_is_killed(store: SampleStore) -> None:
 
 def test_the_stateful_loader_of_torchdata(store: SampleStore) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    dataset = Dataset(store, double)
+    dataset = SampleStore(store.path, transform=double)
     loader = stateful.StatefulDataLoader(dataset, batch_size=10, num_workers=1, multiprocessing_context="fork")
     batches = iter(loader)
     seen = [next(batches).tolist() for _ in range(3)]
@@ -471,8 +472,9 @@ def test_accelerate_prepares_it(folder: Path) -> None:
         """
         import sys, torch
         from accelerate import Accelerator
-        from nvme_ops.data import Dataset
-        loader = torch.utils.data.DataLoader(Dataset(sys.argv[1], lambda sample: int(sample["label"])), 6, shuffle=True)
+        from nvme_ops.data import SampleStore
+        store = SampleStore(sys.argv[1], transform=lambda sample: int(sample["label"]))
+        loader = torch.utils.data.DataLoader(store, 6, shuffle=True)
         prepared = Accelerator(cpu=True).prepare(loader)
         print(sorted(number for batch in prepared for number in batch.tolist()))
         """,

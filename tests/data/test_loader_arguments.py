@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
+from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.engine import Priority
 from tests.data.samples import write_fixed
 
@@ -141,10 +141,10 @@ def test_a_loader_says_what_it_is(folder: Path) -> None:
     assert repr(Loader(folder / "store", 3)).endswith("store': 4 batches of 3, rank 0 of 1>")
 
 
-def test_a_dataset_takes_batches_of_a_sampler(folder: Path) -> None:
+def test_a_store_takes_batches_of_a_sampler(folder: Path) -> None:
     """torch's documented pattern for reading in bulk."""
     write_fixed(folder / "store", 10)
-    dataset = Dataset(folder / "store")
+    dataset = SampleStore(folder / "store")
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(dataset), 4, drop_last=False)
     loader = torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size=None)
     assert [len(batch) for batch in loader] == [4, 4, 2]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.data import AsyncLog, read_log
+from nvme_ops.data import AsyncLog
 from nvme_ops.data.log_file import segments
 from nvme_ops.errors import FormatError
 from tests.conftest import MIB, REPOSITORY, give_up_root, in_child, in_threads, open_to_all
@@ -32,7 +32,7 @@ def test_records_come_back(folder: Path) -> None:
     with AsyncLog(folder / "log") as log:
         for number in range(10_000):
             assert log.append(record(number))
-    assert list(read_log(folder / "log")) == [record(number) for number in range(10_000)]
+    assert list(AsyncLog.read(folder / "log")) == [record(number) for number in range(10_000)]
     assert repr(log) == f"<AsyncLog {str(folder / 'log')!r}: nothing to be written>"
 
 
@@ -42,7 +42,7 @@ def test_text_and_dicts(folder: Path) -> None:
         log.append({"loss": 0.5, "step": 3})
         log.append(b"")
         log.append(bytearray(b"abc"))
-    found = list(read_log(folder / "log"))
+    found = list(AsyncLog.read(folder / "log"))
     assert found[0].decode() == "grün"
     assert json.loads(found[1]) == {"loss": 0.5, "step": 3}
     assert found[2:] == [b"", b"abc"]
@@ -52,17 +52,17 @@ def test_what_is_flushed_can_be_read_while_the_log_is_open(folder: Path) -> None
     with AsyncLog(folder / "log", window=60) as log:
         log.append(b"one")
         log.flush(timeout=30)
-        assert list(read_log(folder / "log")) == [b"one"]
+        assert list(AsyncLog.read(folder / "log")) == [b"one"]
         log.append(b"two")
         log.flush()
-        assert list(read_log(folder / "log")) == [b"one", b"two"]
+        assert list(AsyncLog.read(folder / "log")) == [b"one", b"two"]
 
 
 def test_it_is_written_without_being_asked(folder: Path) -> None:
     with AsyncLog(folder / "log", window=0.05) as log:
         log.append(b"one")
         deadline = time.monotonic() + 20
-        while list(read_log(folder / "log")) != [b"one"]:
+        while list(AsyncLog.read(folder / "log")) != [b"one"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -90,7 +90,7 @@ def test_a_killed_process_loses_the_last_window_at_most(folder: Path, window: fl
         time.sleep(3 * window)
         killed = time.time()
         process.send_signal(signal.SIGKILL)
-    found = [entry.split() for entry in read_log(folder / "log")]
+    found = [entry.split() for entry in AsyncLog.read(folder / "log")]
     assert [int(number) for number, _ in found] == list(range(len(found)))
     # another second for a device that does not keep up, as this one may not while other tests run
     assert killed - float(found[-1][1]) < window + 1
@@ -107,15 +107,15 @@ def test_a_torn_end_is_skipped(folder: Path, cut: int) -> None:
     (path,) = segments(folder / "log")
     torn = folder / "torn.000000"
     torn.write_bytes(Path(path).read_bytes()[:-cut])
-    assert list(read_log(folder / "torn")) == [record(number) for number in range(100)]
+    assert list(AsyncLog.read(folder / "torn")) == [record(number) for number in range(100)]
     content = bytearray(Path(path).read_bytes())
     content[-cut] ^= 1
     torn.write_bytes(content)
-    assert list(read_log(folder / "torn")) == [record(number) for number in range(100)]
+    assert list(AsyncLog.read(folder / "torn")) == [record(number) for number in range(100)]
     log.close()
     with AsyncLog(folder / "torn") as other:
         other.append(b"after")
-    assert list(read_log(folder / "torn")) == [*(record(number) for number in range(100)), b"after"]
+    assert list(AsyncLog.read(folder / "torn")) == [*(record(number) for number in range(100)), b"after"]
 
 
 def test_damage_in_a_whole_file_is_told(folder: Path) -> None:
@@ -127,12 +127,12 @@ def test_damage_in_a_whole_file_is_told(folder: Path) -> None:
     content[5000] ^= 1
     Path(path).write_bytes(content)
     with pytest.raises(FormatError, match=r"log\.000000: damaged at byte 0"):
-        list(read_log(folder / "log"))
+        list(AsyncLog.read(folder / "log"))
 
 
 def test_there_is_no_log(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        list(read_log(folder / "log"))
+        list(AsyncLog.read(folder / "log"))
 
 
 def test_rotation(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_rotation(folder: Path) -> None:
             if number % 100 == 0:
                 log.flush()
     assert len(segments(folder / "log")) > 5
-    assert list(read_log(folder / "log")) == [record(number) for number in range(3000)]
+    assert list(AsyncLog.read(folder / "log")) == [record(number) for number in range(3000)]
 
 
 def test_old_files_are_removed(folder: Path) -> None:
@@ -157,7 +157,7 @@ def test_old_files_are_removed(folder: Path) -> None:
     kept = segments(folder / "log")
     assert kept[0].endswith(".000000")
     assert 3 <= len(kept) <= 5
-    found = list(read_log(folder / "log"))
+    found = list(AsyncLog.read(folder / "log"))
     assert found[0] == b"other"
     assert found[1:] == [record(number) for number in range(2000)][-len(found) + 1 :]
     other.close()
@@ -166,7 +166,7 @@ def test_old_files_are_removed(folder: Path) -> None:
 def test_threads_share_a_log(folder: Path) -> None:
     with AsyncLog(folder / "log", window=0.01) as log:
         in_threads(lambda thread: [log.append(f"{thread} {number}") for number in range(2000)] and None, 4)
-    found = [tuple(map(int, entry.split())) for entry in read_log(folder / "log")]
+    found = [tuple(map(int, entry.split())) for entry in AsyncLog.read(folder / "log")]
     assert len(found) == 8000
     for thread in range(4):
         assert [number for each, number in found if each == thread] == list(range(2000))
@@ -180,7 +180,7 @@ def test_processes_write_files_of_their_own(folder: Path) -> None:
     with AsyncLog(folder / "log") as log:
         log.append(b"parent")
         in_child(child)
-    assert sorted(read_log(folder / "log")) == [b"child", b"parent"]
+    assert sorted(AsyncLog.read(folder / "log")) == [b"child", b"parent"]
     assert len(segments(folder / "log")) == 2
 
 
@@ -195,7 +195,7 @@ def test_a_forked_child_makes_its_own(folder: Path) -> None:
 
     in_child(child)
     log.close()
-    assert list(read_log(folder / "log")) == [b"parent"]
+    assert list(AsyncLog.read(folder / "log")) == [b"parent"]
 
 
 def test_at_exit_everything_is_written(folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_at_exit_everything_is_written(folder: Path) -> None:
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([sys.executable, "-c", program, str(folder / "log")], check=True, env=environment)
-    assert list(read_log(folder / "log")) == [str(number).encode() for number in range(1000)]
+    assert list(AsyncLog.read(folder / "log")) == [str(number).encode() for number in range(1000)]
 
 
 class Slow:
@@ -262,7 +262,7 @@ def test_a_device_that_does_not_keep_up(folder: Path, monkeypatch: pytest.Monkey
         log.flush(timeout=0.05 if slow.held else None)
     slow.held = False
     log.close()
-    assert len(list(read_log(folder / "log"))) == taken
+    assert len(list(AsyncLog.read(folder / "log"))) == taken
 
 
 class _nothing:  # noqa: N801
@@ -288,7 +288,7 @@ def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
     _try_again(log)
     log.append(b"after")
     log.close()
-    found = list(read_log(device / "log"))
+    found = list(AsyncLog.read(device / "log"))
     assert [len(entry) for entry in found] == [2 * MIB, 5, 5]
     assert found[1:] == [b"small", b"after"]
 
@@ -316,7 +316,7 @@ def test_a_file_that_may_not_grow(folder: Path) -> None:
         log.close()
 
     in_child(child)
-    assert [len(entry) for entry in read_log(folder / "log")] == [2 * MIB]
+    assert [len(entry) for entry in AsyncLog.read(folder / "log")] == [2 * MIB]
 
 
 def test_a_signal_handler_may_append(folder: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_signal_handler_may_append(folder: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     log.close()
-    found = list(read_log(folder / "log"))
+    found = list(AsyncLog.read(folder / "log"))
     assert found.count(b"main") == 50_000
     assert found.count(b"signal") == count > 0
 

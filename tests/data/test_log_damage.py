@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.data import AsyncLog, log_file, read_log
+from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
 
@@ -38,7 +38,7 @@ def test_a_flipped_bit_loses_its_block_alone(folder: Path, number: int, place: i
     flip(path, number * BLOCK + place)
     words = f"log.000000: damaged from byte {number * BLOCK} to {(number + 1) * BLOCK}; what was there is lost"
     with pytest.warns(RuntimeWarning, match=words):
-        found = list(read_log(folder / "log"))
+        found = list(AsyncLog.read(folder / "log"))
     assert found == RECORDS[:number] + RECORDS[number + 1 :]
 
 
@@ -52,7 +52,7 @@ def test_zeros_lose_the_blocks_they_are_over(
     content = path.read_bytes()
     path.write_bytes(content[: 2 * BLOCK] + bytes(blocks * BLOCK) + content[(2 + blocks) * BLOCK :])
     with pytest.warns(RuntimeWarning, match=f"from byte {2 * BLOCK} to {(2 + blocks) * BLOCK};"):
-        assert list(read_log(folder / "log")) == RECORDS[:2] + RECORDS[2 + blocks :]
+        assert list(AsyncLog.read(folder / "log")) == RECORDS[:2] + RECORDS[2 + blocks :]
 
 
 @pytest.mark.parametrize("behind", [[], [b"last"]])
@@ -67,9 +67,9 @@ def test_a_block_within_a_record_is_not_taken_for_one_of_the_log(
         flip(path, 20 + 4 + 5 + (number + 1) * (20 + 4 + len(record)) - 1)
     if behind or damaged > 1:
         with pytest.warns(RuntimeWarning, match="what was there is lost"):
-            assert list(read_log(folder / "log")) == [b"first", *behind]
+            assert list(AsyncLog.read(folder / "log")) == [b"first", *behind]
     else:
-        assert list(read_log(folder / "log")) == [b"first"]
+        assert list(AsyncLog.read(folder / "log")) == [b"first"]
 
 
 def test_a_torn_end_within_a_record_that_holds_a_block(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_torn_end_within_a_record_that_holds_a_block(folder: Path) -> None:
     record = unended(folder / "other", [b"of another log"]).read_bytes() + b"end"
     path = unended(folder, [b"first", record])
     path.write_bytes(path.read_bytes()[:-1])
-    assert list(read_log(folder / "log")) == [b"first"]
+    assert list(AsyncLog.read(folder / "log")) == [b"first"]
 
 
 def test_damage_in_a_file_that_was_ended_is_an_error(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_damage_in_a_file_that_was_ended_is_an_error(folder: Path) -> None:
             log.flush()
     flip(Path(segments(folder / "log")[0]), 5 * BLOCK + 50)
     with pytest.raises(FormatError, match=f"damaged at byte {5 * BLOCK}"):
-        list(read_log(folder / "log"))
+        list(AsyncLog.read(folder / "log"))
 
 
 # Processes and restarts
@@ -109,8 +109,8 @@ def test_a_process_of_multiprocessing_that_ends_without_close(folder: Path) -> N
         process.start()
         process.join(60)
     assert process.exitcode == 0
-    assert [int(each) for each in read_log(folder / "log")] == list(range(1000))
-    assert list(read_log(folder / "parent")) == [b"parent"]
+    assert [int(each) for each in AsyncLog.read(folder / "log")] == list(range(1000))
+    assert list(AsyncLog.read(folder / "parent")) == [b"parent"]
 
 
 def test_keep_counts_the_files_of_runs_before(folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_keep_counts_the_files_of_runs_before(folder: Path) -> None:
         with AsyncLog(folder / "log") as log:
             log.append(b"%d" % number)
     with AsyncLog(folder / "log", keep=3) as log:
-        assert list(read_log(folder / "log")) == [b"3", b"4", b"5"]
+        assert list(AsyncLog.read(folder / "log")) == [b"3", b"4", b"5"]
         log.append(b"6")
-    assert list(read_log(folder / "log")) == [b"4", b"5", b"6"]
+    assert list(AsyncLog.read(folder / "log")) == [b"4", b"5", b"6"]
     assert len(segments(folder / "log")) == 3

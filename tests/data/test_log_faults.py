@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.data import AsyncLog, log, log_file, read_log
+from nvme_ops.data import AsyncLog, log, log_file
 from nvme_ops.data.log_file import segments
 from tests.conftest import MIB, give_up_root, in_child, open_to_all, sync_file_system
 
@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_for_a_while(make_file_system: Callable[..., Path]) 
     sync_file_system(folder)
     wait_until(lambda: kept._failure is None)
     kept.close()
-    assert [int(each) for each in read_log(folder / "log")] == list(range(taken))
+    assert [int(each) for each in AsyncLog.read(folder / "log")] == list(range(taken))
 
 
 class Failing(log_file.Segment):
@@ -108,7 +108,7 @@ def test_writing_that_fails_now_and_then(folder: Path, monkeypatch: pytest.Monke
             break
         except (OSError, MemoryError):
             pass
-    found = [int(each) for each in read_log(folder / "log")]
+    found = [int(each) for each in AsyncLog.read(folder / "log")]
     assert found == list(range(2000)), "each once, in order"
     monkeypatch.undo()  # others need to unlink
     assert len(os.listdir("/proc/self/fd")) < 100
@@ -127,7 +127,7 @@ def test_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     kept.append(b"two")
     kept.close()
     kept.close()
-    assert list(read_log(folder / "log")) == [b"one", b"two"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one", b"two"]
     with pytest.raises(ValueError, match="is closed"):
         kept.append(b"three")
 
@@ -152,7 +152,7 @@ def test_any_exception_is_a_failure_that_passes(folder: Path, monkeypatch: pytes
             kept.flush()
     kept.flush()
     kept.close()
-    assert list(read_log(folder / "log")) == [b"one"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one"]
 
 
 def test_flush_waits_for_an_attempt_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_flush_waits_for_an_attempt_of_its_own(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(log_file.Segment, "write", slowly)
     kept.flush()
     kept.close()
-    assert list(read_log(folder / "log")) == [b"one"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one"]
 
 
 def test_blocks_have_bounded_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_blocks_have_bounded_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch
     with AsyncLog(folder / "log", window=60) as kept:
         for each in records:
             kept.append(each)
-    assert list(read_log(folder / "log")) == records
+    assert list(AsyncLog.read(folder / "log")) == records
     assert sorted(sizes)[-2] <= 1000 < sizes[sizes.index(max(sizes))] == 5000
 
 
@@ -215,7 +215,7 @@ def test_a_forked_child_is_told_by_the_first_append(folder: Path) -> None:
     stop.set()
     thread.join()
     kept.close()
-    assert set(read_log(folder / "log")) == {b"parent"}
+    assert set(AsyncLog.read(folder / "log")) == {b"parent"}
 
 
 def _work(_: int) -> str:
@@ -234,7 +234,7 @@ def test_workers_of_multiprocessing_are_told(folder: Path) -> None:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert all("forked child" in each for each in pool.map(_work, range(4)))
         _SHARED.clear()
-    assert list(read_log(folder / "log")) == []
+    assert list(AsyncLog.read(folder / "log")) == []
 
 
 def test_a_file_that_is_rotated_away_under_a_reader(folder: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_file_that_is_rotated_away_under_a_reader(folder: Path) -> None:
 
         put(0)
         found = []
-        for each in read_log(folder / "log"):
+        for each in AsyncLog.read(folder / "log"):
             found.append(int(each[:4]))
             if len(found) == 1:
                 put(5)
@@ -268,7 +268,7 @@ def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path) -> N
         assert not thread.is_alive()
         assert gone() is None
     assert any("dropped without close" in str(each.message) for each in said)
-    assert [int(each) for each in read_log(folder / "log")] == list(range(100))
+    assert [int(each) for each in AsyncLog.read(folder / "log")] == list(range(100))
 
 
 def test_a_sync_that_failed_is_not_believed_the_next_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_a_sync_that_failed_is_not_believed_the_next_time(folder: Path, monkeypa
     wait_until(lambda: failing and kept._failure is None)
     kept.append(b"two")
     kept.close()
-    assert list(read_log(folder / "log")) == [b"one", b"two"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one", b"two"]
     assert len(segments(folder / "log")) == 1, "nothing was durable in the first file"
 
 
@@ -315,7 +315,7 @@ def test_a_file_that_cannot_be_begun_is_not_left_open(folder: Path, monkeypatch:
         assert _fewest_descriptors() == before
     wait_until(lambda: kept._failure is None)
     kept.close()
-    found = [int(each) for each in read_log(folder / "log")]
+    found = [int(each) for each in AsyncLog.read(folder / "log")]
     assert found == list(range(len(found)))
 
 
@@ -338,7 +338,7 @@ def test_a_log_in_a_cycle_is_collected_and_written(folder: Path) -> None:
             return gone() is None
 
         wait_until(collected)
-    assert list(read_log(folder / "log")) == [b"one"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -364,7 +364,7 @@ def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> Non
     assert (folder / "victim").read_bytes() == b"untouched"
     assert not (folder / "nowhere").exists()
     assert len(segments(folder / "log")) == 9 + 2, "theirs count for nothing, and are not removed"
-    assert [int(each[:4]) for each in read_log(folder / "log")] == [3, 4]
+    assert [int(each[:4]) for each in AsyncLog.read(folder / "log")] == [3, 4]
 
 
 def test_a_file_that_is_removed_under_the_log(folder: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_file_that_is_removed_under_the_log(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         kept.flush()
     kept.close()
-    found = [int(each) for each in read_log(folder / "log")]
+    found = [int(each) for each in AsyncLog.read(folder / "log")]
     assert found == sorted(found)
     assert len(found) == 200 - failed, "all that was taken"
 
@@ -429,7 +429,7 @@ def test_a_log_without_anything_to_do_rests(folder: Path, monkeypatch: pytest.Mo
     kept.append(b"two")
     wait_until(lambda: worked)
     kept.close()
-    assert list(read_log(folder / "log")) == [b"one", b"two"]
+    assert list(AsyncLog.read(folder / "log")) == [b"one", b"two"]
 
 
 @pytest.mark.parametrize("given", [{"keep": 1.5}, {"rotate_bytes": 1.5}, {"buffer_bytes": True}])

@@ -13,7 +13,6 @@ import torch
 
 import nvme_ops
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
-from nvme_ops.data.log_file import read_log
 
 SHAPE = 500, 900  # a tensor has 1.8 MB and no whole number of pages
 
@@ -319,14 +318,14 @@ class Log(Capability):
 
     def check(self) -> None:
         self.log.flush()
-        found = list(read_log(self.folder / "log"))
+        found = list(AsyncLog.read(self.folder / "log"))
         require(found == self.expected, f"{len(found)} records of {len(self.expected)}")
 
     def leave(self) -> None:
         self.log.append(b"left" * 100_000)
 
     def left(self) -> bool:
-        return b"left" * 100_000 in list(read_log(self.folder / "log"))
+        return b"left" * 100_000 in list(AsyncLog.read(self.folder / "log"))
 
     def close(self) -> None:
         self.log.close()

@@ -17,7 +17,7 @@ import nvme_ops
 from nvme_ops._native import native
 from nvme_ops.adaptive.dictionary import Dictionary
 from nvme_ops.checksums import checksums_of
-from nvme_ops.data import AsyncLog, SampleStore, SampleWriter, read_log
+from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.claim import settle_abandoned
 from nvme_ops.data.convert import open_source
 from nvme_ops.storage import Session, TensorStore
@@ -331,7 +331,7 @@ FORMATS = {
     "foreign": Format(write_foreign, read_samples, ".foreign.nvmedata", changed_store),
     "tar": Format(write_tar, read_samples, "*.tar", changed_tar),
     "npy": Format(save_npy, read_npy, "*.npy"),
-    "log": Format(write_log, lambda folder: list(read_log(folder / "log")), "log.*", changed_log),
+    "log": Format(write_log, lambda folder: list(AsyncLog.read(folder / "log")), "log.*", changed_log),
     "owner": Format(write_session, read_session, ".nvme_ops-*/owner", changed_owner),
     "journal": Format(write_session, read_session, ".nvme_ops-*/7d95*", changed_journal),
     "claim": Format(write_claim, read_claim, ".*-claim", changed_json),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import nvme_ops
 from nvme_ops import dcp
 from nvme_ops.adaptive import dictionary
-from nvme_ops.data import AsyncLog, SampleStore, SampleWriter, read_log
+from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.op_builder import cache
@@ -220,7 +220,7 @@ def _check_log(folder: str, last: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the end, which was being written
         if any(name.startswith("log.") for name in os.listdir(folder)):
-            found = [bytes(record) for record in read_log(os.path.join(folder, "log"))]
+            found = [bytes(record) for record in AsyncLog.read(os.path.join(folder, "log"))]
     if len(found) < last:
         raise LostError(f"{len(found)} records")
     if found != [_record(number + 1) for number in range(len(found))]:

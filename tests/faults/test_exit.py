@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.data import SampleWriter, read_log
+from nvme_ops.data import AsyncLog, SampleWriter
 from nvme_ops.storage import Session, TensorStore
 from tests.conftest import run_python
 
@@ -76,7 +76,7 @@ def test_a_file_and_a_log_are_written(folder: Path, way: str) -> None:
     work += "log = AsyncLog(folder + '/log', window=99); log.append('def')"
     assert ended(folder, way, work) == ("of the program\n" if way == "exception" else "")
     assert (folder / "work" / "file").read_bytes() == b"abc"
-    assert list(read_log(folder / "work" / "log")) == [b"def"]
+    assert list(AsyncLog.read(folder / "work" / "log")) == [b"def"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -127,7 +127,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("data.Loader('missing', 4)", FileNotFoundError, "missing"),
     ("data.AsyncLog('/no/such/x')", FileNotFoundError, "is a disk not mounted"),
     ("data.AsyncLog('dir/log', window=-1)", ValueError, "between 0.001 and 3600 seconds"),
-    ("list(data.read_log('missing'))", FileNotFoundError, "no log of this name: 'missing'"),
+    ("list(data.AsyncLog.read('missing'))", FileNotFoundError, "no log of this name: 'missing'"),
 ]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nvme_ops.bench.measure import Unavailable, WrongData
-from nvme_ops.data import Dataset, Loader, SampleStore, SampleWriter
+from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.text import MIB, size_words
 
 OURS = "nvme_ops"
@@ -112,7 +112,7 @@ def ours(data: DataSet) -> Reader:
 def dataset(data: DataSet) -> Reader:
     """This package's dataset in torch's loader."""
     folder, files = _our_store(data)
-    return Reader("dataset", data, files, _torch_loader(data, Dataset(SampleStore(folder))))
+    return Reader("dataset", data, files, _torch_loader(data, SampleStore(folder)))
 
 
 def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
