@@ -76,7 +76,7 @@ def step_rows(scratch: str, given: argparse.Namespace, stack: contextlib.ExitSta
     made = {name: parameters(given.size) for name in (MEMORY, "nvme_ops", "by hand")}
     states = sum(each.numel() for each in made[MEMORY]) * _STATES
     ours = stack.enter_context(
-        NvmeOptimizer(torch.optim.AdamW, made["nvme_ops"], scratch, memory_budget=given.budget, **_OPTIONS)
+        NvmeOptimizer(made["nvme_ops"], torch.optim.AdamW, scratch, memory_budget=given.budget, **_OPTIONS)
     )
     hand = ByHand(made["by hand"], os.path.join(scratch, "states.pt"))
     memory = torch.optim.AdamW(made[MEMORY], **_OPTIONS)
@@ -136,7 +136,7 @@ def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.Exi
 
     def ours(overlap: Any) -> Callable[[Any], torch.optim.Optimizer]:
         options: dict[str, Any] = {"memory_budget": given.budget, "overlap": overlap, **_OPTIONS}
-        return lambda those: stack.enter_context(NvmeOptimizer(torch.optim.AdamW, those, scratch, **options))
+        return lambda those: stack.enter_context(NvmeOptimizer(those, torch.optim.AdamW, scratch, **options))
 
     rows = [
         row(MEMORY, lambda those: torch.optim.AdamW(those, **_OPTIONS)),

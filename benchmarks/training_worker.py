@@ -118,7 +118,7 @@ def nvme_ops(job: Job) -> Iterator[Phases]:
             module = model(job)
         options: dict[str, Any] = {"overlap": "backward", "free_gradients": True} if job.parameters else {}
         optimizer = stack.enter_context(
-            NvmeOptimizer(torch.optim.AdamW, module.parameters(), job.folder,
+            NvmeOptimizer(module.parameters(), torch.optim.AdamW, job.folder,
                           memory_budget=job.memory_budget, **options, **_OPTIONS)
         )  # fmt: skip
 

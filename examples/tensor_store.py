@@ -14,7 +14,7 @@ LAYERS, LENGTH = 12, 1 << 20
 
 def main(folder: str) -> None:
     pool = Pool(16 << 20)  # what get() returns shares 16 MiB, of 48 MiB that are stored
-    with Session(folder, name="activations") as session, TensorStore(session, pool, checksum=True) as store:
+    with Session(folder, name="activations") as session, TensorStore(session, pool, checksums=True) as store:
         for layer in range(LAYERS):  # forward: returns at once, and the tensor is freed when it is stored
             store.put(f"layer {layer}", torch.full((LENGTH,), float(layer)))
         store.wait()
@@ -33,9 +33,9 @@ def main(folder: str) -> None:
         store.drop("layer 0")
         print(f"dropped one: {store.bytes_in_use >> 20} MiB are left")
 
-    with Session(folder, name="state", keep=True) as session, TensorStore(session) as store:
+    with Session(folder, name="state", reuse=True) as session, TensorStore(session) as store:
         store.put("step", torch.tensor(1000)).result()
-    with Session(folder, name="state", keep=True) as session, TensorStore(session) as store:
+    with Session(folder, name="state", reuse=True) as session, TensorStore(session) as store:
         future = store.get("step")
         future.result()
         print(f"found in the next session: step {future.tensor.item()}; {os.path.basename(session.folders[0])} is kept")

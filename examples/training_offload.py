@@ -32,7 +32,7 @@ def main(folder: str) -> None:
     expected = train(plain, torch.optim.AdamW(plain.parameters(), **options))
     module = model()
     states = 8 * sum(each.numel() for each in module.parameters())
-    with NvmeOptimizer(torch.optim.AdamW, module.parameters(), folder, memory_budget="4M", **options) as optimizer:
+    with NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget="4M", **options) as optimizer:
         loss, stats = train(module, optimizer), optimizer.stats()
     print(f"loss {loss:.6f}: {'equal' if loss == expected else 'DIFFERENT'}")
     written = int(stats.bytes_written_per_step) >> 20
@@ -40,7 +40,7 @@ def main(folder: str) -> None:
 
     module = model()
     options |= {"memory_budget": "4M", "overlap": "backward"}  # the step begins during the backward pass
-    with NvmeOptimizer(torch.optim.AdamW, module.parameters(), folder, **options) as optimizer:
+    with NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, **options) as optimizer:
         loss = train(module, optimizer)
     print(f"during the backward pass: {'equal' if loss == expected else 'DIFFERENT'}")
 

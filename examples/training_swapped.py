@@ -27,7 +27,7 @@ def main(folder: str) -> None:
     with (
         swap_params(module, folder, memory_budget="12M") as swapped,  # the parameters are other objects from here on
         swap_gradients(module.parameters(), folder, memory_budget="12M") as gradients,
-        NvmeOptimizer(torch.optim.AdamW, module.parameters(), folder, memory_budget="4M", **OPTIONS) as optimizer,
+        NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget="4M", **OPTIONS) as optimizer,
     ):
         for step in range(5):
             for each in (2 * step, 2 * step + 1):  # gradients of two batches add up

@@ -33,7 +33,7 @@ def save(
     *,
     format: Format | None = None,
     durable: bool = True,
-    checksum: bool = True,
+    checksums: bool = True,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     recycle: bool = False,
@@ -51,7 +51,7 @@ def save(
         path: the file or folder, replaced atomically once everything is written.
         format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``; by default chosen by the name.
         durable: return when data and name are on the device. Without it a power failure may bring back the old file.
-        checksum: store a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
+        checksums: store a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
         metadata: strings to store in the file, if the format has a place for them.
         max_shard_size: the most bytes of tensors in one of several files, unless one tensor is larger; also as text:
             ``"2GB"`` or ``"500MiB"``. 5 GB when None.
@@ -69,7 +69,7 @@ def save(
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
     name = name_of(path, "save(obj, path)")
-    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
+    plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     try:
         turn.begin()

@@ -84,7 +84,7 @@ def save_async(
     memory: int | None = None,
     format: Format | None = None,
     durable: bool = True,
-    checksum: bool = True,
+    checksums: bool = True,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     recycle: bool = False,
@@ -107,7 +107,7 @@ def save_async(
             memory is kept for the next call: ``release_memory()`` frees it.
         format: as for ``save``.
         durable: as for ``save``.
-        checksum: as for ``save``.
+        checksums: as for ``save``.
         metadata: as for ``save``.
         max_shard_size: as for ``save``.
         recycle: as for ``save``.
@@ -123,7 +123,7 @@ def save_async(
         raise ValueError(f"memory must not be negative: {memory}")
     name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
-    plan = plan_for(name, obj, format, checksum, metadata, max_shard_size, durable, recycle)
+    plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
     handle = handle or shared_handle()
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None

@@ -34,7 +34,7 @@ def plan_for(
     path: str,
     obj: Any,
     format: str | None,
-    checksum: bool,
+    checksums: bool,
     metadata: Mapping[str, str] | None,
     max_shard_size: int | str | None,
     durable: bool,
@@ -60,7 +60,7 @@ def plan_for(
         if not sharded:
             raise ValueError(f"{path}: max_shard_size is of checkpoints in several files: name a folder or an index")
         more["max_shard_size"] = size_of(max_shard_size)
-    made: Plan = module.plan(obj, checksum=checksum, metadata=metadata, **more)
+    made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **more)
     return made
 
 

@@ -36,7 +36,7 @@ class SafetensorsPlan:
 
     header: layout.Header
     tensors: list[torch.Tensor]
-    checksum: bool
+    checksums: bool
     recycle: bool = False
     seal: str | None = None  # the checksum of the header, once it is written
 
@@ -48,7 +48,7 @@ class SafetensorsPlan:
         """Implements ``Plan``."""
         places = list(zip((entry.start for entry in self.header.entries.values()), self.tensors, strict=True))
         with replacing(path, durable, self.recycle) as file:
-            found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksum else None, borrowed)
+            found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksums else None, borrowed)
             text = integrity.sealed(self.header.text, found) if found else self.header.text
             self.seal = integrity.seal(text) if found else None
             head = struct.pack("<Q", len(text)) + text
@@ -62,7 +62,7 @@ class SafetensorsPlan:
 def plan(
     obj: Any,
     *,
-    checksum: bool,
+    checksums: bool,
     metadata: Mapping[str, str] | None,
     save: str | None = None,
     recycle: bool = False,
@@ -75,10 +75,10 @@ def plan(
         words.pop(key, None)
     if save is not None:
         words[integrity.SAVE] = save
-    if checksum and tensors:
+    if checksums and tensors:
         words[integrity.KEY] = integrity.placeholder(len(tensors))
     header = build(tensors, words)
-    return SafetensorsPlan(header, [_without_grad(tensors[name]) for name in header.entries], checksum, recycle)
+    return SafetensorsPlan(header, [_without_grad(tensors[name]) for name in header.entries], checksums, recycle)
 
 
 def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _one_device(map_location: Any) -> torch.device:
 def _expected(header: layout.Header, path: str) -> dict[str, int]:
     found = integrity.recorded(header, path)
     if found is None and header.entries:
-        raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksum=False")
+        raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksums=False")
     if integrity.differs(header.text, header.metadata):
         raise ChecksumError(path, [integrity.HEADER])
     return found or {}

@@ -119,7 +119,7 @@ class ShardedPlan:
 
 
 def plan(
-    obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
+    obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
 ) -> ShardedPlan:
     """Plans shards in the order of the names, as transformers does; the index has the strings of ``metadata``.
 
@@ -137,12 +137,12 @@ def plan(
         parts[-1][name] = tensor
         size += tensor.nbytes
     save = os.urandom(8).hex()
-    shards = [safetensors_file.plan(part, checksum=checksum, metadata=None, save=save) for part in parts]
+    shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
     words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
     for key in integrity.OURS:  # those of an index that this metadata was loaded from
         words.pop(key, None)
     words[integrity.SAVE] = save
-    if checksum:
+    if checksums:
         words[integrity.KEY] = integrity.placeholder(0)
     return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], words)
 

@@ -130,7 +130,7 @@ class TorchPlan:
     content: bytes
     tensors: list[torch.Tensor]
     metadata: Mapping[str, str]
-    checksum: bool
+    checksums: bool
     recycle: bool = False
 
     def target(self, path: str) -> str:
@@ -151,10 +151,10 @@ class TorchPlan:
             lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
             first = [record for record in records if id(record.data) in lent]
             if borrowed is not None:
-                _write(handle, file.fd, first, self.checksum)
+                _write(handle, file.fd, first, self.checksums)
                 borrowed.release(record.data for record in first)
             others = [record for record in records if id(record.data) not in lent]
-            _write(handle, file.fd, others, self.checksum)
+            _write(handle, file.fd, others, self.checksums)
             tail = torch.frombuffer(_tail(records, end), dtype=torch.uint8)
             handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
             if self.recycle:
@@ -176,23 +176,23 @@ class TorchPlan:
         return records, _lay_out(records)
 
 
-def plan(obj: Any, *, checksum: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
-    """Plans a file. Raises what ``pickled`` raises. Without ``checksum`` the CRC-32s are zero, as torch leaves them."""
+def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
+    """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero, as torch writes."""
     require_strings(metadata or {})
     content, tensors = pickled(obj)
-    return TorchPlan(content, tensors, metadata or {}, checksum, recycle)
+    return TorchPlan(content, tensors, metadata or {}, checksums, recycle)
 
 
-def _write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksum: bool) -> None:
+def _write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
     ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
     with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
         for group in _groups(records):
-            in_flight.add(_write_group(handle, fd, group, ring, checksum))
+            in_flight.add(_write_group(handle, fd, group, ring, checksums))
         places = [(record.start, record.data) for record in large]
-        found = pieces.write(handle, fd, places, CHECKSUM if checksum else None)
-        for record, value in zip(large, found, strict=checksum):
+        found = pieces.write(handle, fd, places, CHECKSUM if checksums else None)
+        for record, value in zip(large, found, strict=checksums):
             record.crc = value
         if large:
             headers, starts = list(map(_local, large)), [record.header for record in large]
@@ -242,10 +242,10 @@ def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
         yield group
 
 
-def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksum: bool) -> IoFuture:
+def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksums: bool) -> IoFuture:
     on_host = all(is_plain_on_host(record.data) for record in group)
     data = [record.data for record in group] if on_host else _copies(group, ring.take())
-    if checksum:
+    if checksums:
         for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
             record.crc = value
     pairs = zip(map(_local, group), data, strict=True)

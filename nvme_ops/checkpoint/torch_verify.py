@@ -19,7 +19,7 @@ def verify_others(file: TorchFile, archive: Archive) -> None:
     """Verifies all records that are not storages. Raises ValueError if the file has no checksums."""
     if not any(record.crc for record in archive.records.values()):
         raise ValueError(
-            f"{file.path} has no checksums to verify: it was saved with checksum=False, or by torch after "
+            f"{file.path} has no checksums to verify: it was saved with checksums=False, or by torch after "
             "set_crc32_options(False)"
         )
     names = [name for name in archive.records if not name.startswith("data/")]

@@ -56,7 +56,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     durable: bool = True,
-    checksum: bool = True,
+    checksums: bool = True,
     overwrite: bool = True,
     handle: aio_handle | None = None,
 ) -> Metadata:
@@ -71,14 +71,14 @@ def save(
         planner: as for DCP.
         process_group: as for DCP.
         durable: as for ``NvmeStorageWriter``.
-        checksum: as for ``NvmeStorageWriter``.
+        checksums: as for ``NvmeStorageWriter``.
         overwrite: as for ``NvmeStorageWriter``.
         handle: as for ``NvmeStorageWriter``.
 
     Raises:
         CheckpointException: with what went wrong on which rank, on all ranks.
     """
-    writer = NvmeStorageWriter(checkpoint_id, durable=durable, checksum=checksum, overwrite=overwrite, handle=handle)
+    writer = NvmeStorageWriter(checkpoint_id, durable=durable, checksums=checksums, overwrite=overwrite, handle=handle)
     saved: Metadata = dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group)
     return saved
 

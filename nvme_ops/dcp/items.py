@@ -70,8 +70,8 @@ def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iter
 class RankFile:
     """One rank's file, written sequentially, once."""
 
-    def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksum: bool) -> None:
-        self._handle, self._fd, self._name, self._planner, self._checksum = handle, fd, name, planner, checksum
+    def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksums: bool) -> None:
+        self._handle, self._fd, self._name, self._planner, self._checksums = handle, fd, name, planner, checksums
         self._end = 0
         self._results: list[WriteResult] = []
 
@@ -156,7 +156,7 @@ class RankFile:
             tail = frame.tail(tensor.dtype, tuple(tensor.shape), len(one.head), checksum)
             if _is_as_planned(one.item, tensor):
                 known["data"] = len(one.head)
-        if self._checksum:
+        if self._checksums:
             known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(one.head), checksum, tensor.nbytes, CHECKSUM))
         info = _StorageInfo(self._name, one.offset, one.length)
         setattr(info, ATTRIBUTE, known)

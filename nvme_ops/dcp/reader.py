@@ -141,7 +141,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
     def _require_checksums(self, items: Sequence[ReadItem]) -> None:
         if not all(CHECKSUM in getattr(self.storage_data[item.storage_index], ATTRIBUTE, {}) for item in items):
             raise ValueError(
-                f"{self.path} has no checksums to verify: it was saved by another writer, or with checksum=False"
+                f"{self.path} has no checksums to verify: it was saved by another writer, or with checksums=False"
             )
 
     def _wanted(self, item: ReadItem) -> Wanted:

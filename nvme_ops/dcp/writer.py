@@ -36,7 +36,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         path: str | os.PathLike[str],
         *,
         durable: bool = True,
-        checksum: bool = True,
+        checksums: bool = True,
         overwrite: bool = True,
         cache_staged_state_dict: bool = False,
         handle: aio_handle | None = None,
@@ -46,7 +46,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         Args:
             path: the folder.
             durable: return when all is on the device. Without it a power failure may take the checkpoint.
-            checksum: keep a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
+            checksums: keep a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
             overwrite: whether a checkpoint in the folder may be replaced.
             cache_staged_state_dict: reuse the memory of ``async_save``'s copies for the next one.
             handle: whose settings the transfers use; one for the whole process when None, and in a process that saves
@@ -54,7 +54,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         """
         super().__init__(path, sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
         self.overwrite = overwrite
-        self._checksum = checksum
+        self._checksums = checksums
         self._handle = handle
         self._lock: saving.Saving | None = None  # from the plan to the end, on the rank that coordinates
 
@@ -98,7 +98,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
             try:
                 with replacing(os.path.join(self.path, name), self.sync_files) as file:
-                    written = RankFile(self._handle or shared_handle(), file.fd, name, planner, self._checksum)
+                    written = RankFile(self._handle or shared_handle(), file.fd, name, planner, self._checksums)
                     results = written.write(plan.items)
             except BaseException:
                 self._end()  # nobody calls finish for a save that failed

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
-    command.add_argument("--no-checksum", action="store_true", help="store no checksums")
+    command.add_argument("--no-checksums", action="store_true", help="store no checksums")
     command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
     command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     words = "remove what killed saves left in a folder; files of running saves are kept"
@@ -136,7 +136,7 @@ def _verify(given: argparse.Namespace, path: str, label: str) -> int:
 
 def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> str:
     if found.items and not checked:
-        return "[NO CHECKSUMS] it was saved by another program, or with checksum=False: nothing to compare with"
+        return "[NO CHECKSUMS] it was saved by another program, or with checksums=False: nothing to compare with"
     rest = f"; {bare} have no checksum" if bare else ""
     if wrong:
         parts = f"{checked} tensors" + (" and the header" if found.damaged else "")
@@ -187,7 +187,7 @@ def _convert(given: argparse.Namespace) -> int:
         given.target,
         key=given.key,
         max_shard_size=given.max_shard_size,
-        checksum=not given.no_checksum,
+        checksums=not given.no_checksums,
         verify=not given.no_verify,
         on_progress=lambda total: byte_bar(total, "convert"),
     )

@@ -54,7 +54,7 @@ def convert(
     key: str = "",
     format: str | None = None,
     max_shard_size: int | str | None = None,
-    checksum: bool = True,
+    checksums: bool = True,
     verify: bool = True,
     on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
 ) -> Converted:
@@ -70,7 +70,7 @@ def convert(
         key: the entry that has the tensors, where a file of ``torch.save`` has more: ``"model"``, or ``"a.b"``.
         format: of the target, instead of what its name implies.
         max_shard_size: as in ``nvme_ops.save``.
-        checksum: as in ``nvme_ops.save``.
+        checksums: as in ``nvme_ops.save``.
         verify: first compare the checksums that the source has, so that damaged bytes get no new ones.
         on_progress: makes a context that shows the progress, of the bytes in all.
 
@@ -90,7 +90,7 @@ def convert(
         tied: dict[str, str] = {}
         if format_of(target, format).__name__ != FORMATS["torch"][0]:
             tensors, tied = without_ties(tensors)
-        plan = plan_for(target, tensors, format, checksum, {**metadata, **tied}, max_shard_size, True, False)
+        plan = plan_for(target, tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:

@@ -236,7 +236,7 @@ class NvmeTraining:
         options: dict[str, Any] = {name: value for name, value in made.defaults.items() if name in known}
         groups = [dict(group) for group in made.param_groups]  # schedulers write to them
         options["memory_budget"], options["master_weights"] = self._optimizer_budget, False  # as the trainer's own
-        return NvmeOptimizer(type(made), groups, self._folder, **options)
+        return NvmeOptimizer(groups, type(made), self._folder, **options)
 
     def _close_optimizer(self) -> None:
         if self._optimizer is not None:

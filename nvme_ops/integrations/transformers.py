@@ -90,6 +90,6 @@ def nvme_optimizer(
 
     class Chosen(NvmeOptimizer):
         def __init__(self, params: Iterable[Any], **given: Any) -> None:
-            super().__init__(optimizer, params, **given)
+            super().__init__(params, optimizer, **given)
 
     return Chosen, {"folder": folder, **options}

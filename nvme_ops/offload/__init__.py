@@ -5,7 +5,7 @@ model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
 model.generate(**inputs, cache=nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G"))
 swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="4G")
 gradients = nvme_ops.offload.swap_gradients(model.parameters(), "/mnt/nvme")
-optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)
+optimizer = nvme_ops.offload.NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", lr=1e-4)
 with nvme_ops.offload.save_on_nvme("/mnt/nvme"): loss = model(batch)
 """
 

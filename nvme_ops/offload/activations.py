@@ -44,7 +44,7 @@ class Activations:
     Args:
         folders: of the session.
         budget: bytes of memory.
-        checksum: keep a checksum of each unit.
+        checksums: keep a checksum of each unit.
         handle: moves the bytes.
     """
 
@@ -53,7 +53,7 @@ class Activations:
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         budget: int,
-        checksum: bool,
+        checksums: bool,
         handle: aio_handle | None,
     ) -> None:
         self._budget, self._process = budget, os.getpid()
@@ -75,7 +75,7 @@ class Activations:
         self._closed = False
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
-            self._store = undo.enter_context(TensorStore(session, checksum=checksum, handle=handle))
+            self._store = undo.enter_context(TensorStore(session, checksums=checksums, handle=handle))
             self._undo = undo.pop_all()
 
     def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:

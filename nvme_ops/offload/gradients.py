@@ -229,7 +229,7 @@ def swap_gradients(
     *,
     memory_budget: int | str = "256M",
     min_bytes: int | str = "1M",
-    checksum: bool = False,
+    checksums: bool = False,
     handle: aio_handle | None = None,
 ) -> SwappedGradients:
     """Moves each gradient to storage when it is complete, from where ``NvmeOptimizer`` fetches it for its step.
@@ -251,7 +251,7 @@ def swap_gradients(
         folder: where the gradients go; several, of one device each, share them by their measured rates.
         memory_budget: bytes for gradients that are on their way, or a size such as ``"256M"``.
         min_bytes: gradients of smaller parameters stay in memory.
-        checksum: keep a CRC-32C of each gradient and compare it when it comes back.
+        checksums: keep a CRC-32C of each gradient and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
@@ -284,7 +284,7 @@ def swap_gradients(
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
     leaving = budget // _LEAVING
     residents = Residents(
-        folder, "gradients", budget=budget - leaving, device=devices.pop(), checksum=checksum, handle=handle
+        folder, "gradients", budget=budget - leaving, device=devices.pop(), checksums=checksums, handle=handle
     )
     try:
         return SwappedGradients(residents, every, large, leaving)

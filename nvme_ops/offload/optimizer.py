@@ -37,7 +37,7 @@ Path = str | os.PathLike[str]
 class NvmeOptimizer(torch.optim.Optimizer):
     """An elementwise ``torch.optim`` optimizer whose states are on storage.
 
-        optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", memory_budget="1G", lr=1e-4)
+        optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
     It is used as the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits. Only
     ``optimizer.state`` has an empty dict for each parameter that has states: these are in ``state_dict``.
@@ -47,12 +47,12 @@ class NvmeOptimizer(torch.optim.Optimizer):
     gradients updates the others.
 
     Args:
-        optimizer: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
         params: parameters or groups of them, as of any optimizer.
+        optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
         folder: where the states go; several, of one device each, share them by their measured rates.
         memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
-        keep: leave the states to the next program that makes the same optimizer in this folder: it continues with the
+        reuse: leave the states to the next program that makes the same optimizer in this folder: it continues with the
             last completed step, or the one before if the power failed. Its parameters are then to be those of that
             step, see ``steps``.
         name: tells apart the optimizers that are kept in one folder. Each rank has its own.
@@ -61,13 +61,13 @@ class NvmeOptimizer(torch.optim.Optimizer):
             backward passes for one step need ``accumulate``.
         free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
             all in memory: the backward pass waits while those of more than ``memory_budget`` wait for their update.
-        checksum: keep a CRC-32C of each chunk and compare it when it comes back.
+        checksums: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
-        kwargs: of ``optimizer``.
+        defaults: of ``optimizer_class``.
 
     Raises:
         TypeError: an optimizer that is not elementwise, such as ``LBFGS``.
-        ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``keep``, states of
+        ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``reuse``, states of
             other parameters or of another optimizer, or a smaller budget than theirs; with ``overlap``, several ranks
             whose parameters are no DTensors.
         BlockingIOError: another program has these kept states.
@@ -76,23 +76,24 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer: type[torch.optim.Optimizer],
         params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
         folder: Path | Sequence[Path],
         *,
         memory_budget: int | str = "256M",
         master_weights: bool = True,
-        keep: bool = False,
+        reuse: bool = False,
         name: str = "optimizer",
         overlap: Literal["backward"] | None = None,
         free_gradients: bool = False,
-        checksum: bool = False,
+        checksums: bool = False,
         handle: aio_handle | None = None,
-        **kwargs: Any,
+        **defaults: Any,
     ) -> None:
-        self._class, self._options, self._master = require_elementwise(optimizer), kwargs, master_weights
-        if isinstance(params, torch.nn.Module):
-            raise TypeError("params must be parameters, not a module: model.parameters()")
+        if isinstance(params, torch.nn.Module | type):
+            what = "a module" if isinstance(params, torch.nn.Module) else f"the class {params.__name__}"
+            raise TypeError(f"params must be parameters, not {what}: model.parameters()")
+        self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         budget = budget_of(memory_budget)
@@ -107,14 +108,20 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
         self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # once gradients are to be freed
         self._handle = handle or shared_handle()
-        super().__init__(params, optimizer([torch.zeros(1)], **kwargs).defaults)
+        super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder, _ranked(name), keep=keep, budget=budget, pinned=pinned, checksum=checksum, handle=self._handle
+                folder,
+                _ranked(name),
+                reuse=reuse,
+                budget=budget,
+                pinned=pinned,
+                checksums=checksums,
+                handle=self._handle,
             )
             undo.callback(self._states.close)
-            self._updates = Updates(self._class, kwargs, self._states)
+            self._updates = Updates(self._class, defaults, self._states)
             if free_gradients:
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
@@ -149,7 +156,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps completed; with ``keep``, since the states were made."""
+        """Steps completed; with ``reuse``, since the states were made."""
         return self._states.stats.steps
 
     @overload

@@ -47,7 +47,7 @@ class Residents:
         name: of the session.
         budget: bytes of memory.
         device: where the tensors are used.
-        checksum: keep a checksum of each tensor.
+        checksums: keep a checksum of each tensor.
         handle: moves the bytes.
     """
 
@@ -58,7 +58,7 @@ class Residents:
         *,
         budget: int,
         device: torch.device,
-        checksum: bool,
+        checksums: bool,
         handle: aio_handle | None,
     ) -> None:
         self.budget, self.device, self._process = budget, device, os.getpid()
@@ -76,7 +76,7 @@ class Residents:
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
-            self._store = undo.enter_context(TensorStore(self._session, checksum=checksum, handle=handle))
+            self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
             self._undo = undo.pop_all()
 
     def foresee(self, uses: Iterable[Use]) -> None:

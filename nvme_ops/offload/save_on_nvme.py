@@ -43,7 +43,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
             they are computed from is saved anyway and storage would take longer. That is measured, from the first step
             on, and applies to eager pointwise operations, softmax, layer norm and casts.
-        checksum: keep a CRC-32C of each tensor and compare it when it comes back.
+        checksums: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
@@ -60,7 +60,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         min_bytes: int | str = "1M",
         memory_budget: int | str = "256M",
         policy: Literal["nvme", "auto"] = "nvme",
-        checksum: bool = False,
+        checksums: bool = False,
         handle: aio_handle | None = None,
     ) -> None:
         if policy not in ("nvme", "auto"):
@@ -69,7 +69,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
             raise TypeError(f"handle must be an aio_handle, not {type(handle).__name__}")
         least = max(1, budget_of(min_bytes, least=0, name="min_bytes"))
         self._activations = Activations(
-            folder, budget=budget_of(memory_budget, least=0), checksum=checksum, handle=handle
+            folder, budget=budget_of(memory_budget, least=0), checksums=checksums, handle=handle
         )
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)

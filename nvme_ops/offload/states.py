@@ -60,10 +60,10 @@ class States:
     Args:
         folders: of the session.
         name: of the session.
-        keep: leave the values to the next session of this name.
+        reuse: leave the values to the next session of this name.
         budget: bytes of memory for buffers.
         pinned: whether an accelerator copies from them.
-        checksum: keep a checksum of each chunk.
+        checksums: keep a checksum of each chunk.
         handle: moves the bytes.
     """
 
@@ -72,10 +72,10 @@ class States:
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         name: str,
         *,
-        keep: bool,
+        reuse: bool,
         budget: int,
         pinned: bool,
-        checksum: bool,
+        checksums: bool,
         handle: aio_handle | None,
     ) -> None:
         self.chunks: list[Chunk] = []
@@ -100,12 +100,12 @@ class States:
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
         self._transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those of the ring that may be under way
         with contextlib.ExitStack() as undo:
-            self._session = undo.enter_context(Session(folders, name=name, keep=keep))
-            self._records = Records(self._session) if keep else None
+            self._session = undo.enter_context(Session(folders, name=name, reuse=reuse))
+            self._records = Records(self._session) if reuse else None
             if self._records is not None:
                 undo.callback(self._records.close)
             self._store = undo.enter_context(
-                TensorStore(self._session, checksum=checksum, handle=handle, journal=False)
+                TensorStore(self._session, checksums=checksums, handle=handle, journal=False)
             )
             if self._records is not None:
                 self._session.sync()  # the names of the store's files

@@ -79,13 +79,13 @@ def swap_params(
     device: str | torch.device | None = None,
     min_bytes: int | str = "1M",
     param_init_fn: Callable[[torch.nn.Module], object] | None = None,
-    checksum: bool = False,
+    checksums: bool = False,
     handle: aio_handle | None = None,
 ) -> SwappedParams:
     """Moves the parameters of a module to storage, from where each comes when forward or backward computes with it.
 
         swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="1G")
-        optimizer = nvme_ops.offload.NvmeOptimizer(torch.optim.AdamW, model.parameters(), "/mnt/nvme", lr=1e-4)
+        optimizer = nvme_ops.offload.NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", lr=1e-4)
 
     The module is trained as before. The parameters become others: an optimizer, ``DistributedDataParallel`` and hooks
     of parameters are to be made afterwards. The order of uses is learned in the first step, and what comes next is read
@@ -103,7 +103,7 @@ def swap_params(
         min_bytes: smaller parameters stay in memory, beside the budget.
         param_init_fn: is called with each module that has parameters or buffers of its own on the meta device, once
             these have memory; ``reset_parameters`` of the module when None.
-        checksum: keep a CRC-32C of each parameter and compare it when it comes back.
+        checksums: keep a CRC-32C of each parameter and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
@@ -121,7 +121,7 @@ def swap_params(
     if not large:
         raise ValueError("the module has no parameters, or none of min_bytes or more")
     with contextlib.ExitStack() as undo:
-        residents = Residents(folder, "parameters", budget=budget, device=target, checksum=checksum, handle=handle)
+        residents = Residents(folder, "parameters", budget=budget, device=target, checksums=checksums, handle=handle)
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}
         for number, (key, each) in enumerate(large.items()):

@@ -164,7 +164,7 @@ def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
         if isinstance(optimizer, torch.optim.Optimizer):
             name = type(optimizer).__name__
             raise TypeError(
-                f"an optimizer was given, not its class: NvmeOptimizer(torch.optim.{name}, params, folder, ...)"
+                f"an optimizer was given, not its class: NvmeOptimizer(params, torch.optim.{name}, folder, ...)"
             )
         name = getattr(optimizer, "__qualname__", repr(optimizer))
         raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")

@@ -55,7 +55,7 @@ class Session:
     Args:
         folders: if several, each on a device of its own. Each is made where it is missing, in a folder that exists.
         name: what the session is for; any text.
-        keep: leave the content for the next session of this name with the same folders, which takes it over. Only one
+        reuse: leave the content for the next session of this name with the same folders, which takes it over. Only one
             process at a time can have such a session.
         fingerprint: identifies the content, for example a model and its version. Content with another one is removed.
 
@@ -73,10 +73,10 @@ class Session:
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         name: str,
-        keep: bool = False,
+        reuse: bool = False,
         fingerprint: str = "",
     ) -> None:
-        self.name, self.keep, self.fingerprint = name, keep, fingerprint
+        self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._places: list[_Place] = []
@@ -87,17 +87,17 @@ class Session:
         _open_sessions.add(self)  # before there is a lock, which a forked child would inherit
         try:
             for folder in given:
-                self._places.append(_Place.open(os.fspath(folder), name, keep))
+                self._places.append(_Place.open(os.fspath(folder), name, reuse))
             #: Whether an earlier session left content with the same fingerprint.
-            self.found = keep and self._belong_together()
-            if keep and not self.found:
+            self.found = reuse and self._belong_together()
+            if reuse and not self.found:
                 self._require_whole()
             self._group = str(self._places[0].before["group"]) if self.found else os.urandom(16).hex()
             if not self.found:
                 self._begin_anew()
             for number, place in enumerate(self._places):
-                place.write(self._owner(number), durable=keep)
-            if keep:  # also what was found: its program may have been killed before it did this
+                place.write(self._owner(number), durable=reuse)
+            if reuse:  # also what was found: its program may have been killed before it did this
                 self.sync()
                 for folder in given:
                     sync_folder(os.fspath(folder))
@@ -137,7 +137,7 @@ class Session:
     def _begin_anew(self) -> None:
         """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
-            place.write({**self._owner(number), "place": None}, durable=self.keep)
+            place.write({**self._owner(number), "place": None}, durable=self.reuse)
         for place in self._places:
             place.empty()
 
@@ -145,7 +145,7 @@ class Session:
         return {
             "magic": MAGIC,
             "name": self.name,
-            "keep": self.keep,
+            "keep": self.reuse,
             "fingerprint": self.fingerprint,
             "group": self._group,
             "place": [number, len(self._places)],
@@ -226,7 +226,7 @@ class Session:
         with self._lock:
             places, self._places = self._places, []
         for place in places:
-            place.close(remove=not self.keep)
+            place.close(remove=not self.reuse)
 
     def __enter__(self) -> Session:
         return self
@@ -252,13 +252,13 @@ class _Place:
         self._process = os.getpid()
 
     @classmethod
-    def open(cls, parent: str, name: str, keep: bool) -> _Place:
+    def open(cls, parent: str, name: str, reuse: bool) -> _Place:
         make_last_folder(parent)
         parent = os.path.realpath(parent)
         _remove_abandoned(parent)
         base = os.path.join(parent, _PREFIX + _hash(name, 8))
         while True:
-            path = base if keep else f"{base}-{os.urandom(8).hex()}"
+            path = base if reuse else f"{base}-{os.urandom(8).hex()}"
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
             owner = os.path.join(path, OWNER)
@@ -278,7 +278,7 @@ class _Place:
                     before = {}  # it was being made when the power failed
                 if before is None:
                     raise FileExistsError(errno.EEXIST, "is not the file of a session, or was damaged", owner)
-                if not before and keep and any(_files(path)):  # which a session that is just starting has none of
+                if not before and reuse and any(_files(path)):  # which a session that is just starting has none of
                     raise FileExistsError(
                         errno.EEXIST, "is empty, though the files beside it may have what was kept: remove these", owner
                     )

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -44,7 +44,7 @@ class TensorStore:
         session: has the folders. Where it is kept, what was put and waited for is there in the next session, also when
             this process is killed; once the machine was started again, what was at the last ``sync`` or ``close``.
         pool: has the memory of what ``get`` returns without ``out``; without one there is no bound.
-        checksum: keep a CRC-32C of each tensor and compare it when it comes back.
+        checksums: keep a CRC-32C of each tensor and compare it when it comes back.
         handle: moves the bytes; with several folders there is one more like it for each.
         weights: the rates of the folders' devices, in any unit; measured at the first ``put`` when None.
         name: tells apart the stores of one session.
@@ -61,13 +61,13 @@ class TensorStore:
         session: Session,
         pool: Pool | None = None,
         *,
-        checksum: bool = False,
+        checksums: bool = False,
         handle: aio_handle | None = None,
         weights: Sequence[float] | None = None,
         name: str = "",
         journal: bool = True,
     ) -> None:
-        self._session, self._pool, self._checksum, self._name = session, pool, checksum, name
+        self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._claims = Claims(self._lock)  # of keys, and of what else a thread is busy with
@@ -83,7 +83,7 @@ class TensorStore:
             undo.callback(session.take_back, name, self)
             self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
             undo.callback(self._slabs.close)
-            if session.keep and journal:
+            if session.reuse and journal:
                 self._journal = Journal(session, _INDEX + name)
                 undo.callback(self._journal.close)
                 self._values = self._journal.load()
@@ -105,7 +105,7 @@ class TensorStore:
         key: str,
         tensor: torch.Tensor,
         *,
-        keep: Literal["previous"] | None = None,
+        atomic: bool = False,
         priority: Priority = Priority.WRITEBACK,
     ) -> StoreFuture:
         """Starts to store ``tensor``, which must not change until the future is done.
@@ -113,7 +113,7 @@ class TensorStore:
         Args:
             key: a name.
             tensor: dense, on any device. One that is not plain in memory is copied first.
-            keep: ``"previous"``: the value that the key has stays until the new one is complete, whatever happens.
+            atomic: the value that the key has stays until the new one is complete, whatever happens.
                 Otherwise a value of the same size is overwritten in its place, and lost when that fails. In a session
                 that is kept nothing is overwritten.
             priority: of the writes.
@@ -121,10 +121,8 @@ class TensorStore:
         Raises:
             OSError: ENOSPC: the disk is full; nothing was written and the value that the key had is still there.
             TypeError: not a dense tensor, or a key that is no str.
-            ValueError: the store is closed, or ``keep`` is something else.
+            ValueError: the store is closed.
         """
-        if keep not in (None, "previous"):
-            raise ValueError(f"keep must be None or 'previous', not {keep!r}")
         if not isinstance(key, str):
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
         source = to_store(tensor)
@@ -133,7 +131,7 @@ class TensorStore:
             self._reclaim()
             with self._lock:
                 old = self._values.get(key)
-                overwritten = keep is None and self._journal is None and old is not None
+                overwritten = not atomic and self._journal is None and old is not None
                 if old is not None and overwritten and old.nbytes == source.nbytes and not old.busy():
                     in_place, pieces = True, old.pieces
                 else:
@@ -143,7 +141,7 @@ class TensorStore:
             operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
                 self._slabs.move(pieces, source, transfers, write=True, priority=priority)
-                if self._checksum:  # while it is on its way
+                if self._checksums:  # while it is on its way
                     value.checksum = checksums_anywhere([source])[0]
             except BaseException:  # some of it may be on its way
                 operation.asked = True

@@ -151,7 +151,7 @@ def test_nothing_to_save(path: Path, strategy: Any) -> None:
 def test_options_of_save(folder: Path, strategy: Any) -> None:
     path = folder / "model.bak"
     nvme_ops.save_async(
-        NEW, path, strategy=strategy, format="safetensors", durable=False, checksum=False, metadata={"step": "3"}
+        NEW, path, strategy=strategy, format="safetensors", durable=False, checksums=False, metadata={"step": "3"}
     ).result()
     assert b'"step":"3"' in path.read_bytes()
     with pytest.raises(ValueError, match="no checksums"):

@@ -75,7 +75,7 @@ def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_dcp_folder_without_checksums(tmp_path: Path) -> None:
-    dcp.save(STATE, storage_writer=NvmeStorageWriter(tmp_path, checksum=False))
+    dcp.save(STATE, storage_writer=NvmeStorageWriter(tmp_path, checksums=False))
     assert main(["info", str(tmp_path)]) == 0
     assert main(["verify", str(tmp_path)]) == 1
 

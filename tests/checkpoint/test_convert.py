@@ -230,7 +230,7 @@ def test_files_that_cannot_be_opened(folder: Path, capsys: pytest.CaptureFixture
 def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensor = torch.ones(3)
     torch.save({"a": tensor, "b": tensor}, folder / "a.pt")
-    assert main(["convert", str(folder / "a.pt"), str(folder / "a.safetensors"), "--json", "--no-checksum"]) == 0
+    assert main(["convert", str(folder / "a.pt"), str(folder / "a.safetensors"), "--json", "--no-checksums"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"path": str(folder / "a.safetensors"), "tensors": 1, "bytes": 12, "tied": {"b": "a"}}
     assert main(["verify", str(folder / "a.safetensors")]) == 1  # there is nothing to compare with

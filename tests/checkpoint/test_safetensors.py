@@ -208,7 +208,7 @@ def test_metadata(path: Path) -> None:
         words = file.metadata()
     assert words.pop(integrity.KEY)
     assert words == {"format": "pt", "step": "7", "é\n": '"'}
-    nvme_ops.save(tensors, path, metadata={"format": "np"}, checksum=False)
+    nvme_ops.save(tensors, path, metadata={"format": "np"}, checksums=False)
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "np"}
 
@@ -219,7 +219,7 @@ def test_metadata_of_another_file(path: Path) -> None:
     with safetensors.safe_open(path, "pt") as file:
         words = file.metadata()
     round_trip(path, {"a": torch.zeros(2), "b": torch.zeros(3)}, metadata=words)
-    nvme_ops.save({"a": torch.ones(2)}, path, metadata=words, checksum=False)
+    nvme_ops.save({"a": torch.ones(2)}, path, metadata=words, checksums=False)
     with pytest.raises(ValueError, match="no checksums"):
         nvme_ops.load(path, verify=True)
 

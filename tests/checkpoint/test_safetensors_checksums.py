@@ -88,7 +88,7 @@ def test_every_tensor_that_differs_is_named(path: Path) -> None:
 def test_files_without_checksums(path: Path) -> None:
     for save in (
         lambda: their.save_file({"a": torch.ones(1)}, path),
-        lambda: nvme_ops.save(CHECKED, path, checksum=False),
+        lambda: nvme_ops.save(CHECKED, path, checksums=False),
     ):
         save()
         with pytest.raises(ValueError, match=r"model\.safetensors has no checksums to verify"):

@@ -99,7 +99,7 @@ def test_another_name(folder: Path) -> None:
 
 
 def test_a_tensor_in_each_shard_when_all_are_large(folder: Path) -> None:
-    sharded.plan(STATE, checksum=True, metadata=None, max_shard_size=1).write(
+    sharded.plan(STATE, checksums=True, metadata=None, max_shard_size=1).write(
         str(folder / INDEX), durable=False, handle=aio_handle()
     )
     assert len(files(folder)) == 1 + len(STATE)

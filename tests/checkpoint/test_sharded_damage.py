@@ -160,7 +160,7 @@ def test_an_index_that_was_changed_is_named(saved: Path) -> None:
 
 
 def test_an_index_without_a_checksum(folder: Path) -> None:
-    nvme_ops.save(STATE, folder / INDEX, checksum=False, metadata={"nvme_ops.crc32c": "another file's"})
+    nvme_ops.save(STATE, folder / INDEX, checksums=False, metadata={"nvme_ops.crc32c": "another file's"})
     assert json.loads((folder / INDEX).read_text())["metadata"].keys() == {"total_size", "nvme_ops.save"}
     assert contents(folder).damaged == []
 

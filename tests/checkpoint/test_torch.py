@@ -150,7 +150,7 @@ def test_equal_objects_make_equal_files(folder: Path) -> None:
 
 
 def test_without_checksums_the_file_is_as_torch_writes_it_without(folder: Path) -> None:
-    nvme_ops.save({"a": torch.ones(3), "big": torch.ones(3 * MIB)}, folder / "a.pt", checksum=False)
+    nvme_ops.save({"a": torch.ones(3), "big": torch.ones(3 * MIB)}, folder / "a.pt", checksums=False)
     with zipfile.ZipFile(folder / "a.pt") as opened:
         assert {each.CRC for each in opened.infolist()} == {0}
     assert torch.equal(torch.load(folder / "a.pt", weights_only=True)["big"], torch.ones(3 * MIB))
@@ -175,7 +175,7 @@ def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
 
 def test_storages_beyond_four_gibibytes(folder: Path) -> None:
     obj = {"huge": torch.empty(5 * GIB, dtype=torch.uint8), "after": pattern(MIB)}  # the first is never touched
-    plan = torch_save.plan(obj, checksum=True, metadata=None)
+    plan = torch_save.plan(obj, checksums=True, metadata=None)
     records, end = plan._records()
     with (folder / "a.pt").open("w+b") as file:  # with a hole
         small = [record for record in records if record.size <= MIB]

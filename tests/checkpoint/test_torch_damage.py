@@ -120,7 +120,7 @@ def test_a_damaged_record_of_another_zipper_is_found(folder: Path) -> None:
 
 
 def without_checksums(path: Path) -> None:
-    nvme_ops.save([torch.ones(3)], path, checksum=False)
+    nvme_ops.save([torch.ones(3)], path, checksums=False)
 
 
 def before_zip(path: Path) -> None:

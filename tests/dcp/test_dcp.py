@@ -72,7 +72,7 @@ def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) ->
     with pytest.raises(dcp.CheckpointException, match="FileExistsError"):
         nvme_ops.dcp.save(state(2), tmp_path, overwrite=False)
     assert gc.isenabled()
-    nvme_ops.dcp.save(state(2), tmp_path, checksum=False)
+    nvme_ops.dcp.save(state(2), tmp_path, checksums=False)
     with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
         nvme_ops.dcp.load(found, tmp_path, verify=True)
     assert gc.isenabled()
@@ -296,7 +296,7 @@ def test_async_save_in_a_process(group: None, tmp_path: Path) -> None:
 
 
 def test_the_writer_goes_to_a_process_that_saves(tmp_path: Path) -> None:
-    writer = pickle.loads(pickle.dumps(NvmeStorageWriter(tmp_path, handle=aio_handle(), checksum=False)))
+    writer = pickle.loads(pickle.dumps(NvmeStorageWriter(tmp_path, handle=aio_handle(), checksums=False)))
     dcp.save(state(1), storage_writer=writer)
     assert equal(load(NvmeStorageReader(tmp_path)), state(1))
 

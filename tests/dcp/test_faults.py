@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_the_metadata_is_found(tmp_path: Path, caplog: pytest.L
         flip(tmp_path / ".metadata", place)
 
 
-@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, lambda path: NvmeStorageWriter(path, checksum=False)])
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, lambda path: NvmeStorageWriter(path, checksums=False)])
 def test_there_must_be_checksums_to_verify(writer: Any, tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=writer(tmp_path))
     error = why(NvmeStorageReader(tmp_path, verify=True))

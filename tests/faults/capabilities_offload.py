@@ -51,8 +51,8 @@ class Store(Capability):
     keep = False
 
     def start(self) -> None:
-        self.session = Session(self.folder, name="faults", keep=self.keep)
-        self.store = TensorStore(self.session, checksum=True)
+        self.session = Session(self.folder, name="faults", reuse=self.keep)
+        self.store = TensorStore(self.session, checksums=True)
 
     def do(self, version: int) -> None:
         for name, tensor in tensors(version).items():
@@ -213,7 +213,7 @@ class Optimizer(Capability):
         self.reference = torch.optim.AdamW(self.usual.parameters())
         parameters: Any = self.module.parameters()
         self.optimizer = NvmeOptimizer(
-            torch.optim.AdamW, parameters, self.folder, memory_budget="2M", keep=self.keep, checksum=True
+            parameters, torch.optim.AdamW, self.folder, memory_budget="2M", reuse=self.keep, checksums=True
         )
         self.stepped = 0
 

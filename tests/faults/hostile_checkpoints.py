@@ -166,7 +166,7 @@ def changed_metadata(content: bytes, draw: random.Random) -> bytes:
 def _optimizer(folder: Path) -> Any:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 4)
-    made = nvme_ops.offload.NvmeOptimizer(torch.optim.Adam, layer.parameters(), folder / "work", lr=0.1)
+    made = nvme_ops.offload.NvmeOptimizer(layer.parameters(), torch.optim.Adam, folder / "work", lr=0.1)
     for each in layer.parameters():  # no backward pass, which a forked child may not run
         each.grad = torch.ones_like(each)
     made.step()

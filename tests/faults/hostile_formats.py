@@ -240,14 +240,14 @@ def changed_log(content: bytes, draw: random.Random) -> bytes:
 
 
 def write_session(folder: Path) -> None:
-    with Session(folder, name="s", keep=True, fingerprint="f") as session, TensorStore(session) as store:
+    with Session(folder, name="s", reuse=True, fingerprint="f") as session, TensorStore(session) as store:
         for name, tensor in STATE.items():
             store.put(name, tensor)
         store.sync()
 
 
 def read_session(folder: Path) -> None:
-    with Session(folder, name="s", keep=True, fingerprint="f") as session, TensorStore(session) as store:
+    with Session(folder, name="s", reuse=True, fingerprint="f") as session, TensorStore(session) as store:
         for key in list(store.keys()):
             store.get(key).result()
 

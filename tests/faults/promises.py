@@ -179,7 +179,7 @@ def _states(folder: str, tell: Tell) -> None:
     torch.manual_seed(0)
     parameter, scratch = torch.nn.Parameter(torch.zeros(_LARGE)), os.environ[SCRATCH]
     os.makedirs(scratch, exist_ok=True)
-    with contextlib.closing(NvmeOptimizer(torch.optim.AdamW, [parameter], folder, memory_budget="4M")) as optimizer:
+    with contextlib.closing(NvmeOptimizer([parameter], torch.optim.AdamW, folder, memory_budget="4M")) as optimizer:
         for version in VERSIONS:
             parameter.grad = torch.randn(_LARGE)
             optimizer.step()
@@ -305,7 +305,7 @@ def _check_file(folder: str, last: int) -> None:
 
 
 def _kept(folder: str) -> tuple[Session, TensorStore]:
-    session = Session(folder, name="kept", keep=True)
+    session = Session(folder, name="kept", reuse=True)
     return session, TensorStore(session)
 
 

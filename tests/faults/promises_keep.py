@@ -1,4 +1,4 @@
-"""What ``NvmeOptimizer(keep=True)`` promises for a power failure, as a program that trains and a check of what is left.
+"""What ``NvmeOptimizer(reuse=True)`` promises for a power failure: a program that trains, and a check of what is left.
 
 ``write`` tells a line when a promise is made, once that is flushed:
 
@@ -24,7 +24,7 @@ from nvme_ops.offload import NvmeOptimizer
 STEPS = 24
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "checksum": {"checksum": True},
+    "checksum": {"checksums": True},
     "backward": {"overlap": "backward", "free_gradients": True},
 }
 _SIZES = ((700, 300), (300,), (3, 50_000), (7,))
@@ -46,7 +46,7 @@ def backward(given: Iterable[torch.Tensor], step: int) -> None:
 def made(given: Iterable[torch.Tensor], folder: str, **options: Any) -> NvmeOptimizer:
     """Returns the optimizer, whose chunks are several for each large parameter."""
     return NvmeOptimizer(
-        torch.optim.AdamW, given, os.path.join(folder, "states"), memory_budget="1M", keep=True, lr=0.1, **options
+        given, torch.optim.AdamW, os.path.join(folder, "states"), memory_budget="1M", reuse=True, lr=0.1, **options
     )
 
 

@@ -89,13 +89,13 @@ def test_a_save_that_fails(folder: Path, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_session(folder: Path, way: str, keep: bool) -> None:
     """Is removed, or left for the next one with what was on its way."""
-    work = f"session = Session(folder, name='s', keep={keep}); store = TensorStore(session); "
+    work = f"session = Session(folder, name='s', reuse={keep}); store = TensorStore(session); "
     work += "store.put('a', torch.arange(1 << 22))"
     assert ended(folder, way, work) == ("of the program\n" if way == "exception" else "")
     (folder / "work" / "worked").unlink()
     assert bool(list((folder / "work").iterdir())) == keep
     if keep:
-        with Session(folder / "work", name="s", keep=True) as session, TensorStore(session) as store:
+        with Session(folder / "work", name="s", reuse=True) as session, TensorStore(session) as store:
             found = torch.zeros(1 << 22, dtype=torch.int64)
             store.get("a", found).result()
             assert torch.equal(found, torch.arange(1 << 22))

@@ -165,24 +165,24 @@ def test_fields_of_an_index_that_cannot_be(change: dict[str, object], tmp_path: 
 
 @pytest.mark.parametrize("owner", [{}, {"group": None}, {"group": []}, {"pid": 10**30}, {"fingerprint": 5}])
 def test_owners_that_say_something_else(owner: dict[str, object], tmp_path: Path) -> None:
-    with Session(tmp_path, name="s", keep=True) as session:
+    with Session(tmp_path, name="s", reuse=True) as session:
         path = Path(session.folders[0]) / "owner"
     kept = {"magic": "nvme_ops session", "keep": True, "fingerprint": "", "place": [0, 1], **owner}
     path.write_text(json.dumps(kept))
-    with Session(tmp_path, name="s", keep=True) as session:
+    with Session(tmp_path, name="s", reuse=True) as session:
         assert not session.found or "pid" in owner
 
 
 @pytest.mark.parametrize("change", [{"stride": [9]}, {"stride": [{}]}, {"shape": [6.0]}, {"checksum": "x"}])
 def test_a_journal_with_values_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
-    with Session(tmp_path, name="s", keep=True) as session, TensorStore(session) as store:
+    with Session(tmp_path, name="s", reuse=True) as session, TensorStore(session) as store:
         store.put("a", torch.arange(6))
         store.sync()
     path = next(path for path in tmp_path.glob("*/7d95*"))
     (line,) = [line for line in path.read_bytes().splitlines() if b'"a"' in line]
     text = json.dumps({**json.loads(line[9:]), **change}).encode()
     path.write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
-    with Session(tmp_path, name="s", keep=True) as session, pytest.raises(FormatError, match=str(path)):
+    with Session(tmp_path, name="s", reuse=True) as session, pytest.raises(FormatError, match=str(path)):
         TensorStore(session)
 
 

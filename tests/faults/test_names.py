@@ -38,7 +38,7 @@ def samples(folder: Path) -> None:
 
 
 def stored(folder: Path) -> None:
-    with Session(folder, name="names", keep=True) as session, TensorStore(session) as store:
+    with Session(folder, name="names", reuse=True) as session, TensorStore(session) as store:
         store.put("key", torch.ones(10)).result()
         store.sync()
 

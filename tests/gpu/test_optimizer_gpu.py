@@ -26,7 +26,7 @@ def test_the_bits_are_the_same(folder: Path, dtype: torch.dtype, options: dict[s
     mine, other = model(), model()
     plain = torch.optim.AdamW(other.parameters(), **{key: each for key, each in options.items() if key != "overlap"})
     with NvmeOptimizer(
-        torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", master_weights=False, **options
+        mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", master_weights=False, **options
     ) as optimizer:
         for step in range(5):
             x = torch.randn(8, 300, generator=torch.Generator().manual_seed(step)).to("cuda", dtype)

@@ -44,7 +44,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 mine, other = model(), model()
 plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01) as optimizer:
+with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as optimizer:
     if first:
         states = {"model": mine.state_dict(), "optimizer": get_optimizer_state_dict(mine, plain_like := optimizer)}
         dcp.load(states, checkpoint_id=str(folder / "checkpoint"))

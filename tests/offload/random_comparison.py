@@ -37,7 +37,7 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
     pages = rng.choice([max(sizes), max(sizes) + 2, 2 * max(sizes), sum(sizes) // 2, sum(sizes), 2 * sum(sizes)])
     budget, checksum = PAGE * max(pages, *sizes), rng.random() < 0.3
     if capability == "swap_params":
-        with swap_params(model, folder, memory_budget=budget, min_bytes=1, checksum=checksum) as swapped:
+        with swap_params(model, folder, memory_budget=budget, min_bytes=1, checksums=checksum) as swapped:
             yield contextlib.nullcontext(), swapped
     elif capability == "stream_weights":
         while True:
@@ -49,7 +49,7 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
             yield contextlib.nullcontext(), model
     else:
         saving = save_on_nvme(
-            folder, min_bytes=1, memory_budget=rng.choice([0, 0, PAGE, 6 * PAGE]), checksum=checksum,
+            folder, min_bytes=1, memory_budget=rng.choice([0, 0, PAGE, 6 * PAGE]), checksums=checksum,
             policy=rng.choice(["nvme", "auto"]),
         )  # fmt: skip
         with contextlib.closing(saving):

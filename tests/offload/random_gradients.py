@@ -71,7 +71,7 @@ class Run:
             if params_too:
                 self.undo.callback(swap_params(self.model, folder, memory_budget="1M", min_bytes=1024).close)
             self.swapped = swap_gradients(
-                self.model.parameters(), folder, memory_budget=budget, min_bytes=1024, checksum=draw.random() < 0.2
+                self.model.parameters(), folder, memory_budget=budget, min_bytes=1024, checksums=draw.random() < 0.2
             )
             self.undo.callback(self.swapped.close)
         else:
@@ -81,7 +81,7 @@ class Run:
             options |= {"momentum": 0.9, "weight_decay": 0.01}
         make: Any = getattr(torch.optim, kind)
         if ours and swapped:
-            self.optimizer = NvmeOptimizer(make, self.model.parameters(), folder, memory_budget="1M", **options)
+            self.optimizer = NvmeOptimizer(self.model.parameters(), make, folder, memory_budget="1M", **options)
             self.undo.callback(self.optimizer.close)
         else:
             self.optimizer = make(self.model.parameters(), **options)

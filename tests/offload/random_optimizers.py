@@ -87,8 +87,8 @@ class OptimizerWriter:
         options = {name: value for name, value in options.items() if value is not None}
         self.overlap, self.keep = rng.random() < 0.3 and "overlap" not in self.without, rng.random() < 0.3
         ours: dict[str, Any] = {
-            "keep": self.keep,
-            "checksum": rng.random() < 0.3,
+            "reuse": self.keep,
+            "checksums": rng.random() < 0.3,
             "free_gradients": rng.random() < 0.25,
         }
         ours["overlap"] = "backward" if self.overlap else None
@@ -187,7 +187,7 @@ class _Plain:
         self.files: Any = None
 
     def make(self, kind: str, groups: list[Any], **options: Any) -> torch.optim.Optimizer:
-        ours = {name: options.pop(name) for name in ("keep", "checksum", "overlap", "free_gradients")}
+        ours = {name: options.pop(name) for name in ("reuse", "checksums", "overlap", "free_gradients")}
         made: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, **options)
         self.made, self.free = (kind, options, ours), ours["free_gradients"]
         if self.free:
@@ -234,7 +234,7 @@ class _Ours:
     def make(self, kind: str, groups: list[Any], **options: Any) -> NvmeOptimizer:
         self._made = kind, options
         made = NvmeOptimizer(
-            getattr(torch.optim, kind), groups, self._folder, memory_budget="1M", master_weights=False,
+            groups, getattr(torch.optim, kind), self._folder, memory_budget="1M", master_weights=False,
             name=self._name, **options,
         )  # fmt: skip
         self._opened.append(made)

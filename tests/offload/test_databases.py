@@ -40,7 +40,7 @@ def optimize(name: str, folder: Path) -> list[str]:
             params = [torch.nn.Parameter(torch.randn(size)) for size in ((10, 5), (10,), (3, 4, 5))]
             try:
                 optimizer = (
-                    NvmeOptimizer(info.optim_cls, params, folder, **given.kwargs)
+                    NvmeOptimizer(params, info.optim_cls, folder, **given.kwargs)
                     if ours
                     else info.optim_cls(params, **given.kwargs)
                 )

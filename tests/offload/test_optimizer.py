@@ -48,7 +48,7 @@ def test_the_bits_are_those_of_the_optimizer_itself(folder: Path, name: str, opt
     mine, other = network(), network()
     kind = getattr(torch.optim, name)
     plain = kind(other.parameters(), **options)
-    with NvmeOptimizer(kind, mine.parameters(), folder, memory_budget="1M", **options) as optimizer:
+    with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", **options) as optimizer:
         for step in range(STEPS):
             for model, each in ((mine, optimizer), (other, plain)):
                 backward(model, step)
@@ -68,7 +68,7 @@ def test_bfloat16_with_master_weights(folder: Path, name: str) -> None:
     options: dict[str, Any] = {"lr": 0.01}
     masters = [each.detach().float().requires_grad_() for each in other.parameters()]
     plain = kind(masters, **options)
-    with NvmeOptimizer(kind, mine.parameters(), folder, memory_budget="1M", **options) as optimizer:
+    with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", **options) as optimizer:
         for step in range(STEPS):
             backward(mine, step)
             optimizer.step()
@@ -88,7 +88,7 @@ def test_bfloat16_without_master_weights(folder: Path) -> None:
     mine, other = network(torch.bfloat16), network(torch.bfloat16)
     plain = torch.optim.AdamW(other.parameters())
     with NvmeOptimizer(
-        torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", master_weights=False
+        mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", master_weights=False
     ) as optimizer:
         for step in range(STEPS):
             for model, each in ((mine, optimizer), (other, plain)):
@@ -119,13 +119,13 @@ def test_groups_schedulers_clipping_and_a_closure(folder: Path) -> None:
         return values(model)
 
     expected = train(torch.optim.AdamW)
-    assert equal(train(lambda groups: NvmeOptimizer(torch.optim.AdamW, groups, folder, memory_budget="1M")), expected)
+    assert equal(train(lambda groups: NvmeOptimizer(groups, torch.optim.AdamW, folder, memory_budget="1M")), expected)
 
 
 def test_a_grad_scaler_skips_what_is_not_finite(folder: Path) -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, memory_budget="1M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M") as optimizer:
         before = values(model)
         backward(model, 0)
         weight: Any = model[0].weight
@@ -152,13 +152,13 @@ def test_parameters_without_a_gradient_for_some_steps(folder: Path) -> None:
             optimizer.step()
         return values(model)
 
-    mine = train(lambda kind, parameters: NvmeOptimizer(kind, parameters, folder, memory_budget="1M"))
+    mine = train(lambda kind, parameters: NvmeOptimizer(parameters, kind, folder, memory_budget="1M"))
     assert equal(mine, train(lambda kind, parameters: kind(parameters)))
 
 
 def test_nan_is_an_update_like_any(folder: Path) -> None:
     model = network()
-    with NvmeOptimizer(torch.optim.SGD, model.parameters(), folder, momentum=0.9) as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, momentum=0.9) as optimizer:
         backward(model, 0)
         weight: Any = model[0].weight
         weight.grad.fill_(float("nan"))
@@ -171,7 +171,7 @@ def test_nan_is_an_update_like_any(folder: Path) -> None:
 def test_state_dicts_go_from_one_to_the_other(folder: Path, source: str, target: str) -> None:
     def make(which: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         if which == "nvme":
-            return NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, memory_budget="1M", lr=0.01)
+            return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01)
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
     first = network()
@@ -197,7 +197,7 @@ def test_state_dicts_go_from_one_to_the_other(folder: Path, source: str, target:
 
 def test_a_state_dict_does_not_change_with_later_steps(folder: Path) -> None:
     model = network()
-    optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder)
+    optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder)
     assert optimizer.state_dict()["state"] == {}
     backward(model, 0)
     optimizer.step()
@@ -212,7 +212,7 @@ def test_a_state_dict_does_not_change_with_later_steps(folder: Path) -> None:
 
 def test_state_dicts_that_do_not_fit_are_refused(folder: Path) -> None:
     model = network()
-    optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder)
+    optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder)
     backward(model, 0)
     optimizer.step()
     found = optimizer.state_dict()
@@ -232,22 +232,22 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
     parameters = list(model.parameters())
     for kind in (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch.optim's elementwise optimizers: Ada"):
-            NvmeOptimizer(kind, parameters, folder)
+            NvmeOptimizer(parameters, kind, folder)
     made: Any = torch.optim.AdamW(parameters)
     with pytest.raises(TypeError, match=r"not its class: NvmeOptimizer\(torch.optim.AdamW, params, folder"):
-        NvmeOptimizer(made, parameters, folder)
+        NvmeOptimizer(parameters, made, folder)
     with pytest.raises(ValueError, match="memory_budget must be at least 1 MiB, not 4 KiB"):
-        NvmeOptimizer(torch.optim.AdamW, parameters, folder, memory_budget=4096)
+        NvmeOptimizer(parameters, torch.optim.AdamW, folder, memory_budget=4096)
     with pytest.raises(ValueError, match="'lots' is not a size"):
-        NvmeOptimizer(torch.optim.AdamW, parameters, folder, memory_budget="lots")
+        NvmeOptimizer(parameters, torch.optim.AdamW, folder, memory_budget="lots")
     with pytest.raises(ValueError, match="empty parameter list"):
-        NvmeOptimizer(torch.optim.AdamW, [], folder)
+        NvmeOptimizer([], torch.optim.AdamW, folder)
     with pytest.raises(ValueError, match="gaps"):
-        NvmeOptimizer(torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])], folder)
+        NvmeOptimizer([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])], torch.optim.AdamW, folder)
     with pytest.raises(ValueError, match="Invalid learning rate"):
-        NvmeOptimizer(torch.optim.AdamW, parameters, folder, lr=-1.0)
+        NvmeOptimizer(parameters, torch.optim.AdamW, folder, lr=-1.0)
     with pytest.raises(FileNotFoundError):
-        NvmeOptimizer(torch.optim.AdamW, parameters, folder / "none" / "below")
+        NvmeOptimizer(parameters, torch.optim.AdamW, folder / "none" / "below")
     assert list(folder.iterdir()) == []
 
 
@@ -255,7 +255,7 @@ def test_sparse_gradients_are_refused_and_nothing_changes(folder: Path) -> None:
     table = torch.nn.Embedding(10, 4, sparse=True)
     dense = torch.nn.Parameter(torch.ones(3))
     before = table.weight.detach().clone()
-    with NvmeOptimizer(torch.optim.SGD, [dense, table.weight], folder) as optimizer:
+    with NvmeOptimizer([dense, table.weight], torch.optim.SGD, folder) as optimizer:
         (table(torch.tensor([1, 2])).sum() + dense.sum()).backward()
         with pytest.raises(RuntimeError, match="NvmeOptimizer does not support sparse gradients"):
             optimizer.step()
@@ -265,7 +265,7 @@ def test_sparse_gradients_are_refused_and_nothing_changes(folder: Path) -> None:
 
 def test_after_close(folder: Path) -> None:
     model = network()
-    optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder)
+    optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder)
     optimizer.close()
     optimizer.close()
     for call in (optimizer.step, optimizer.state_dict):
@@ -275,7 +275,7 @@ def test_after_close(folder: Path) -> None:
 
 def test_a_forked_child_cannot_step(folder: Path) -> None:
     model = network()
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, memory_budget="1M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M") as optimizer:
         backward(model, 0)
         optimizer.step()
 
@@ -325,7 +325,7 @@ def test_a_step_that_fails_goes_on_when_it_is_called_again(
     plain = torch.optim.AdamW(other.parameters())
     handle = Failing()
     handle.error = error
-    with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", handle=handle) as optimizer:
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", handle=handle) as optimizer:
         for step in range(4):
             backward(mine, step)
             backward(other, step)
@@ -342,7 +342,7 @@ def test_a_step_that_fails_goes_on_when_it_is_called_again(
 
 def test_after_a_failed_step_other_gradients_are_a_step_for_all(folder: Path) -> None:
     mine, handle = network(), Failing()
-    with NvmeOptimizer(torch.optim.SGD, mine.parameters(), folder, momentum=0.9, memory_budget="1M",
+    with NvmeOptimizer(mine.parameters(), torch.optim.SGD, folder, momentum=0.9, memory_budget="1M",
                        handle=handle) as optimizer:  # fmt: skip
         backward(mine, 0)
         optimizer.step()
@@ -360,7 +360,7 @@ def test_after_a_failed_step_other_gradients_are_a_step_for_all(folder: Path) ->
 def test_after_a_failed_step_gradients_changed_in_place_are_others(folder: Path) -> None:
     """So that no chunk keeps what the first attempt has made of it alone."""
     mine, handle = network(), Failing()
-    with NvmeOptimizer(torch.optim.SGD, mine.parameters(), folder, momentum=0.9, memory_budget="1M",
+    with NvmeOptimizer(mine.parameters(), torch.optim.SGD, folder, momentum=0.9, memory_budget="1M",
                        handle=handle) as optimizer:  # fmt: skip
         backward(mine, 0)
         optimizer.step()
@@ -381,7 +381,7 @@ def test_gradients_that_the_optimizer_changes_are_those_of_the_next_attempt(fold
     mine, other, handle = network(), network(), Failing()
     plain = torch.optim.SGD(other.parameters(), **options)
     with NvmeOptimizer(
-        torch.optim.SGD, mine.parameters(), folder, memory_budget="1M", handle=handle, **options
+        mine.parameters(), torch.optim.SGD, folder, memory_budget="1M", handle=handle, **options
     ) as optimizer:
         for step in range(3):
             backward(mine, step)
@@ -400,7 +400,7 @@ def test_gradients_that_the_optimizer_changes_are_those_of_the_next_attempt(fold
 def test_a_load_that_fails_leaves_the_old_states(folder: Path, which: str, number: int) -> None:
     mine, other, handle = network(), network(), Failing()
     plain = torch.optim.AdamW(other.parameters())
-    with NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", handle=handle) as optimizer:
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", handle=handle) as optimizer:
         for step in range(3):
             if step == 2:
                 found = optimizer.state_dict()
@@ -424,7 +424,7 @@ def test_a_full_disk(folder: Path, make_file_system: Callable[..., Path]) -> Non
     model, other = torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1000)
     other.load_state_dict(model.state_dict())
     plain = torch.optim.AdamW(other.parameters())
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), place, memory_budget="1M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, place, memory_budget="1M") as optimizer:
         for step in range(3):
             for each in (model, other):
                 each.zero_grad()
@@ -448,7 +448,7 @@ def fill_up(path: Path) -> None:
 
 def test_a_flipped_bit_is_told(folder: Path) -> None:
     model = network()
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, memory_budget="1M", checksum=True) as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M", checksums=True) as optimizer:
         backward(model, 0)
         optimizer.step()
         slab = max(next(folder.iterdir()).iterdir(), key=lambda path: path.stat().st_size)
@@ -475,10 +475,10 @@ def test_memory_stays_within_the_budget_however_many_chunks_there_are(folder: Pa
         for each in parameters:
             each.grad = torch.ones_like(each)
         small = torch.nn.Parameter(torch.zeros(1000))
-        with NvmeOptimizer(torch.optim.AdamW, [small], sys.argv[1], memory_budget="4M", fused=True) as warm:
+        with NvmeOptimizer([small], torch.optim.AdamW, sys.argv[1], memory_budget="4M", fused=True) as warm:
             small.grad = torch.zeros(1000)
             warm.step()
-        with NvmeOptimizer(torch.optim.AdamW, parameters, sys.argv[1], memory_budget="4M", fused=True) as optimizer:
+        with NvmeOptimizer(parameters, torch.optim.AdamW, sys.argv[1], memory_budget="4M", fused=True) as optimizer:
             open("/proc/self/clear_refs", "w").write("5")
             before = peak("VmRSS")
             for _ in range(2):

@@ -31,7 +31,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 def make(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
     given = {"memory_budget": "1M", "overlap": "backward", **options}
-    return NvmeOptimizer(torch.optim.AdamW, model.parameters(), folder, **given)
+    return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **given)
 
 
 @pytest.mark.parametrize("free", [False, True])

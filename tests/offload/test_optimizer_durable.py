@@ -321,7 +321,7 @@ def test_a_flush_that_failed_and_nobody_has_asked_for_is_told_at_exit(folder: Pa
         import errno, os, torch
         from nvme_ops.offload import NvmeOptimizer
         model = torch.nn.Linear(300, 301)
-        optimizer = NvmeOptimizer(torch.optim.AdamW, model.parameters(), {str(folder)!r}, keep=True)
+        optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, {str(folder)!r}, reuse=True)
         def fdatasync(fd):
             raise OSError(errno.EIO, "Input/output error")
         os.fdatasync = fdatasync
@@ -389,7 +389,7 @@ def test_a_record_that_was_being_written_leaves_the_step_before(folder: Path, ho
 
 def as_earlier(folder: Path, version: int) -> None:
     """Has the folder as earlier versions left it: a journal, and the record in the store."""
-    with Session(folder, name="optimizer", keep=True) as session:
+    with Session(folder, name="optimizer", reuse=True) as session:
         found = Records(session)
         found.close()
         content = found.newest.content
@@ -422,7 +422,7 @@ def test_what_earlier_versions_have_kept_is_gone_on_with(folder: Path, version: 
         train(model, optimizer, 2, 4)
     with kept(folder, model) as optimizer:
         assert same_as_torch(optimizer, 4)
-    with Session(folder, name="optimizer", keep=True) as session, pytest.raises(FormatError, match="index"):
+    with Session(folder, name="optimizer", reuse=True) as session, pytest.raises(FormatError, match="index"):
         TensorStore(session)  # as they would, and know no other record
 
 
@@ -431,7 +431,7 @@ def test_a_damaged_record_of_an_earlier_version_is_refused(folder: Path, damage:
     with kept(folder, model := small()) as optimizer:
         train(model, optimizer, 0, 2)
     as_earlier(folder, 1)
-    with Session(folder, name="optimizer", keep=True) as session, TensorStore(session) as store:
+    with Session(folder, name="optimizer", reuse=True) as session, TensorStore(session) as store:
         (future := store.get("commit")).result()
         content = bytes(future.tensor.numpy())
         changed = bytearray(content.replace(damage, b"\xff" * len(damage)))
@@ -483,7 +483,7 @@ def test_several_folders_are_flushed_before_the_record(folder: Path, flushes: Fl
     for each in places:
         each.mkdir()
     model = torch.nn.Linear(2000, 600)
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), places, keep=True, memory_budget="8M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, places, reuse=True, memory_budget="8M") as optimizer:
         train(model, optimizer, 0, 2)
         optimizer._states.settle()
         flushes.files.clear()
@@ -492,5 +492,5 @@ def test_several_folders_are_flushed_before_the_record(folder: Path, flushes: Fl
         kinds = [Path(each).read_bytes()[:17] == b"nvme_ops commit 2" for each in flushes.files]
         assert kinds == [False, False, True]
         expected = optimizer.state_dict()["state"][0]["exp_avg"]
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), places, keep=True, memory_budget="8M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, places, reuse=True, memory_budget="8M") as optimizer:
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], expected)

@@ -23,7 +23,7 @@ from tests.offload.training import backward, equal, network, values
 
 def kept(folder: Path, model: torch.nn.Module, **options: Any) -> NvmeOptimizer:
     return NvmeOptimizer(
-        torch.optim.AdamW, model.parameters(), folder, **{"memory_budget": "1M", "keep": True, "lr": 0.01, **options}
+        model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", "reuse": True, "lr": 0.01, **options}
     )
 
 
@@ -227,8 +227,8 @@ def test_a_second_process_is_refused_while_the_first_has_the_states(folder: Path
         from nvme_ops.offload import NvmeOptimizer
         model = torch.nn.Linear(300, 301)
         try:
-            options = {{"memory_budget": "1M", "keep": True, "lr": 0.01}}
-            NvmeOptimizer(torch.optim.AdamW, model.parameters(), {str(folder)!r}, **options)
+            options = {{"memory_budget": "1M", "reuse": True, "lr": 0.01}}
+            NvmeOptimizer(model.parameters(), torch.optim.AdamW, {str(folder)!r}, **options)
         except BlockingIOError as error:
             print(error)
     """

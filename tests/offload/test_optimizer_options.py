@@ -71,7 +71,7 @@ class Pair:
         self.params = made(dtype), made(dtype)
         self.plain = self.kind(self.params[1], **options)
         self.ours = NvmeOptimizer(
-            self.kind, self.params[0], folder, memory_budget="1M", master_weights=False, **options
+            self.params[0], self.kind, folder, memory_budget="1M", master_weights=False, **options
         )
 
     def step(self, step: int, without: int = -1, **changes: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_gradient_that_comes_later_than_the_others(folder: Path, dtype: torch.
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "foreach": True}
     plain = torch.optim.SGD(other, **options)
     with NvmeOptimizer(
-        torch.optim.SGD, mine, folder, memory_budget="1M", master_weights=False, overlap=overlap, **options
+        mine, torch.optim.SGD, folder, memory_budget="1M", master_weights=False, overlap=overlap, **options
     ) as ours:
         for step in range(4):
             for params, optimizer in ((mine, ours), (other, plain)):

@@ -18,7 +18,7 @@ Make = Callable[[torch.nn.Module, Path], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
     "SGD": lambda model, _: torch.optim.SGD(model.parameters(), lr=0.1),
     "Adafactor": lambda model, _: torch.optim.Adafactor(model.parameters()),
-    "NvmeOptimizer": lambda model, folder: NvmeOptimizer(torch.optim.SGD, model.parameters(), folder),
+    "NvmeOptimizer": lambda model, folder: NvmeOptimizer(model.parameters(), torch.optim.SGD, folder),
 }
 
 

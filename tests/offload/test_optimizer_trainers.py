@@ -75,7 +75,7 @@ def test_accelerate_prepares_it(folder: Path) -> None:
             optimizer.step()
         return values(model)
 
-    with NvmeOptimizer(torch.optim.AdamW, [torch.nn.Parameter(torch.ones(1))], folder) as unused:
+    with NvmeOptimizer([torch.nn.Parameter(torch.ones(1))], torch.optim.AdamW, folder) as unused:
         assert unused.steps == 0  # two in one folder
-        mine = train(lambda those: NvmeOptimizer(torch.optim.AdamW, those, folder, memory_budget="1M", lr=1e-3))
+        mine = train(lambda those: NvmeOptimizer(those, torch.optim.AdamW, folder, memory_budget="1M", lr=1e-3))
     assert equal(mine, train(lambda those: torch.optim.AdamW(those, lr=1e-3)))

@@ -115,7 +115,7 @@ def same(one: dict[str, Any], other: dict[str, Any], options: bool = False) -> b
 
 
 def adamw(params: list[torch.nn.Parameter], folder: Path, **options: Any) -> NvmeOptimizer:
-    return NvmeOptimizer(torch.optim.AdamW, params, folder, **{"memory_budget": "1M", **options})
+    return NvmeOptimizer(params, torch.optim.AdamW, folder, **{"memory_budget": "1M", **options})
 
 
 class Reference:
@@ -145,8 +145,8 @@ class Reference:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"keep": True}, {"free_gradients": True}, {"overlap": "backward"},
-     {"overlap": "backward", "free_gradients": True, "keep": True}],
+    [{}, {"reuse": True}, {"free_gradients": True}, {"overlap": "backward"},
+     {"overlap": "backward", "free_gradients": True, "reuse": True}],
     ids=lambda options: "-".join(options) or "plain",
 )  # fmt: skip
 @POINTS
@@ -203,13 +203,13 @@ def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path
         assert same(ours.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("how", ["load_state_dict", "load_states"])
 @POINTS
 @LIMIT
-def test_a_load_stopped_at_any_line_is_old_or_new(folder: Path, keep: bool, how: str, points: int) -> None:
+def test_a_load_stopped_at_any_line_is_old_or_new(folder: Path, reuse: bool, how: str, points: int) -> None:
     mine, reference, options = parameters(), Reference(4), how == "load_state_dict"
-    with adamw(mine, folder, keep=keep) as ours:
+    with adamw(mine, folder, reuse=reuse) as ours:
         sources: list[Any] = []
         for step in (2, 3):
             ours.load_state_dict(reference.dicts[step])
@@ -273,7 +273,7 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
     """Steps, loads and saves until it is killed."""
     torch.set_num_threads(1)  # a forked child has no others
     params, draw = parameters(), random.Random(seed)
-    ours = adamw(params, folder, keep=True, handle=aio_handle(backend="threads"))
+    ours = adamw(params, folder, reuse=True, handle=aio_handle(backend="threads"))
     while True:
         last = len(reference.dicts) - 1
         what = draw.choice(("step", "step", "step", "load", "load", "save", "save", "again"))
@@ -352,7 +352,7 @@ def test_killed_at_any_moment_it_goes_on_with_what_was_committed(folder: Path, k
                 saved = max(files - {saved}, default=saved)
                 files = {saved}
         seen |= {told[-1][0]} if told else set()
-        with adamw(parameters(), place, keep=True) as ours:
+        with adamw(parameters(), place, reuse=True) as ours:
             found = ours.state_dict()
             if same(found, reference.dicts[before]):
                 now = before

@@ -342,7 +342,7 @@ def test_a_compiled_step_with_its_backward(folder: Path) -> None:
 
 def test_a_flipped_bit_is_found(folder: Path) -> None:
     x = torch.randn(64, 128, requires_grad=True)
-    with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksum=True) as saving:
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksums=True) as saving:
         z = x.exp().sin().sin().sin().sin()
     settled(saving)
     (session,) = folder.iterdir()
@@ -353,15 +353,15 @@ def test_a_flipped_bit_is_found(folder: Path) -> None:
         z.sum().backward()
 
 
-@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("checksums", [False, True])
 def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
-    folder: Path, checksum: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, checksums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first failure is raised; those of what was read ahead were printed, as of errors that nobody asked for."""
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     x = torch.randn(64, 128, requires_grad=True)
-    with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksum=checksum) as saving:
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, checksums=checksums) as saving:
         z = x
         for _ in range(100):
             z = z.sin()

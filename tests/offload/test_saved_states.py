@@ -22,7 +22,7 @@ from tests.offload.training import backward, equal, network, values
 
 def adamw(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
     return NvmeOptimizer(
-        torch.optim.AdamW, model.parameters(), folder, **{"memory_budget": "1M", "lr": 0.01, **options}
+        model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", "lr": 0.01, **options}
     )
 
 
@@ -54,7 +54,7 @@ def go_on(folder: Path, path: Path, dtype: torch.dtype) -> bool:
         other.load_state_dict(mine.state_dict())
         shared = optimizer.save_states(path)
         train(mine, optimizer, 3, 6)
-        with adamw(other, folder, checksum=True) as resumed:
+        with adamw(other, folder, checksums=True) as resumed:
             train(other, resumed, 9, 10)  # whose states are replaced
             other.load_state_dict(other.state_dict())
             reference = network(dtype)

@@ -48,10 +48,10 @@ def test_accumulated_and_clipped_gradients_have_the_same_bits(
     folder: Path, dtype: torch.dtype, parameters_too: bool
 ) -> None:
     mine, other = network(dtype), network(dtype)
-    reference = NvmeOptimizer(torch.optim.AdamW, other.parameters(), folder, lr=0.01)
+    reference = NvmeOptimizer(other.parameters(), torch.optim.AdamW, folder, lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB) if parameters_too else None
     gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=4 * KIB)
-    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01)
+    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01)
     with reference, optimizer, gradients:
         for step in range(3):
             for number in range(2):
@@ -158,7 +158,7 @@ def test_a_scaler_unscales_and_skips_steps_that_are_not_finite(folder: Path, uns
     gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB)
     optimizers: list[Any] = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (mine, other)]
     if ours:
-        optimizers[0] = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01)
+        optimizers[0] = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in optimizers]
     with gradients:
         for number in range(3):
@@ -381,7 +381,7 @@ def test_several_ranks_are_refused(folder: Path) -> None:
         model = torch.nn.Linear(64, 64)
         for make in (
             lambda: swap_gradients(model.parameters(), {str(folder)!r}, min_bytes=1),
-            lambda: NvmeOptimizer(torch.optim.SGD, model.parameters(), {str(folder)!r}, lr=1.0, overlap="backward"),
+            lambda: NvmeOptimizer(model.parameters(), torch.optim.SGD, {str(folder)!r}, lr=1.0, overlap="backward"),
         ):
             try:
                 make()
@@ -423,7 +423,7 @@ def test_a_gradient_that_cannot_be_read_fails_the_step_which_goes_on(folder: Pat
     mine, other, handle = network(), network(), Failing()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     gradients = swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, min_bytes=4 * KIB, handle=handle)
-    with gradients, NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01) as mine_s:
+    with gradients, NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as mine_s:
         for number in range(3):
             for model, optimizer in ((mine, mine_s), (other, plain)):
                 optimizer.zero_grad()

@@ -70,9 +70,9 @@ def test_training_has_the_same_bits(folder: Path, budget: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_nvme_optimizer(folder: Path, overlap: Any, dtype: torch.dtype) -> None:
     mine, other = network(dtype), network(dtype)
-    reference = NvmeOptimizer(torch.optim.AdamW, other.parameters(), folder, lr=0.01)
+    reference = NvmeOptimizer(other.parameters(), torch.optim.AdamW, folder, lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
-    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01,
+    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01,
                               overlap=overlap, free_gradients=overlap is not None)  # fmt: skip
     with reference, swapped, optimizer:
         assert train(mine, optimizer) == train(other, reference)
@@ -133,7 +133,7 @@ def test_unusual_uses(folder: Path, budget: int) -> None:
     with swap_params(mine, folder, memory_budget=budget, min_bytes=4 * KIB):
         assert mine.out.weight is mine.words.weight
         optimizer = NvmeOptimizer(
-            torch.optim.SGD, mine.parameters(), folder, memory_budget="1M", lr=0.001, momentum=0.9
+            mine.parameters(), torch.optim.SGD, folder, memory_budget="1M", lr=0.001, momentum=0.9
         )
         with optimizer:
             assert train(mine, optimizer) == train(other, plain)
@@ -205,7 +205,7 @@ def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
 def test_backward_after_a_change_is_told_as_usual(folder: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with swap_params(model, folder, memory_budget="1M", min_bytes=1):
-        optimizer = NvmeOptimizer(torch.optim.SGD, model.parameters(), folder, lr=0.1)
+        optimizer = NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, lr=0.1)
         with optimizer:
             loss = model(torch.ones(1, 64)).sum()
             loss.backward(retain_graph=True)
@@ -425,7 +425,7 @@ def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path)
     mine, other, handle = network(), network(), Failing()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
-    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01, handle=handle)
+    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, handle=handle)
     with swapped, optimizer:
         train(mine, optimizer, 1)
         train(other, plain, 1)

@@ -46,7 +46,7 @@ def test_a_slow_device(folder: Path, overlap: Any) -> None:
     mine, other = network(), network()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB, handle=Slow())
-    optimizer = NvmeOptimizer(torch.optim.AdamW, mine.parameters(), folder, memory_budget="1M", lr=0.01,
+    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01,
                               overlap=overlap, handle=Slow())  # fmt: skip
     with swapped, optimizer:
         assert train(mine, optimizer, 2) == train(other, plain, 2)

@@ -136,7 +136,7 @@ def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
 
 def test_a_flipped_bit_is_told(folder: Path) -> None:
     model = layers()
-    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, checksum=True):
+    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, checksums=True):
         model(torch.ones(1, 64))
         (file,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= 6 * 16 * KIB]
         with open(file, "r+b") as opened:

@@ -213,7 +213,7 @@ def test_an_optimizer_given_to_the_trainer_is_moved_and_comes_back(folder: Path,
 
 def test_an_nvme_optimizer_of_the_users_is_used_as_it_is(folder: Path, nvme: Path) -> None:
     model = llama()
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), nvme, memory_budget="2M") as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, memory_budget="2M") as optimizer:
         ours = trainer(folder, model=model, optimizers=(optimizer, None))
         use_nvme(ours, nvme, **SMALL)
         train(ours)
@@ -224,7 +224,7 @@ def test_an_nvme_optimizer_of_the_users_is_used_as_it_is(folder: Path, nvme: Pat
 def test_one_that_overlaps_backward_is_refused_where_gradients_are_clipped(folder: Path, nvme: Path) -> None:
     model = llama()
     given: Any = {"memory_budget": "2M", "overlap": "backward"}
-    with NvmeOptimizer(torch.optim.AdamW, model.parameters(), nvme, **given) as optimizer:
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, **given) as optimizer:
         with pytest.raises(ValueError, match=r"updates before the trainer clips .* max_grad_norm=0"):
             use_nvme(trainer(folder, model=model, optimizers=(optimizer, None)), nvme)
         use_nvme(trainer(folder, model=model, optimizers=(optimizer, None), max_grad_norm=0), nvme).close()

@@ -22,7 +22,7 @@ VALUES = {f"key {number}": pattern(3000 + number, number) for number in range(20
 
 
 def kept(folder: Path) -> Session:
-    return Session(folder, name="job", keep=True)
+    return Session(folder, name="job", reuse=True)
 
 
 @pytest.fixture
@@ -72,29 +72,29 @@ def test_a_part_of_a_kept_session_is_not_emptied(folder: Path, between: list[str
     for name in "abc":
         (folder / name).mkdir()
     both = [folder / "a", folder / "b"]
-    with Session(both, name="job", keep=True) as session:
+    with Session(both, name="job", reuse=True) as session:
         paths = [Path(session.path(number, "data")) for number in range(2)]
         for path in paths:
             path.write_bytes(b"content")
     with pytest.raises(FileNotFoundError, match=r"has part \d of 2 of the kept session 'job'"):
-        Session([folder / name for name in between], name="job", keep=True)
+        Session([folder / name for name in between], name="job", reuse=True)
     assert list((folder / "c").iterdir()) == []
-    with Session(both, name="job", keep=True) as session:
+    with Session(both, name="job", reuse=True) as session:
         assert session.found
         assert [path.read_bytes() for path in paths] == [b"content"] * 2
-    with Session([folder / name for name in between], name="job", keep=True, fingerprint="2") as session:
+    with Session([folder / name for name in between], name="job", reuse=True, fingerprint="2") as session:
         assert not session.found
 
 
 def test_what_changes_in_an_owner_lies_in_one_sector(folder: Path) -> None:
     long = "x" * 3000
-    with Session(folder, name=long, keep=True, fingerprint=long) as session:
+    with Session(folder, name=long, reuse=True, fingerprint=long) as session:
         owner = Path(session.folders[0]) / "owner"
         open_ = owner.read_bytes()
     closed = owner.read_bytes()
     assert open_ != closed
     assert open_[512:] == closed[512:]
-    with Session(folder, name=long, keep=True, fingerprint=long) as session:
+    with Session(folder, name=long, reuse=True, fingerprint=long) as session:
         assert session.found
 
 

@@ -28,7 +28,7 @@ def cache(folder: Path) -> Any:
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "AsyncLog": lambda folder: AsyncLog(folder / "log"),
     "SampleWriter": lambda folder: SampleWriter(folder),
-    "NvmeOptimizer": lambda folder: NvmeOptimizer(torch.optim.AdamW, network().parameters(), folder),
+    "NvmeOptimizer": lambda folder: NvmeOptimizer(network().parameters(), torch.optim.AdamW, folder),
     "swap_params": lambda folder: swap_params(network(), folder, memory_budget="8M", min_bytes=1),
     "swap_gradients": lambda folder: swap_gradients(network().parameters(), folder, memory_budget="8M", min_bytes=1),
     "save_on_nvme": save_on_nvme,

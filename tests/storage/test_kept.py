@@ -26,7 +26,7 @@ NEW = {"a": OLD["a"] + 1, "b": OLD["b"] + 1, "none": torch.zeros(0, 2)}
 
 
 def opened(folder: Path, fingerprint: str = "") -> Session:
-    return Session(folder, name="job", keep=True, fingerprint=fingerprint)
+    return Session(folder, name="job", reuse=True, fingerprint=fingerprint)
 
 
 def fill(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_striped_values_are_there_in_the_next_session(folder: Path) -> None:
     for place in places:
         place.mkdir()
     for seed in range(2):
-        with Session(places, name="job", keep=True) as session, TensorStore(session, weights=[1, 2]) as store:
+        with Session(places, name="job", reuse=True) as session, TensorStore(session, weights=[1, 2]) as store:
             if seed:
                 assert torch.equal(got(store, "large"), pattern(9 * MIB, 0))
             store.put("large", pattern(9 * MIB, seed)).result()
@@ -95,7 +95,7 @@ def test_striped_values_are_there_in_the_next_session(folder: Path) -> None:
 
 
 def test_checksums_are_compared_in_the_next_session(folder: Path) -> None:
-    with opened(folder) as session, TensorStore(session, checksum=True) as store:
+    with opened(folder) as session, TensorStore(session, checksums=True) as store:
         store.put("a", OLD["a"]).result()
         path = session.path(0, "slab")
     with open(path, "r+b") as slab:
@@ -140,17 +140,17 @@ def test_the_index_does_not_grow_for_ever(folder: Path, monkeypatch: pytest.Monk
 # Kills
 
 
-def put(folder: Path, keep: Any = None) -> None:
+def put(folder: Path, atomic: bool = False) -> None:
     session = opened(folder)
     store = TensorStore(session, handle=aio_handle(backend="threads"))
     for key, tensor in NEW.items():
-        store.put(key, tensor, keep=keep).result()
+        store.put(key, tensor, atomic=atomic).result()
     store.close()
     session.close()
 
 
 def put_previous(folder: Path) -> None:
-    put(folder, "previous")
+    put(folder, atomic=True)
 
 
 def drop(folder: Path) -> None:
@@ -234,7 +234,7 @@ def test_killed_while_it_is_emptied_it_is_whole_or_empty(place: Path, folder: Pa
         each.mkdir()
 
     def session(mark: str) -> Session:
-        return Session(places, name="job", keep=True, fingerprint=mark)
+        return Session(places, name="job", reuse=True, fingerprint=mark)
 
     def prepare() -> None:
         with session("") as kept, TensorStore(kept, weights=[1, 1]) as store:
@@ -316,7 +316,7 @@ def test_what_was_put_and_waited_for_survives_a_kill(folder: Path) -> None:
     program = """
     import os, signal, sys, torch
     from nvme_ops.storage import Session, TensorStore
-    store = TensorStore(Session(sys.argv[1], name="job", keep=True))
+    store = TensorStore(Session(sys.argv[1], name="job", reuse=True))
     for number in range(20):
         store.put(str(number), torch.full((10_000 * number,), float(number)))
     store.wait()

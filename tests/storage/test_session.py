@@ -184,10 +184,10 @@ def test_a_folder_that_others_may_write_to_is_left_alone(folder: Path) -> None:
 
 
 def test_a_kept_session_in_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
-    left = crashed(folder, options=", keep=True")
+    left = crashed(folder, options=", reuse=True")
     left.chmod(0o722)
     with pytest.raises(PermissionError, match="nobody else may write to") as caught:
-        Session(folder, name="job", keep=True)
+        Session(folder, name="job", reuse=True)
     assert caught.value.filename == str(left)
 
 
@@ -198,22 +198,22 @@ def test_a_folder_of_another_user_is_left_alone_and_refused(folder: Path) -> Non
     os.chown(left, NOBODY, NOBODY)
     Session(folder, name="job").close()
     assert len(list(left.iterdir())) == 2
-    with Session(folder, name="kept", keep=True) as session:
+    with Session(folder, name="kept", reuse=True) as session:
         path = Path(session.folders[0])
     os.chown(path, NOBODY, NOBODY)
     with pytest.raises(PermissionError, match="not a folder of this user's"):
-        Session(folder, name="kept", keep=True)
+        Session(folder, name="kept", reuse=True)
 
 
 def test_an_owner_that_is_a_link_is_not_followed(folder: Path) -> None:
-    left = crashed(folder, options=", keep=True")
+    left = crashed(folder, options=", reuse=True")
     victim = folder / "victim"
     victim.write_bytes((left / "owner").read_bytes())
     (left / "owner").unlink()
     (left / "owner").symlink_to(victim)
     before = victim.read_bytes()
     with pytest.raises(OSError, match="symbolic links"):
-        Session(folder, name="job", keep=True)
+        Session(folder, name="job", reuse=True)
     Session(folder, name="another").close()
     assert victim.read_bytes() == before
     assert len(list(left.iterdir())) == 2
@@ -221,11 +221,11 @@ def test_an_owner_that_is_a_link_is_not_followed(folder: Path) -> None:
 
 @pytest.mark.parametrize("garbage", [b"\x00\xff", b"[]", b'{"magic": "another program"}', b"{", b"12"])
 def test_an_owner_that_is_no_session_s_is_left_alone(folder: Path, garbage: bytes) -> None:
-    left = crashed(folder, options=", keep=True")
+    left = crashed(folder, options=", reuse=True")
     (left / "owner").write_bytes(garbage)
     Session(folder, name="another").close()
     with pytest.raises(FileExistsError, match="not the file of a session") as caught:
-        Session(folder, name="job", keep=True)
+        Session(folder, name="job", reuse=True)
     assert caught.value.filename == str(left / "owner")
     assert (left / "owner").read_bytes() == garbage
     assert len(list(left.iterdir())) == 2
@@ -242,18 +242,18 @@ def test_a_folder_without_an_owner_is_a_leftover_when_it_is_empty(folder: Path) 
 
 
 def test_a_kept_session_is_taken_over(folder: Path) -> None:
-    with Session(folder, name="job", keep=True, fingerprint="1") as session:
+    with Session(folder, name="job", reuse=True, fingerprint="1") as session:
         assert not session.found
         path = write(session)
     Session(folder, name="another").close()
-    with Session(folder, name="job", keep=True, fingerprint="1") as session:
+    with Session(folder, name="job", reuse=True, fingerprint="1") as session:
         assert session.found
         assert path.read_bytes() == b"content"
 
 
 def test_a_kept_session_outlives_a_crash(folder: Path) -> None:
-    left = crashed(folder, options=f", keep=True, fingerprint={'x' * 100_000!r}")
-    with Session(folder, name="job", keep=True, fingerprint="x" * 100_000) as session:
+    left = crashed(folder, options=f", reuse=True, fingerprint={'x' * 100_000!r}")
+    with Session(folder, name="job", reuse=True, fingerprint="x" * 100_000) as session:
         assert session.found
         assert session.folders == [str(left)]
         assert Path(session.path(0, "data")).read_bytes() == b"left"
@@ -261,22 +261,22 @@ def test_a_kept_session_outlives_a_crash(folder: Path) -> None:
 
 @pytest.mark.parametrize("fingerprint", ["", "2", "1" * 9])
 def test_with_another_fingerprint_it_is_emptied(folder: Path, fingerprint: str) -> None:
-    with Session(folder, name="job", keep=True, fingerprint="1") as session:
+    with Session(folder, name="job", reuse=True, fingerprint="1") as session:
         path = write(session)
-    with Session(folder, name="job", keep=True, fingerprint=fingerprint) as session:
+    with Session(folder, name="job", reuse=True, fingerprint=fingerprint) as session:
         assert not session.found
         assert not path.exists()
-    with Session(folder, name="job", keep=True, fingerprint=fingerprint) as session:
+    with Session(folder, name="job", reuse=True, fingerprint=fingerprint) as session:
         assert session.found
 
 
 def test_a_kept_session_in_use_is_refused(folder: Path) -> None:
-    holder = Holder(folder, "name='job', keep=True")
+    holder = Holder(folder, "name='job', reuse=True")
     with pytest.raises(BlockingIOError, match=f"'job' is in use by process {holder.process.pid}") as caught:
-        Session(folder, name="job", keep=True)
+        Session(folder, name="job", reuse=True)
     assert caught.value.filename == str(holder.folder)
     holder.end(kill=True)
-    with Session(folder, name="job", keep=True) as session:
+    with Session(folder, name="job", reuse=True) as session:
         assert session.found
 
 
@@ -285,7 +285,7 @@ def test_of_those_who_come_at_once_one_gets_a_kept_session(folder: Path) -> None
 
     def ask(_: int) -> None:
         try:
-            got.append(Session(folder, name="job", keep=True))
+            got.append(Session(folder, name="job", reuse=True))
         except BlockingIOError:
             return
 
@@ -308,7 +308,7 @@ def test_sessions_begin_and_end_beside_each_other(folder: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_forked_child_neither_removes_nor_keeps_the_lock(folder: Path, depth: int) -> None:
-    session = Session(folder, name="job", keep=True)
+    session = Session(folder, name="job", reuse=True)
     path = write(session)
 
     def child() -> None:
@@ -329,7 +329,7 @@ def test_a_forked_child_neither_removes_nor_keeps_the_lock(folder: Path, depth: 
         os._exit(0)
     try:
         session.close()
-        with Session(folder, name="job", keep=True) as again:
+        with Session(folder, name="job", reuse=True) as again:
             assert again.found
             assert path.exists()
     finally:
@@ -353,7 +353,7 @@ def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives
     monkeypatch.setattr(locks, "take", take_and_fork)
     try:
         for found in (False, True, True):
-            with Session(folder, name="job", keep=True) as session:
+            with Session(folder, name="job", reuse=True) as session:
                 assert session.found == found
         assert len(children) == 5  # each looked at what there was, and opened it
     finally:
@@ -423,13 +423,13 @@ def refuse_locks(*_: object) -> None:
 
 
 def test_without_locks_a_living_process_is_told_by_its_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = Holder(folder, "name='job', keep=True")
+    holder = Holder(folder, "name='job', reuse=True")
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
     with pytest.raises(BlockingIOError, match=f"process {holder.process.pid}"):
-        Session(folder, name="job", keep=True)
+        Session(folder, name="job", reuse=True)
     holder.end()
     for _ in range(2):  # closed by this process, which lives
-        Session(folder, name="job", keep=True).close()
+        Session(folder, name="job", reuse=True).close()
 
 
 def test_without_locks_a_leftover_is_told_by_number_and_boot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,15 +473,15 @@ def test_two_open_stores_of_one_name_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_owner_written_over_a_longer_one_is_whole(folder: Path, number: int) -> None:
     """Half an owner, written over a longer one, would be neither the old session's nor the new one's."""
-    with Session(folder, name="job", keep=True, fingerprint="long" * 100) as session:
+    with Session(folder, name="job", reuse=True, fingerprint="long" * 100) as session:
         write(session)
         owner = Path(session.folders[0]) / "owner"
-    with Session(folder, name="job", keep=True, fingerprint="2"):
+    with Session(folder, name="job", reuse=True, fingerprint="2"):
         assert json.loads(owner.read_text())["fingerprint"] == "2"
-    holder = Holder(folder, "name='job', keep=True, fingerprint='2'")
+    holder = Holder(folder, "name='job', reuse=True, fingerprint='2'")
     holder.process.send_signal(number)
     holder.end()
-    with Session(folder, name="job", keep=True, fingerprint="2") as session:
+    with Session(folder, name="job", reuse=True, fingerprint="2") as session:
         assert session.found
 
 

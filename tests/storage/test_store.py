@@ -39,7 +39,7 @@ def session(folder: Path) -> Iterator[Session]:
 
 @pytest.fixture
 def store(session: Session) -> TensorStore:
-    return TensorStore(session, checksum=True)
+    return TensorStore(session, checksums=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,8 +122,6 @@ def test_wrong_tensors_and_keys(store: TensorStore) -> None:
             store.put("a", wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="key must be a str"):
         store.put(1, torch.zeros(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="keep must be"):
-        store.put("a", torch.zeros(3), keep="all")  # type: ignore[arg-type]
     for call in (store.get, store.drop):
         with pytest.raises(KeyError, match="a"):
             call("a")
@@ -149,11 +147,11 @@ def test_the_keys_are_those_put_and_not_dropped(store: TensorStore) -> None:
     assert len(store) == 2
 
 
-@pytest.mark.parametrize("keep", [None, "previous"])
-def test_values_are_replaced_by_those_of_any_size(store: TensorStore, keep: Any) -> None:
+@pytest.mark.parametrize("atomic", [False, True])
+def test_values_are_replaced_by_those_of_any_size(store: TensorStore, atomic: bool) -> None:
     for size in (1000, 1000, 5, 0, 3 * MIB, 0, 1000):
         for seed in range(2):
-            store.put("a", pattern(size, seed), keep=keep)
+            store.put("a", pattern(size, seed), atomic=atomic)
             assert torch.equal(got(store, "a"), pattern(size, seed))
     store.drop("a")
     assert store.bytes_in_use == 0
@@ -216,7 +214,7 @@ def test_threads_at_one_key_see_whole_values(store: TensorStore, eager_switches:
     def work(number: int) -> None:
         for turn in range(40):
             if number < 2:
-                store.put("a", torch.full((50_000,), float(number * 100 + turn)), keep="previous" if turn % 2 else None)
+                store.put("a", torch.full((50_000,), float(number * 100 + turn)), atomic=bool(turn % 2))
             else:
                 found = got(store, "a")
                 assert bool((found == found[0]).all())

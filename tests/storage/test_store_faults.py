@@ -74,10 +74,10 @@ def test_a_failed_put_beside_the_old_value_leaves_it(session: Session, size: int
     store.put("a", pattern(MIB)).result()
     handle.failing = {2}
     with pytest.raises(OSError, match="device 2"):
-        store.put("a", pattern(size, 1), keep="previous").result()
+        store.put("a", pattern(size, 1), atomic=True).result()
     assert torch.equal(got(store, "a"), pattern(MIB))
     assert store.bytes_in_use == MIB
-    store.put("a", pattern(size, 1), keep="previous").result()
+    store.put("a", pattern(size, 1), atomic=True).result()
     assert torch.equal(got(store, "a"), pattern(size, 1))
     store.drop("a")
     assert store.bytes_in_use == 0
@@ -127,7 +127,7 @@ def test_a_checksum_that_cannot_be_made_undoes_the_put(session: Session, monkeyp
         raise MemoryError("none left")
 
     handle = Slow("pwrite")
-    store = TensorStore(session, checksum=True, handle=handle)
+    store = TensorStore(session, checksums=True, handle=handle)
     with monkeypatch.context() as patch:
         patch.setattr("nvme_ops.storage.store.checksums_anywhere", refuse)
         with pytest.raises(MemoryError, match="none left"):
@@ -186,7 +186,7 @@ def test_a_failure_is_told_by_close(folder: Path) -> None:
 
 
 def test_a_read_that_fails_and_is_dropped_is_reported(session: Session, unraisable: list[Any]) -> None:
-    store = TensorStore(session, checksum=True)
+    store = TensorStore(session, checksums=True)
     store.put("a", pattern(MIB)).result()
     flip(session, 5)
     future = store.get("a")
@@ -209,7 +209,7 @@ def flip(session: Session, place: int) -> None:
 @pytest.mark.parametrize("place", [0, 777_777, 2 * MIB + 4])
 @pytest.mark.parametrize("into", ["new memory", "out", "out of other strides"])
 def test_a_flipped_bit_is_found(session: Session, place: int, into: str) -> None:
-    store, data = TensorStore(session, checksum=True), pattern(2 * MIB + 8).view(-1, 8)
+    store, data = TensorStore(session, checksums=True), pattern(2 * MIB + 8).view(-1, 8)
     store.put("layer.weight", data).result()
     flip(session, place)
     out = {"out": torch.zeros_like(data), "out of other strides": torch.zeros_like(data.t()).t()}.get(into)
@@ -232,13 +232,13 @@ def test_a_slab_that_was_cut_gives_no_wrong_data(session: Session) -> None:
         store.get("a").result()
 
 
-@pytest.mark.parametrize("keep", [None, "previous"])
-def test_a_full_disk_leaves_the_old_value(make_file_system: Callable[..., Path], keep: Any) -> None:
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_full_disk_leaves_the_old_value(make_file_system: Callable[..., Path], atomic: bool) -> None:
     with Session(make_file_system(16 * MIB), name="job") as session, TensorStore(session) as store:
         store.put("a", pattern(3 * MIB)).result()
         for key in ("a", "b"):
             with pytest.raises(OSError, match="No space left") as caught:
-                store.put(key, torch.zeros(40 * MIB, dtype=torch.uint8), keep=keep)
+                store.put(key, torch.zeros(40 * MIB, dtype=torch.uint8), atomic=atomic)
             assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, session.path(0, "slab"))
         assert store.keys() == ["a"]
         assert store.bytes_in_use == 3 * MIB
@@ -356,7 +356,7 @@ def test_a_forked_child_has_no_part_in_it(session: Session) -> None:
 
 def test_descriptors_do_not_stay(folder: Path) -> None:
     def once() -> None:
-        with Session(folder, name="job", keep=True) as session, TensorStore(session) as store:
+        with Session(folder, name="job", reuse=True) as session, TensorStore(session) as store:
             store.put("a", pattern(MIB)).result()
             store.get("a").result()
 

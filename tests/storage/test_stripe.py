@@ -76,7 +76,7 @@ def test_weights_are_as_many_as_folders(places: list[Path]) -> None:
 
 
 def test_a_striped_tensor_comes_back(places: list[Path]) -> None:
-    with Session(places, name="job") as session, TensorStore(session, weights=[3, 1, 2], checksum=True) as store:
+    with Session(places, name="job") as session, TensorStore(session, weights=[3, 1, 2], checksums=True) as store:
         large, small = pattern(12 * MIB + 5), [pattern(100_000, seed) for seed in range(6)]
         futures = [store.put("large", large), *(store.put(f"small{index}", each) for index, each in enumerate(small))]
         assert [future.result() for future in futures] == [len(large)] + [100_000] * 6
