@@ -9,6 +9,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -189,7 +190,7 @@ def async_rows(work: Work) -> list[Row]:
     """Until the call returns; the write, which goes on meanwhile, is waited for behind the clock."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in work.tensors.items()}
     path = work.path + ".async.safetensors"
-    futures: list[nvme_ops.SaveFuture] = []
+    futures: list[Future[None]] = []
 
     def copy() -> None:
         for name, tensor in work.tensors.items():

@@ -23,7 +23,7 @@ from benchmarks import command
 from nvme_ops.bench.measure import Row, Sample, WrongData, interleave, latency, timed
 from nvme_ops.bench.tables import Table
 from nvme_ops.measuring.scratch import scratch_folder
-from nvme_ops.memory import Pool
+from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.text import GIB, KIB, MIB, size_words
 

@@ -6,7 +6,7 @@ import tempfile
 
 import torch
 
-from nvme_ops.memory import Pool
+from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 
 LAYERS, LENGTH = 12, 1 << 20

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from nvme_ops.adaptive.handle import adaptive_handle as adaptive_handle
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
-    from nvme_ops.checkpoint.background import SaveFuture as SaveFuture
     from nvme_ops.checkpoint.background import save_async as save_async
-    from nvme_ops.checkpoint.safe_open import safe_open as safe_open
     from nvme_ops.engine import Priority as Priority
     from nvme_ops.errors import ChecksumError as ChecksumError
     from nvme_ops.errors import FormatError as FormatError
@@ -46,14 +44,12 @@ _MODULE_OF = {
     "FormatError": "nvme_ops.errors",
     "IoFuture": "nvme_ops.future",
     "Priority": "nvme_ops.engine",
-    "SaveFuture": "nvme_ops.checkpoint.background",
     "adaptive_handle": "nvme_ops.adaptive.handle",
     "aio_handle": "nvme_ops.handle",
     "empty": "nvme_ops.tensors",
     "gds_handle": "nvme_ops.gds",
     "load": "nvme_ops.checkpoint.api",
     "open": "nvme_ops.file",
-    "safe_open": "nvme_ops.checkpoint.safe_open",
     "save": "nvme_ops.checkpoint.api",
     "save_async": "nvme_ops.checkpoint.background",
     "tuned_handle": "nvme_ops.tune.handle",
@@ -66,7 +62,6 @@ __all__ = [
     "FormatError",
     "IoFuture",
     "Priority",
-    "SaveFuture",
     "__version__",
     "adaptive_handle",
     "aio_handle",
@@ -77,7 +72,6 @@ __all__ = [
     "load",
     "offload",
     "open",
-    "safe_open",
     "save",
     "save_async",
     "tuned_handle",
@@ -90,7 +84,7 @@ if not TYPE_CHECKING:  # so that a name which is not there is an error to type c
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name in ("checkpoint", "data", "dcp", "offload"):  # modules to be named as they are, which importing sets
+        if name in ("checkpoint", "data", "dcp", "offload", "storage"):  # which importing sets
             return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 

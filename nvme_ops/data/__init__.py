@@ -6,14 +6,12 @@ with SampleWriter("/mnt/nvme/train", {"image": bytes, "label": torch.int64}) as 
 for batch in Loader("/mnt/nvme/train", 256, shuffle=True): ...
 """
 
-from nvme_ops.data.columns import Columns as Columns
 from nvme_ops.data.loader import Loader as Loader
 from nvme_ops.data.log import AsyncLog as AsyncLog
-from nvme_ops.data.store import Read as Read
 from nvme_ops.data.store import SampleStore as SampleStore
 from nvme_ops.data.writer import SampleWriter as SampleWriter
 
-__all__ = ["AsyncLog", "Columns", "Loader", "Read", "SampleStore", "SampleWriter"]
+__all__ = ["AsyncLog", "Loader", "SampleStore", "SampleWriter"]
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nvme_ops.checkpoint.api import save
-from nvme_ops.checkpoint.safe_open import safe_open
+from nvme_ops.integrations.safetensors import safe_open
 from nvme_ops.offload.optimizer import NvmeOptimizer
 
 _MODULE = "transformers.modeling_utils"

@@ -15,22 +15,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nvme_ops.memory.pool import Pool as Pool
     from nvme_ops.storage.session import Session as Session
-    from nvme_ops.storage.slab import Extent as Extent
-    from nvme_ops.storage.slab import Slab as Slab
     from nvme_ops.storage.store import TensorStore as TensorStore
-    from nvme_ops.storage.values import StoreFuture as StoreFuture
 
-_MODULE_OF = {"Session": "session", "Extent": "slab", "Slab": "slab", "StoreFuture": "values", "TensorStore": "store"}
+_MODULE_OF = {"Pool": "memory.pool", "Session": "storage.session", "TensorStore": "storage.store"}
 
-__all__ = ["Extent", "Session", "Slab", "StoreFuture", "TensorStore"]
+__all__ = ["Pool", "Session", "TensorStore"]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'nvme_ops.storage' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"nvme_ops.storage.{_MODULE_OF[name]}"), name)
+        return getattr(importlib.import_module(f"nvme_ops.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,10 @@ def test_an_interruption_after_the_thread_has_begun_leaves_the_save_to_it(
     assert number_in(path) == 2
 
 
-def preempted(begin: Callable[[Gated], object], handler: Callable[[], nvme_ops.SaveFuture | None]) -> None:
+def preempted(begin: Callable[[Gated], object], handler: Callable[[], Future[None] | None]) -> None:
     """``handler`` runs as a signal's while ``begin`` waits at a closed gate, which opens soon after that."""
     gate = Gated()
-    futures: list[nvme_ops.SaveFuture | None] = []
+    futures: list[Future[None] | None] = []
 
     def handle(*_: object) -> None:
         threading.Timer(0.3, gate.open).start()

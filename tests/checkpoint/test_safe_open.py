@@ -1,4 +1,4 @@
-"""``nvme_ops.safe_open`` beside safetensors' own: the same answers, and no more is read than asked for."""
+"""``safe_open`` beside safetensors' own: the same answers, and no more is read than asked for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.integrations import transformers as hook
+from nvme_ops.integrations.safetensors import safe_open
 from tests.conftest import MIB, in_threads
 
 STATE = {
@@ -32,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_it_answers_as_safetensors_does(path: Path) -> None:
-    with nvme_ops.safe_open(path, framework="pt") as ours, safetensors.safe_open(path, "pt") as theirs:
+    with safe_open(path, framework="pt") as ours, safetensors.safe_open(path, "pt") as theirs:
         assert ours.keys() == list(theirs.keys())
         assert sorted(ours.offset_keys()) == sorted(theirs.offset_keys())
         assert ours.metadata() == theirs.metadata()
@@ -45,7 +46,7 @@ def test_it_answers_as_safetensors_does(path: Path) -> None:
 
 
 def test_arrays_of_numpy(path: Path) -> None:
-    with nvme_ops.safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
+    with safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
         for name in ("matrix", "scalar", "none"):
             assert (ours.get_tensor(name) == theirs.get_tensor(name)).all()
             assert ours.get_tensor(name).dtype == theirs.get_tensor(name).dtype
@@ -63,14 +64,14 @@ INDICES: list[Any] = [
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_parts_are_those_of_the_tensor(path: Path, index: Any) -> None:
-    with nvme_ops.safe_open(path) as file:
+    with safe_open(path) as file:
         found = file.get_slice("matrix")[index]
     assert torch.equal(found, STATE["matrix"][index])
     assert found.is_contiguous()
 
 
 def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
-    with nvme_ops.safe_open(path) as file:
+    with safe_open(path) as file:
         for index in (4, -5):
             with pytest.raises(IndexError, match="out of bounds"):
                 file.get_slice("matrix")[index]
@@ -81,13 +82,13 @@ def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed"):
         part[0]
     with pytest.raises(FileNotFoundError):
-        nvme_ops.safe_open(tmp_path / "nosuch")
+        safe_open(tmp_path / "nosuch")
     with pytest.raises(ValueError, match="framework must be 'pt' or 'np', not 'jax'"):
-        nvme_ops.safe_open(path, framework="jax")
+        safe_open(path, framework="jax")
     path.write_bytes(b"nonsense")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(nvme_ops.FormatError):
-        nvme_ops.safe_open(path)
+        safe_open(path)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -103,7 +104,7 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
             return super().submit_preadv(tensors, *rest, **options)
 
     handle = Counting()
-    with nvme_ops.safe_open(path, handle=handle) as file:
+    with safe_open(path, handle=handle) as file:
         rows = file.get_slice("a")[1000:1100]
         assert rows[0, 0] == 1000 * 1024
         assert handle.count == 100 * 4096
@@ -112,7 +113,7 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
 
 def test_threads_share_it(path: Path) -> None:
     barrier = threading.Barrier(8)
-    with nvme_ops.safe_open(path) as file:
+    with safe_open(path) as file:
 
         def work(_: int) -> None:
             barrier.wait()
@@ -124,7 +125,7 @@ def test_threads_share_it(path: Path) -> None:
 
 def test_what_save_keeps_for_verify_is_not_shown(tmp_path: Path) -> None:
     nvme_ops.save(STATE, tmp_path / "model.safetensors", metadata={"a": "b"})
-    with nvme_ops.safe_open(tmp_path / "model.safetensors") as file:
+    with safe_open(tmp_path / "model.safetensors") as file:
         assert file.metadata() == {"a": "b", "format": "pt"}
 
 
@@ -143,13 +144,13 @@ def test_transformers_loads_and_saves_through_it(
     installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    init = nvme_ops.safe_open.__init__
+    init = safe_open.__init__
 
     def noted(self: Any, filename: Any, *arguments: Any, **settings: Any) -> None:
         opened.append(os.path.basename(filename))
         init(self, filename, *arguments, **settings)
 
-    monkeypatch.setattr(nvme_ops.safe_open, "__init__", noted)
+    monkeypatch.setattr(safe_open, "__init__", noted)
     config = installed.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=32)
     model = installed.GPT2LMHeadModel(config)
     for size in ("50GB", "40KB"):
@@ -171,7 +172,7 @@ def test_it_is_taken_away_again() -> None:
     before = module.safe_open, module.safe_save_file
     hook.install()
     hook.install()
-    assert module.safe_open is nvme_ops.safe_open
+    assert module.safe_open is safe_open
     hook.uninstall()
     hook.uninstall()
     assert (module.safe_open, module.safe_save_file) == before

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, items, loading, spans, stored
 from nvme_ops.errors import ChecksumError, FormatError
-from nvme_ops.memory import Ring
+from nvme_ops.memory.ring import Ring
 from nvme_ops.settings import PAGE
 from tests.dcp.states import equal, why_of
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nvme_ops.memory import Pool
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.holes import Holes
+from nvme_ops.memory.pool import Pool
 from tests.conftest import KIB, MIB, in_threads
 
 PAGE = 4 * KIB

@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops.errors import DeadlockError
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import Lease, Pool
+from nvme_ops.memory.pool import Lease, Pool
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.moments import Interrupt
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import nvme_ops
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import Place, Pool, Ring
-from nvme_ops.memory.ring import InFlight
+from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.ring import InFlight, Place, Ring
 from tests.conftest import KIB, MIB, pattern
 
 SMALL = 64 * KIB

@@ -12,7 +12,8 @@ import torch
 
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import Pool, Ring
+from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.ring import Ring
 from tests.conftest import KIB, MIB, pattern
 
 SMALL = 64 * KIB

@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch.optim's elementwise optimizers: Ada"):
             NvmeOptimizer(parameters, kind, folder)
     made: Any = torch.optim.AdamW(parameters)
-    with pytest.raises(TypeError, match=r"not its class: NvmeOptimizer\(torch.optim.AdamW, params, folder"):
+    with pytest.raises(TypeError, match=r"not its class: NvmeOptimizer\(params, torch.optim.AdamW, folder"):
         NvmeOptimizer(parameters, made, folder)
     with pytest.raises(ValueError, match="memory_budget must be at least 1 MiB, not 4 KiB"):
         NvmeOptimizer(parameters, torch.optim.AdamW, folder, memory_budget=4096)

@@ -16,6 +16,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import data, offload
+from nvme_ops.integrations.safetensors import safe_open
 from tests import prepared
 
 #: What is written, the class of the exception, and words of its sentence.
@@ -83,8 +84,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
         ValueError,
         r"shape \(1000,\), and the one to fill .*\(5,\)",
     ),
-    ("nvme_ops.safe_open('ok.safetensors', 'tf')", ValueError, "framework must be 'pt' or 'np'"),
-    ("nvme_ops.safe_open('ok.safetensors', 'pt').get_tensor('b')", KeyError, "has no tensor 'b'"),
+    ("safe_open('ok.safetensors', 'tf')", ValueError, "framework must be 'pt' or 'np'"),
+    ("safe_open('ok.safetensors', 'pt').get_tensor('b')", KeyError, "has no tensor 'b'"),
     # Models larger than memory
     ("offload.stream_weights(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
@@ -140,7 +141,7 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     t = torch.ones(1000)
     for name in ("ok.pt", "ok.safetensors"):
         nvme_ops.save({"a": t}, name)
-    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload}
+    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload, "safe_open": safe_open}
     return {**names, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
 
 

@@ -51,7 +51,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     | {f"offload.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
-    "integrations": {"checkpoint.api", "checkpoint.safe_open"}
+    "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.atomic"}
     | {f"offload.{name}" for name in ("optimizer", "save_on_nvme", "stream_weights", "updates")},
     "measuring": {"storage.mounts", "storage.owner"},
     "bench": {"measuring", "storage", "data"}

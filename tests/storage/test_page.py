@@ -12,9 +12,9 @@ PAGE = REPOSITORY / "docs" / "storage.md"
 
 def test_the_programs_of_the_page_run_one_after_the_other(folder: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 7
+    assert len(blocks) >= 6
     program = "".join(blocks).replace("/mnt/nvme", str(folder))
     said = run_python(program).stdout.splitlines()
     assert "True" in said  # what was read is what was written
     assert said[1] == "False"  # there was nothing to take over
-    assert said[-1] == str(sum(range(1_000_000)))
+    assert said[-1] == f"0 {8 << 20}"

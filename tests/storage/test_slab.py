@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nvme_ops.storage import Extent, Slab
+from nvme_ops.storage.slab import Extent, Slab
 from tests.conftest import KIB, MIB, in_threads, pattern
 
 PAGE = 4 * KIB

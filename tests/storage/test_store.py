@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.memory import Pool
+from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 from tests.conftest import KIB, MIB, in_threads, pattern
 from tests.crashing_save import interrupted_by

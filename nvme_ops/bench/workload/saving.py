@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class _InTheBackground:
     """Waits for the previous save, as a program must that has memory for one copy."""
 
     def __init__(self) -> None:
-        self._last: nvme_ops.SaveFuture | None = None
+        self._last: Future[None] | None = None
 
     def __call__(self, model: dict[str, torch.Tensor], path: Path) -> None:
         self.finish()

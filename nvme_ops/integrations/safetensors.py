@@ -1,4 +1,4 @@
-"""``nvme_ops.safe_open``: one safetensors file, opened lazily, with the interface of safetensors' own ``safe_open``."""
+"""``safe_open``: one safetensors file, opened lazily, with the interface of safetensors' own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 class safe_open:  # noqa: N801  (safetensors' name)
     """Opens a safetensors file; reads tensors, and parts of them, on request.
 
-        with nvme_ops.safe_open("model.safetensors", framework="pt", device="cuda") as file:
+        with safe_open("model.safetensors", framework="pt", device="cuda") as file:
             for name in file.keys():
                 tensor = file.get_tensor(name)
             rows = file.get_slice("lm_head.weight")[1000:2000]  # reads these rows only
