@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
+AUTOMATIC = 0  # lanes, to the native engine
 _SECTOR = 512  # bytes: what DeepNVMe aligns to
 
 
@@ -54,6 +55,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         overlap_events: refill the queue after every completion, instead of after an eighth of the queue: the queue
             stays fuller, at a higher CPU cost. It never drains either way.
         intra_op_parallelism: number of lanes, each with its own queue and thread, among which a transfer is divided.
+            None, automatic: two for a read of 64 MiB or more that the page cache has, otherwise one.
         num_threads: another name for ``intra_op_parallelism``.
         backend: ``"io_uring"``, ``"libaio"`` or ``"threads"``; by default ``NVME_OPS_BACKEND``, else the first of
             these that works here.
@@ -84,12 +86,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
                 f"intra_op_parallelism={intra_op_parallelism} and num_threads={num_threads} are two names for one "
                 "number: give one of them"
             )
-        lanes = next((given for given in (intra_op_parallelism, num_threads) if given is not None), 1)
-        for name, value in {
-            "block_size": block_size,
-            "queue_depth": queue_depth,
-            "intra_op_parallelism": lanes,
-        }.items():
+        lanes = num_threads if intra_op_parallelism is None else intra_op_parallelism
+        numbers = {"block_size": block_size, "queue_depth": queue_depth}
+        for name, value in (numbers if lanes is None else {**numbers, "intra_op_parallelism": lanes}).items():
             if isinstance(value, bool) or not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if not 1 <= value < 2**63:
@@ -101,8 +100,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._lanes = lanes
         self._cache = cache_mode(cache)
         self._backend = backend
+        switches = self._single_submit, self._overlap_events
         self._engine: Engine = self._make_engine(
-            (block_size, queue_depth, self._single_submit, self._overlap_events, lanes, backend or "", self._cache)
+            (block_size, queue_depth, *switches, lanes or AUTOMATIC, backend or "", self._cache)
         )
         self._pending: Pending = native().Pending()
 
@@ -172,16 +172,16 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """Returns the constructor's ``intra_op_parallelism``."""
-        return self._lanes
+        """Returns the constructor's ``intra_op_parallelism``; 1, as DeepNVMe's default, if that is automatic."""
+        return self._lanes or 1
 
     def get_thread_count(self) -> int:
         """Returns the same as ``get_intra_op_parallelism``."""
-        return self._lanes
+        return self.get_intra_op_parallelism()
 
     def get_alignment(self) -> int:
         """Returns the bytes to which a caller may pad, as in DeepNVMe: 512 for each lane. Padding is never required."""
-        return _SECTOR * self._lanes
+        return _SECTOR * self.get_intra_op_parallelism()
 
     @property
     def backend(self) -> str:
@@ -292,7 +292,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         if async_op:
             self._engine.submit(op, buffer, filename, file_offset, validate, True, Priority.DEMAND, self._pending)
             return 0
-        self._engine.run(op, buffer, filename, file_offset, validate, self._lanes > 1)
+        self._engine.run(op, buffer, filename, file_offset, validate, self.get_intra_op_parallelism() > 1)
         return 1 + (self._pending.wait() if self._pending else 0)
 
     # Futures

@@ -25,6 +25,8 @@ inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memo
 
 inline constexpr std::uint64_t kInPlaceBytes =
     64 << 10;  // aligned transfers up to this size go in place even in small pages
+inline constexpr std::uint64_t kDividedBytes = 64 << 20;  // cached reads from here on: two lanes, if that is automatic
+inline constexpr unsigned kReadsInARow = 3;               // small ones: the third goes through the page cache
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // smaller growth is not preallocated
 inline constexpr unsigned kPatience = 16;             // consecutive refusals, as EAGAIN, of one request before a pause
 inline constexpr unsigned kMaxRetries = 1024;         // consecutive refusals of one request

@@ -170,7 +170,7 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
                           positive(queue_depth, "queue_depth"),
                           single_submit != 0,
                           overlap_events != 0,
-                          positive(lanes, "intra_op_parallelism")};
+                          lanes == 0 ? 0 : positive(lanes, "intra_op_parallelism")};  // 0: automatic
     if (options.lanes > kMaxLanes) {
       raise(bad_argument("intra_op_parallelism must be at most " + std::to_string(kMaxLanes) + ", not " +
                          std::to_string(lanes)));

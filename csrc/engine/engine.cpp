@@ -17,9 +17,14 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kLinger(50);
 
+// Automatic: jobs go to the first, which the second helps.
+std::size_t lanes_of(const EngineOptions& options) {
+  return options.lanes == 0 ? 2 : options.lanes;
+}
+
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
-  const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
+  const std::size_t guaranteed = std::min<std::size_t>(chunks, lanes_of(options) + 1);
   return {options.backends,
           options.block_size,
           options.queue_depth,
@@ -43,7 +48,7 @@ bool ask(const Interrupted& interrupted, unsigned long generation) {
 // A lane with the thread that drives it.
 class Engine::LaneThread {
 public:
-  explicit LaneThread(const LaneOptions& options) : lane_(options) {}
+  LaneThread(const LaneOptions& options, Planner::Help help) : lane_(options, std::move(help)) {}
 
   ~LaneThread() {
     if (!thread_.joinable()) return;
@@ -114,11 +119,29 @@ private:
   bool closing_ = false;
 };
 
-Engine::Engine(const EngineOptions& options) : options_(lane_options(options)), inline_lane_(options_) {
-  for (std::uint64_t i = 0; i < options.lanes; ++i) threads_.push_back(std::make_unique<LaneThread>(options_));
+Engine::Engine(const EngineOptions& options)
+    : options_(lane_options(options)),
+      automatic_(options.lanes == 0),
+      inline_lane_(options_, automatic_ ? last_lane() : Planner::Help()) {
+  for (std::size_t i = 0; i < lanes_of(options); ++i) {
+    threads_.push_back(std::make_unique<LaneThread>(options_, automatic_ && i == 0 ? last_lane() : Planner::Help()));
+  }
 }
 
-Engine::~Engine() = default;
+Planner::Help Engine::last_lane() {
+  return [this](Lane::Shares& shares) {
+    try {
+      threads_.back()->add(shares);
+      return true;
+    } catch (const std::exception&) {  // no thread
+      return false;
+    }
+  };
+}
+
+Engine::~Engine() {
+  for (auto& thread : threads_) thread.reset();  // the first before the one that helps it
+}
 
 void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted) {
   if (job->priority() == Priority::Demand) note_demand();
@@ -129,7 +152,7 @@ void Engine::run(const std::shared_ptr<Job>& job, const Interrupted& interrupted
 }
 
 void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& interrupted) {
-  Lane::Shares share = Lane::ready(split(job, 1).front());
+  Lane::Shares share = Planner::ready(split(job, 1).front());
   job->expect_shares(1);
   inline_lane_.add(std::move(share));
   const unsigned long generation = fork_generation();
@@ -144,17 +167,19 @@ void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& inte
     if (stop) job->fail(interrupted_failure());
   }
   inline_lane_.rest();
+  wait(*job, [&] { return !stop && interrupted(); });  // for a lane that helps
   if (stop) raise(interrupted_failure());
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
   if (job->priority() == Priority::Demand) note_demand();
   const std::uint64_t wanted = job->tool().lanes;
-  const std::size_t lanes = wanted == 0 ? threads_.size() : std::min<std::size_t>(wanted, threads_.size());
+  const std::size_t usual = automatic_ ? 1 : threads_.size();
+  const std::size_t lanes = wanted == 0 ? usual : std::min<std::size_t>(wanted, threads_.size());
   std::vector<Share> shares = split(job, lanes);
   std::vector<Lane::Shares> ready;
   ready.reserve(shares.size());
-  for (Share& share : shares) ready.push_back(Lane::ready(share));
+  for (Share& share : shares) ready.push_back(Planner::ready(share));
   std::size_t lane;
   {
     const std::lock_guard<std::mutex> lock(submit_mutex_);

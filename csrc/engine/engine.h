@@ -1,5 +1,6 @@
 // The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
-// intra_op_parallelism, started when the first asynchronous or parallel call needs it.
+// intra_op_parallelism, started when the first asynchronous or parallel call needs it. If their number is automatic, a
+// job has one lane, and a second one when it turns out to be a large read that the page cache has (Planner::divide).
 #pragma once
 
 #include <chrono>
@@ -20,7 +21,7 @@ struct EngineOptions {
   std::uint64_t queue_depth;
   bool single_submit;
   bool overlap_events;
-  std::uint64_t lanes;
+  std::uint64_t lanes;  // 0: automatic
 };
 
 // Polled while a thread waits; true stops the operation.
@@ -54,8 +55,10 @@ private:
 
   void run_inline(const std::shared_ptr<Job>& job, const Interrupted& interrupted);
   bool start(std::size_t lane, Lane::Shares& shares) noexcept;
+  Planner::Help last_lane();  // for other lanes
 
   const LaneOptions options_;
+  const bool automatic_;
   std::mutex inline_mutex_;
   Lane inline_lane_;
   std::vector<std::unique_ptr<LaneThread>> threads_;

@@ -40,6 +40,11 @@ public:
   const Tool& tool() const { return tool_; }
   const std::vector<Extent>& extents() const { return extents_; }
   const std::shared_ptr<Outcome>& outcome() const { return outcome_; }
+  std::uint64_t bytes() const {  // of its extents
+    std::uint64_t sum = 0;
+    for (const Extent& extent : extents_) sum += extent.bytes;
+    return sum;
+  }
 
   // Sets the population of memory that a read is to fill: no piece is planned before it has its pages.
   void await(std::shared_ptr<const Population> population) { population_ = std::move(population); }

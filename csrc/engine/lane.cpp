@@ -31,20 +31,12 @@ unsigned depth_of(const LaneOptions& options) {
 
 }  // namespace
 
-Lane::Lane(LaneOptions options)
+Lane::Lane(LaneOptions options, Planner::Help help)
     : options_(std::move(options)),
       reap_at_once_(std::clamp<std::size_t>(kReapBurst / options_.block_size, 1, kMaxReaped)),
-      planner_(options_.block_size, depth_of(options_), options_.staging, options_.admission, &counters_),
+      planner_(options_.block_size, depth_of(options_), options_.staging, options_.admission, &counters_,
+               std::move(help)),
       chunks_(StagingArea::kMostChunks) {}
-
-Lane::Shares Lane::ready(Share share) {
-  const std::size_t first = share.first;
-  const std::uint64_t skip = share.skip;
-  Shares shares;
-  shares.push_back({std::move(share), first, skip, Clock::now()});
-  shares.front().self = shares.begin();
-  return shares;
-}
 
 bool Lane::step(std::chrono::milliseconds timeout, bool blocking) noexcept {
   if (!queue_ && !open_queue()) return true;

@@ -28,12 +28,9 @@ struct LaneOptions {
 
 class Lane {
 public:
-  explicit Lane(LaneOptions options);
+  explicit Lane(LaneOptions options, Planner::Help help = {});
 
-  // Shares to be added to a lane. They are allocated where running out of memory can still be reported; afterwards
-  // nothing allocates in a way that could lose a share.
   using Shares = Planner::Shares;
-  static Shares ready(Share share);
 
   void add(Shares shares) noexcept { planner_.add(std::move(shares)); }
   bool busy() const { return planner_.busy(); }

@@ -50,6 +50,15 @@ void Planner::reserve() {
   for (unsigned i = depth_; i > 0; --i) free_flights_.push_back(i - 1);
 }
 
+Planner::Shares Planner::ready(Share share) {
+  const std::size_t first = share.first;
+  const std::uint64_t skip = share.skip;
+  Shares shares;
+  shares.push_back({std::move(share), first, skip, Clock::now()});
+  shares.front().self = shares.begin();
+  return shares;
+}
+
 bool Planner::plan() {
   copied_ = 0;
   while (!remainders_.empty() || !free_flights_.empty()) {
@@ -156,7 +165,53 @@ Planner::Planned Planner::enter_extent(ActiveShare& active) {
   }
   active.entered = true;
   active.denied = 0;
+  active.in_a_row = in_a_row(job, job.extents()[active.extent]);
+  if (help_ && !active.begun && !active.share.claims) divide(active);
   return Planned::Piece;
+}
+
+// Gives half of a large read to another lane if the page cache has it: copying is the processor's work. Not of a job
+// that was divided already, or for which the caller says how many lanes it has: so the share is the whole job.
+void Planner::divide(ActiveShare& active) noexcept {
+  const std::shared_ptr<Job>& job = active.share.job;
+  const Extent& extent = job->extents()[active.extent];
+  if (job->op() != Op::Read || job->tool().lanes != 0 || job->bytes() < kDividedBytes || extent.device) return;
+  File& file = extent.file->file();
+  if (file.cache() != Cache::Auto || !file.direct_possible()) return;
+  if (!file.resident(active.residency, extent.offset, extent.bytes, extent.offset + extent.bytes)) {
+    active.residency = {};  // a part of it may be there
+    return;
+  }
+  try {
+    const std::vector<Share> halves = split(job, 2);
+    if (halves.size() < 2) return;
+    Shares other = ready(halves[1]);
+    job->expect_shares(2);
+    active.share.last = halves[0].last;
+    active.share.stop = halves[0].stop;
+    active.share.claim_files();
+    other.front().share.claim_files();
+    if (!help_(other)) schedule_.add(std::move(other));
+  } catch (const std::bad_alloc&) {  // goes on alone
+  }
+}
+
+// Returns whether a small read, with nothing else in flight, continues others of its file: then it is faster through
+// the page cache, for which the kernel reads ahead.
+bool Planner::in_a_row(const Job& job, const Extent& extent) {
+  if (job.op() != Op::Read || job.extents().size() != 1 || extent.bytes > kInPlaceBytes) return false;
+  if (extent.device || extent.spans || !idle()) return false;
+  File& file = extent.file->file();
+  Row& row = rows_[file.inode() % rows_.size()];
+  const bool next = row.inode == file.inode() && row.end == extent.offset;
+  row = {file.inode(), extent.offset + extent.bytes, next ? row.reads + 1 : 1};
+  if (row.reads < kReadsInARow || file.cache() != Cache::Auto) return false;
+  try {
+    file.buffered();
+    return true;
+  } catch (const IoError&) {  // no second descriptor: a direct read will do
+    return false;
+  }
 }
 
 // Handles a lack of descriptors: waits if transfers in flight will free some, otherwise only for a while.
@@ -182,7 +237,7 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
   const bool scattered = extent.spans != nullptr;
   std::byte* const memory = scattered ? nullptr : extent.memory + flight.position;
   const std::uint64_t offset = extent.offset + flight.position;
-  const Layout layout{file.direct_possible(),
+  const Layout layout{file.direct_possible() && !active.in_a_row,
                       file.memory_alignment(),
                       file.offset_alignment(),
                       file.edge(),

@@ -3,8 +3,10 @@
 // it can be tested without one. Used by one thread at a time.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <vector>
@@ -33,6 +35,7 @@ struct ActiveShare {
   bool planned = false;  // every piece was planned
   SharedFile* held = nullptr;
   bool entered = false;      // holds the extent's file, which is prepared
+  bool in_a_row = false;     // continues other small reads: through the page cache
   unsigned denied = 0;       // consecutive failures to get a descriptor
   Residency residency = {};  // of the extent
   std::list<ActiveShare>::iterator self = {};
@@ -61,14 +64,21 @@ struct Flight {
 class Planner {
 public:
   using Shares = std::list<ActiveShare>;
+  // Starts shares on another lane; false, and they are left, if it has no thread.
+  using Help = std::function<bool(Shares&)>;
 
   Planner(std::uint64_t block_size, unsigned depth, std::shared_ptr<StagingBudget> staging,
-          std::shared_ptr<Admission> admission, Counters* counters)
+          std::shared_ptr<Admission> admission, Counters* counters, Help help = {})
       : block_size_(block_size),
         depth_(depth),
         staging_(std::move(staging)),
         admission_(std::move(admission)),
-        counters_(counters) {}
+        counters_(counters),
+        help_(std::move(help)) {}
+
+  // Shares to be added. They are allocated where running out of memory can still be reported; afterwards nothing
+  // allocates in a way that could lose a share.
+  static Shares ready(Share share);
 
   // Allocates for all that can be in flight, so that no transfer needs memory later. Throws std::bad_alloc.
   void reserve();
@@ -112,6 +122,8 @@ private:
   Planned plan_remainder();
   Planned plan_share(ActiveShare& active);
   Planned enter_extent(ActiveShare& active);
+  void divide(ActiveShare& active) noexcept;
+  bool in_a_row(const Job& job, const Extent& extent);
   Planned denied(ActiveShare& active, Failure failure);
   Planned plan_piece(unsigned slot, std::uint64_t* advanced);
   std::uint64_t read_cached(ActiveShare& active, const Extent& extent, std::uint64_t position, std::uint64_t bytes);
@@ -127,6 +139,7 @@ private:
   StagingArea staging_;
   const std::shared_ptr<Admission> admission_;
   Counters* const counters_;
+  const Help help_;
   Schedule<ActiveShare> schedule_;
   Shares draining_, ended_;
   std::vector<Flight> flights_;
@@ -136,6 +149,11 @@ private:
   bool pause_ = false;
   bool at_gate_ = false;      // everything left to plan waits for other threads
   std::uint64_t copied_ = 0;  // since plan() began
+  struct Row {
+    std::uint64_t inode = 0, end = 0;
+    unsigned reads = 0;
+  };
+  std::array<Row, 16> rows_;  // of small reads: the latest of some files
 };
 
 // Copies between a flight's staging block and its memory: into the block for Op::Write, out of it for Op::Read.

@@ -77,8 +77,7 @@ void Share::release_files() noexcept {
 
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes) {
   const std::vector<Extent>& extents = job->extents();
-  std::uint64_t total = 0;
-  for (const Extent& extent : extents) total += extent.bytes;
+  const std::uint64_t total = job->bytes();
   const std::uint64_t target = total / lanes + (total % lanes != 0);
 
   std::vector<Share> shares;

@@ -73,6 +73,7 @@ class adaptive_handle(tuned_handle):  # noqa: N801  (as aio_handle)
         if self._mode == "off":
             return super()._make_engine(settings)
         block_size, queue_depth, *switches, lanes, backend, cache = settings
+        lanes = lanes or 1
         lanes_fixed = {"intra_op_parallelism", "num_threads"} & set(self._overrides)
         most_lanes = lanes if lanes_fixed else max(lanes, min(_MOST_LANES, max(2, len(os.sched_getaffinity(0)))))
         fixed = (

@@ -423,3 +423,25 @@ TEST(a_job_that_ended_has_closed_its_files) {
     CHECK_EQUAL(open_files(), before);
   });
 }
+
+TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {
+  on_every_backend([](const Backend& backend) {
+    const std::string path = directory() / "cached";
+    const Bytes data = pattern(kDividedBytes + 1, 1);
+    support::write_file(path, data);
+    const Memory first(data.size()), second(data.size(), 8);
+    std::vector<std::shared_ptr<Job>> jobs;
+    for (const Memory* memory : {&first, &second}) {
+      jobs.push_back(job_of(Op::Read, {extent(path, Op::Read, *memory, 0, Cache::Auto)}));
+    }
+    {
+      Engine engine(engine_options(backend, 1 << 20, 8, 0));
+      engine.submit(jobs[1]);
+      engine.run(jobs[0], never);
+      check_moved(jobs[0], data.size());
+    }
+    check_moved(jobs[1], data.size());
+    check_equal(first, data);
+    check_equal(second, data);
+  });
+}

@@ -20,14 +20,24 @@ constexpr unsigned kDepth = 4;
 
 struct Planned {
   Counters counters;
-  Planner planner{kBlock, kDepth, std::make_shared<StagingBudget>(4), std::make_shared<Admission>(), &counters};
+  Planner::Shares helped;  // what was given to another lane
+  Planner planner{kBlock,
+                  kDepth,
+                  std::make_shared<StagingBudget>(4),
+                  std::make_shared<Admission>(),
+                  &counters,
+                  [this](Planner::Shares& shares) {
+                    helped.splice(helped.end(), shares);
+                    return true;
+                  }};
 
   Planned() { planner.reserve(); }
 
-  std::shared_ptr<Job> add(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand) {
-    auto job = std::make_shared<Job>(op, std::move(extents), priority);
+  std::shared_ptr<Job> add(Op op, std::vector<Extent> extents, Priority priority = Priority::Demand,
+                           const Tool& tool = {}) {
+    auto job = std::make_shared<Job>(op, std::move(extents), priority, tool);
     job->expect_shares(1);
-    planner.add(Lane::ready(split(job, 1).front()));
+    planner.add(Planner::ready(split(job, 1).front()));
     return job;
   }
 
@@ -58,6 +68,16 @@ struct Planned {
     return moved;
   }
 };
+
+// Returns whether files here are read directly, unless the page cache has them, which can be told and changed.
+bool cache_decides() {
+  support::write_file(directory() / "asked", support::pattern(kBlock, 1));
+  support::evict(directory() / "asked");
+  const auto file = File::open(directory() / "asked", Op::Read, Cache::Auto);
+  if (file->direct_possible() && cached_pages(file->direct(), 0, 0).value_or(1) == 0) return true;
+  check::skipped("what is in the page cache cannot be told, or not be changed, here");
+  return false;
+}
 
 }  // namespace
 
@@ -154,16 +174,12 @@ TEST(a_stopped_job_gives_its_planned_requests_up) {
 }
 
 TEST(what_is_known_of_one_extent_is_not_believed_of_the_next) {
+  if (!cache_decides()) return;
   Planned planned;
   const Bytes data = support::pattern(2 * kBlock, 3);
   support::write_file(directory() / "cold", data);
   support::evict(directory() / "cold");
   support::write_file(directory() / "cached", data);
-  const auto file = File::open(directory() / "cold", Op::Read, Cache::Auto);
-  if (!file->direct_possible() || cached_pages(file->direct(), 0, 0).value_or(1) > 0) {
-    check::skipped("what is in the page cache cannot be told, or not be changed, here");
-    return;
-  }
   const Memory first(data.size()), second(data.size());
   planned.add(Op::Read, {extent(directory() / "cold", Op::Read, first, 0, Cache::Auto),
                          extent(directory() / "cached", Op::Read, second, 0, Cache::Auto)});
@@ -173,4 +189,92 @@ TEST(what_is_known_of_one_extent_is_not_believed_of_the_next) {
   }
   CHECK_EQUAL(planned.counters.cached_bytes.value(), data.size());
   CHECK_EQUAL(support::difference(second.data(), data.data(), data.size()), data.size());
+}
+
+TEST(half_of_a_large_read_that_is_cached_is_given_to_another_lane) {
+  if (!cache_decides()) return;
+  const std::string path = directory() / "large";
+  const Bytes data = support::pattern(kDividedBytes + 100, 4);
+  struct Case {
+    const char* name;
+    std::uint64_t skip;  // bytes that are not read
+    Tool tool;
+    Cache cache;
+    bool cold, divided;
+  };
+  Tool one_lane;
+  one_lane.lanes = 1;
+  for (const Case& now : {Case{"cached", 0, {}, Cache::Auto, false, true},
+                          {"smaller", 101, {}, Cache::Auto, false, false},
+                          {"one lane", 0, one_lane, Cache::Auto, false, false},
+                          {"past the cache", 0, {}, Cache::Direct, false, false},
+                          {"cold", 0, {}, Cache::Auto, true, false}}) {
+    const check::Context context(now.name);
+    Planned planned;
+    support::write_file(path, data);
+    if (now.cold) support::evict(path);
+    const Memory memory(data.size() - now.skip);
+    const auto job = planned.add(Op::Read, {extent(path, Op::Read, memory, now.skip, now.cache)}, {}, now.tool);
+    const auto move_all = [&] {
+      while (planned.planner.busy()) {
+        planned.planner.plan();
+        planned.move();
+      }
+    };
+    move_all();
+    CHECK_EQUAL(planned.helped.size(), std::size_t{now.divided});
+    if (now.divided) {
+      CHECK(!job->outcome()->done(), "the job to wait for the other half");
+      CHECK_EQUAL(planned.counters.read_bytes.value(), kDividedBytes / 2 + kMaxEdge);
+      planned.planner.add(std::move(planned.helped));
+      move_all();
+      CHECK_EQUAL(planned.counters.cached_bytes.value(), data.size());
+    }
+    CHECK_EQUAL(job->outcome()->bytes(), memory.size());
+    CHECK_EQUAL(support::difference(memory.data(), data.data() + now.skip, memory.size()), memory.size());
+  }
+}
+
+TEST(small_reads_in_a_row_go_through_the_page_cache) {
+  if (!cache_decides()) return;
+  const std::string path = directory() / "row";
+  const Bytes data = support::pattern(16 * kBlock, 5);
+  support::write_file(path, data);
+  struct Case {
+    const char* name;
+    std::vector<std::uint64_t> offsets;
+    std::uint64_t bytes;
+    Cache cache;
+    unsigned at_once;  // reads in flight
+    std::uint64_t cached;
+  };
+  constexpr std::uint64_t k = 4096;
+  for (const Case& now : {Case{"in a row", {k, 2 * k, 3 * k, 4 * k}, k, Cache::Auto, 1, 2 * k},
+                          {"largest", {0, kBlock, 2 * kBlock}, kBlock, Cache::Auto, 1, kBlock},
+                          {"larger", {0, kBlock + k, 2 * kBlock + 2 * k}, kBlock + k, Cache::Auto, 1, 0},
+                          {"with gaps", {0, 8 * k, 16 * k, 24 * k, 32 * k}, k, Cache::Auto, 1, 0},
+                          {"interrupted", {0, k, 8 * k, 9 * k, 2 * k, 3 * k}, k, Cache::Auto, 1, 0},
+                          {"two at once", {0, k, 2 * k, 3 * k}, k, Cache::Auto, 2, 0},
+                          {"past the cache", {0, k, 2 * k, 3 * k}, k, Cache::Direct, 1, 0}}) {
+    const check::Context context(now.name);
+    Planned planned;
+    std::uint64_t through_cache = 0;
+    const Memory memory(now.bytes);
+    for (std::size_t i = 0; i < now.offsets.size();) {
+      support::evict(path);  // so that only the way says which it takes
+      for (unsigned beside = 0; beside < now.at_once; ++beside) {
+        planned.add(Op::Read, {extent(path, Op::Read, memory, now.offsets[i++], now.cache)});
+      }
+      while (planned.planner.busy()) {
+        planned.planner.plan();
+        for (const unsigned slot : planned.planner.ready()) {
+          const Flight& flight = planned.planner.flight(slot);
+          if (flight.piece.route == Route::Buffered) through_cache += flight.piece.bytes;
+        }
+        planned.move();
+      }
+      CHECK_EQUAL(support::difference(memory.data(), data.data() + now.offsets[i - 1], now.bytes), now.bytes);
+    }
+    CHECK_EQUAL(through_cache, now.cached);
+  }
 }

@@ -51,7 +51,7 @@ def test_a_handle_says_what_it_is() -> None:
     handle = aio_handle(4096, 8, backend="threads", cache="direct")
     words = (
         "aio_handle(block_size=4096, queue_depth=8, single_submit=False, overlap_events=False, "
-        "intra_op_parallelism=1, backend='threads', cache='direct')"
+        "intra_op_parallelism=None, backend='threads', cache='direct')"
     )
     assert repr(handle) == words
     handle.close()
