@@ -29,7 +29,6 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.file_rows import LEARNING, practised
-from nvme_ops.adaptive import dictionary
 from nvme_ops.arguments import size
 from nvme_ops.bench import fio
 from nvme_ops.bench.engines import deepspeed, unavailable
@@ -40,6 +39,7 @@ from nvme_ops.measuring.energy import Meter
 from nvme_ops.measuring.files import filled, make_cold
 from nvme_ops.settings import PAGE
 from nvme_ops.text import GIB, MIB, parse_size, size_words
+from nvme_ops.tuning import dictionary
 
 GROUPS = {
     "read": "cold reads of tensors of each size, in GB/s",
@@ -143,12 +143,12 @@ def handle_rows(work: Work) -> list[Row]:
         call = getattr(handle, op)
         return lambda tensor, offset: call(tensor, work.file, offset)
 
-    adaptive = nvme_ops.adaptive_handle(work.path)
+    adaptive = nvme_ops.aio_handle.adaptive(work.path)
     other_class = nvme_ops.empty(PAGE if work.each > PAGE else 4 * PAGE, dtype=torch.uint8)
 
     def begin_anew() -> None:
         know_nothing()
-        anew[:] = [by(nvme_ops.adaptive_handle(work.path))]
+        anew[:] = [by(nvme_ops.aio_handle.adaptive(work.path))]
         anew[0](other_class, 0)  # starting is not exploration: it costs every handle the same
         make_cold(work.path)
 

@@ -29,7 +29,7 @@ _PLAIN = ("python", "torch")
 
 
 def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
-    """Has ``adaptive_handle`` learn before the row is checked."""
+    """Has an adaptive handle learn before the row is checked."""
     check = row.check
 
     def learn_and_check() -> None:

@@ -20,6 +20,7 @@ import torch
 
 import nvme_ops
 from benchmarks.file_rows import practised
+from nvme_ops import gds
 from nvme_ops.bench.engines import Contender, deepspeed, make_row, unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.measure import Row, Sample, Unavailable
@@ -37,7 +38,7 @@ BOUNCE = "nvme_ops aio_handle, GPU memory"
 GDS = "nvme_ops gds_handle"
 GDS_PINNED = "nvme_ops gds_handle, pinned tensor"
 GDS_OFF = "nvme_ops gds_handle, NVME_OPS_GDS=off"
-ADAPTIVE = "nvme_ops adaptive_handle, GPU memory"
+ADAPTIVE = "nvme_ops adaptive, GPU memory"
 GDSIO = "gdsio, to the GPU"
 GDSIO_HOST = "gdsio, by way of the CPU"
 
@@ -129,9 +130,10 @@ def gds_row(
 
 
 def adaptive_row(work: GpuWork) -> Row:
-    """``adaptive_handle``, once it has learned which way to take."""
+    """An adaptive handle, once it has learned which way to take; with cuFile if the op is built."""
+    kind = nvme_ops.gds_handle if gds.is_ready() else nvme_ops.aio_handle
     made = functools.cache(
-        lambda: nvme_ops.adaptive_handle(work.path, block_size=work.block_size, intra_op_parallelism=work.threads)
+        lambda: kind.adaptive(work.path, block_size=work.block_size, intra_op_parallelism=work.threads)
     )
     row = tensor_row(work, ADAPTIVE, lambda: work.buffer, lambda tensor: mover(made(), work)(tensor))
     return practised(row, work.path, lambda: mover(made(), work)(work.buffer))

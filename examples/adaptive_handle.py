@@ -13,7 +13,7 @@ def main(folder: str) -> None:
     path = os.path.join(folder, "weights")
     weights = torch.randn(1000, 1000)
     loaded = torch.empty_like(weights)
-    with nvme_ops.adaptive_handle(folder) as handle:
+    with nvme_ops.aio_handle.adaptive(folder) as handle:
         for _ in range(20):  # by then it knows
             handle.sync_pwrite(weights, path)
             handle.sync_pread(loaded, path)

@@ -10,7 +10,7 @@ import nvme_ops
 
 
 def main(folder: str) -> None:
-    handle = nvme_ops.tuned_handle(folder)  # what nvme-tune found for the device, else the defaults
+    handle = nvme_ops.aio_handle.tuned(folder)  # what nvme-tune found for the device, else the defaults
     print(f"{handle.get_block_size()} bytes x {handle.get_queue_depth()}, {handle.get_intra_op_parallelism()} lanes")
 
     path = os.path.join(folder, "weights")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nvme_ops import data as data
     from nvme_ops import dcp as dcp
     from nvme_ops import offload as offload
-    from nvme_ops.adaptive.handle import adaptive_handle as adaptive_handle
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import save_async as save_async
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from nvme_ops.gds import gds_handle as gds_handle
     from nvme_ops.handle import aio_handle as aio_handle
     from nvme_ops.tensors import empty as empty
-    from nvme_ops.tune.handle import tuned_handle as tuned_handle
 
 __version__ = "0.1.0"
 
@@ -44,7 +42,6 @@ _MODULE_OF = {
     "FormatError": "nvme_ops.errors",
     "IoFuture": "nvme_ops.future",
     "Priority": "nvme_ops.engine",
-    "adaptive_handle": "nvme_ops.adaptive.handle",
     "aio_handle": "nvme_ops.handle",
     "empty": "nvme_ops.tensors",
     "gds_handle": "nvme_ops.gds",
@@ -52,7 +49,6 @@ _MODULE_OF = {
     "open": "nvme_ops.file",
     "save": "nvme_ops.checkpoint.api",
     "save_async": "nvme_ops.checkpoint.background",
-    "tuned_handle": "nvme_ops.tune.handle",
 }
 
 
@@ -63,7 +59,6 @@ __all__ = [
     "IoFuture",
     "Priority",
     "__version__",
-    "adaptive_handle",
     "aio_handle",
     "data",
     "dcp",
@@ -74,7 +69,6 @@ __all__ = [
     "open",
     "save",
     "save_async",
-    "tuned_handle",
 ]
 
 if not TYPE_CHECKING:  # so that a name which is not there is an error to type checkers

@@ -1,6 +1,6 @@
 """``Engine``: the interface between a handle and what moves its bytes.
 
-``aio_handle`` and ``gds_handle`` each have one; that of an ``adaptive_handle`` learns which tool suits each transfer.
+``aio_handle`` and ``gds_handle`` each have one; that of an adaptive one learns which tool suits each transfer.
 Only the handles and this module access a handle's engine.
 """
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from nvme_ops.handle import FileName, aio_handle
     from nvme_ops.ops.async_io import Operation, Pending
+
+
+AUTOMATIC = 0  #: lanes: as many as a transfer needs
 
 
 class Op(enum.IntEnum):

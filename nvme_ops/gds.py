@@ -94,9 +94,11 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         RuntimeError: cuFile cannot work here, and ``NVME_OPS_GDS`` is not ``off``; the message says why.
     """
 
-    def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
+    _way = "gds"
+
+    def _make_engine(self) -> Engine:
         self._gds = opened(mode_of_environment())
-        return Engines(super()._make_engine(settings), self._gds.Engine(*settings))
+        return Engines(super()._make_engine(), self._native_engine(self._gds))
 
     @property
     def last_path(self) -> str | None:

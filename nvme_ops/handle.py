@@ -6,14 +6,15 @@ The native module ``async_io`` re-exports everything in ``__all__``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from nvme_ops import pin_memory
 from nvme_ops._native import native
-from nvme_ops.engine import ClosedEngine, Engine, Op, Priority, Statistics, statistics_of
+from nvme_ops.engine import AUTOMATIC, ClosedEngine, Engine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
 
@@ -25,14 +26,15 @@ if TYPE_CHECKING:
 
     from nvme_ops.file import File
     from nvme_ops.ops.async_io import OpenFile, Pending
+    from nvme_ops.tuning.dictionary import Dictionary, Learned
 
+    Way: TypeAlias = Literal["cpu", "gpu", "gds"]
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
     Source: TypeAlias = torch.Tensor | ReadableBuffer
     Target: TypeAlias = torch.Tensor | WriteableBuffer
 
 __all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
-AUTOMATIC = 0  # lanes, to the native engine
 _SECTOR = 512  # bytes: what DeepNVMe aligns to
 
 
@@ -69,6 +71,10 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         RuntimeError: the backend asked for by name does not work here; the message says why.
     """
 
+    _way = "cpu"  # to a tensor, as nvme-tune knows it
+    _dictionary: Dictionary | None = None  # of one that learns
+    _learns_for: dict[str, Any]  # its arguments
+
     def __init__(
         self,
         block_size: int = 1048576,
@@ -100,14 +106,95 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         self._lanes = lanes
         self._cache = cache_mode(cache)
         self._backend = backend
-        switches = self._single_submit, self._overlap_events
-        self._engine: Engine = self._make_engine(
-            (block_size, queue_depth, *switches, lanes or AUTOMATIC, backend or "", self._cache)
-        )
+        self._engine: Engine = self._make_engine()
         self._pending: Pending = native().Pending()
 
-    def _make_engine(self, settings: tuple[Any, ...]) -> Engine:
-        engine: Engine = native().Engine(*settings)
+    @classmethod
+    def tuned(cls, path: str | os.PathLike[str], *, way: Way | None = None, **given: Any) -> Self:
+        """Returns a handle with the settings that ``nvme-tune`` found for the device under ``path``; else the defaults.
+
+        Args:
+            path: a file or folder, which need not exist yet; the folder that it is to be in must. It only identifies
+                the device: the handle reads and writes any file.
+            way: what was tuned: ``"cpu"``; ``"gpu"`` or ``"gds"`` for what ``nvme-tune --gpu`` and ``--gds`` found.
+                None: ``"gds"`` for a ``gds_handle``, else ``"cpu"``.
+            given: arguments of the handle, which are used as they are given.
+
+        Raises:
+            FileNotFoundError: the folder of ``path`` is missing.
+            ValueError: as for the arguments.
+
+        Warns:
+            RuntimeWarning: what is stored is damaged, or others can change it; it is ignored.
+        """
+        from nvme_ops.tuning import store
+
+        backend = aio_handle(backend=given.get("backend")).backend
+        return cls(**store.arguments(path, way or cls._way, backend, given))
+
+    @classmethod
+    def adaptive(cls, path: str | os.PathLike[str], *, way: Way | None = None, **given: Any) -> Self:
+        """Returns a ``tuned`` handle that learns, for each class of transfers, which of several tools is the fastest.
+
+        A class is a direction, a size (powers of 4 from 4 KiB to 1 GiB), a place in memory (pageable, aligned, huge or
+        page-locked pages, an accelerator), whether the page cache has the bytes, and how much else is in flight. The
+        tools of a class differ from the handle's settings in one respect each: block size, queue depth, lanes, staged
+        or in place, the page cache, with a ``gds_handle`` page-locked memory instead of cuFile. All of them move the
+        same bytes.
+
+        The first 20 transfers or so of a class try its tools and drop the worst first; later ones use the best. The
+        tools are tried again when the best one's cost rises or falls by a factor of 1.5, and after 1024 transfers in
+        any case. Nothing is transferred that the program does not ask for. What was learned is kept for each device in
+        the user's cache folder, when a handle is closed or dropped and at exit; the next program starts from it. The
+        handles of a process that use the same device learn together. ``explain`` tells what was learned.
+
+        The environment variable ``NVME_OPS_ADAPTIVE``, read when a handle is made, limits it: ``frozen`` uses what is
+        known and learns nothing, so that the same calls always use the same tools; ``off`` makes it a ``tuned`` handle.
+
+        Args:
+            path: as for ``tuned``.
+            way: as there.
+            given: arguments of the handle, which are never changed.
+
+        Raises:
+            FileNotFoundError: the folder of ``path`` is missing.
+            ValueError: as for the arguments; an unknown value of ``NVME_OPS_ADAPTIVE``.
+        """
+        from nvme_ops.storage.identity import identify
+        from nvme_ops.tuning.dictionary import dictionary_of
+
+        handle = cls.tuned(path, way=way, **given)
+        device = identify(path, way or cls._way, handle.backend)
+        handle._dictionary = dictionary_of(device, handle._settings(), given)
+        if handle._dictionary is not None:
+            handle._learns_for = {"path": os.path.abspath(os.fspath(path)), "way": way, **given}
+            handle._engine = handle._make_engine()
+            weakref.finalize(handle, handle._dictionary.save)
+        return handle
+
+    def learned(self) -> list[Learned]:
+        """Returns what an ``adaptive`` handle knows about each class of transfers on its device; else nothing."""
+        if self._dictionary is None:
+            return []
+        if not self.closed:
+            self._engine.sweep()
+        return self._dictionary.learned()
+
+    def explain(self) -> str:
+        """Returns ``learned`` in words: for each class what is used, how fast it is, and what else was tried."""
+        if self._dictionary is None:
+            return "not adaptive, or NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings"
+        lines = [str(one) for one in self.learned()]
+        return "\n".join([*lines, "" if lines else "nothing was transferred yet", self._dictionary.words()]).strip()
+
+    def _make_engine(self) -> Engine:
+        return self._native_engine(native())
+
+    def _native_engine(self, module: Any) -> Engine:
+        experience = None if self._dictionary is None else self._dictionary.of(module)
+        sizes, switches = (self._block_size, self._queue_depth), (self._single_submit, self._overlap_events)
+        lanes = AUTOMATIC if self._lanes is None else self._lanes
+        engine: Engine = module.Engine(*sizes, *switches, lanes, self._backend or "", self._cache, experience)
         return engine
 
     def close(self) -> None:
@@ -115,12 +202,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
         Any later use raises ValueError. A handle that is dropped is closed as well, without raising.
         """
-        if isinstance(self._engine, ClosedEngine):
-            return
         try:
-            self.wait()
+            if not self.closed:
+                self.wait()
         finally:
             self._engine = ClosedEngine()
+            if self._dictionary is not None:
+                self._dictionary.save()
 
     @property
     def closed(self) -> bool:
@@ -152,7 +240,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the handle's settings: unpickling makes a new handle with the same ones."""
+        """Pickles the handle's settings: unpickling makes a new handle with the same ones, adaptive if this one is."""
+        if self._dictionary is not None:
+            return made, (type(self).adaptive, self._learns_for)
         return made, (type(self), self._settings())
 
     def get_block_size(self) -> int:
@@ -402,9 +492,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return pin_memory.is_pinned(buffer)
 
 
-def made(kind: type[aio_handle], settings: dict[str, Any]) -> aio_handle:
+def made(make: Callable[..., aio_handle], settings: dict[str, Any]) -> aio_handle:
     """Makes a handle from what was pickled."""
-    return kind(**settings)
+    return make(**settings)
 
 
 def aio_read(

@@ -10,6 +10,7 @@ inline constexpr std::uint64_t kBlockSize = 1 << 20;  // DeepNVMe's defaults for
 inline constexpr std::uint64_t kQueueDepth = 128;
 
 inline constexpr std::uint64_t kMaxLanes = 1024;
+inline constexpr std::uint64_t kAutomaticLanes = 2;
 inline constexpr std::uint64_t kMaxQueueDepth = 4096;      // deeper is accepted; no device queue is deeper
 inline constexpr std::uint64_t kMaxTransfer = 0x7ffff000;  // MAX_RW_COUNT: the most that one read(2) or write(2) moves
 inline constexpr std::uint64_t kPageSize = 4096;           // the smallest unit in which direct and cached I/O are mixed

@@ -1,5 +1,6 @@
 #include "binding/engine_type.h"
 
+#include <algorithm>
 #include <chrono>
 #include <set>
 #include <string>
@@ -165,19 +166,23 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
                           &backend_name, &cache, &experience)) {
       throw PythonError();
     }
+    const std::shared_ptr<Learner> learner = learner_of(experience);
+    const bool automatic = lanes == 0;
+    const std::uint64_t given = automatic ? kAutomaticLanes : positive(lanes, "intra_op_parallelism");
     EngineOptions options{{},
                           positive(block_size, "block_size"),
                           positive(queue_depth, "queue_depth"),
                           single_submit != 0,
                           overlap_events != 0,
-                          lanes == 0 ? 0 : positive(lanes, "intra_op_parallelism")};  // 0: automatic
+                          std::max(given, learner ? learner->experience.bounds().lanes : 0),
+                          automatic};
     if (options.lanes > kMaxLanes) {
       raise(bad_argument("intra_op_parallelism must be at most " + std::to_string(kMaxLanes) + ", not " +
                          std::to_string(lanes)));
     }
     const Cache mode = cache_named(cache);
     options.backends = choose_backends(backend_name);
-    auto engine = std::make_unique<BoundEngine>(std::move(options), mode, learner_of(experience));
+    auto engine = std::make_unique<BoundEngine>(std::move(options), mode, learner);
     Ref self = new_object(type);
     reinterpret_cast<EngineObject*>(self.get())->engine = engine.release();
     return self.release();

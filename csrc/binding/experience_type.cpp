@@ -33,7 +33,7 @@ bool to_tool(PyObject* object, Tool* tool) {
 
 Ref from_tool(const Tool& tool) {
   const auto number = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
-  return checked(Py_BuildValue("(KKKOOi)", number(tool.block_size), number(tool.queue_depth), number(tool.lanes),
+  return checked(Py_BuildValue("[KKKOOi]", number(tool.block_size), number(tool.queue_depth), number(tool.lanes),
                                tool.in_place ? Py_True : Py_False, tool.bounce ? Py_True : Py_False,
                                static_cast<int>(tool.cache)));
 }
@@ -83,19 +83,18 @@ PyObject* restore(PyObject* self, PyObject* arguments) {
     }
     const TransferClass kind{static_cast<Op>(op != 0), static_cast<std::uint8_t>(size), static_cast<Place>(place),
                              cached != 0, static_cast<Concurrency>(concurrency)};
-    std::vector<Tool> found;
-    const Ref known = tuple_of(tools, "tools must be a sequence");
-    for (Py_ssize_t i = 0; i < PyTuple_Size(known.get()); ++i) {
-      if (!to_tool(PyTuple_GetItem(known.get(), i), &found.emplace_back())) throw PythonError();
-    }
+    Experience& experience = (*reinterpret_cast<ExperienceObject*>(self)->learner)->experience;
+    const int same =
+        PyObject_RichCompareBool(list_of(tools_for(kind, experience.bounds()), from_tool).get(), tools, Py_EQ);
+    if (same < 0) throw PythonError();
+    if (same == 0) Py_RETURN_NONE;  // of other settings
     std::vector<double> values;
     const Ref list = tuple_of(costs, "costs must be a sequence");
     for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
       values.push_back(PyFloat_AsDouble(PyTuple_GetItem(list.get(), i)));
       if (PyErr_Occurred()) throw PythonError();
     }
-    Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
-    learner.experience.restore(kind, found, static_cast<std::size_t>(chosen), values, usual, transfers);
+    experience.restore(kind, static_cast<std::size_t>(chosen), values, usual, transfers);
     Py_RETURN_NONE;
   });
 }

@@ -17,14 +17,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kLinger(50);
 
-// Automatic: jobs go to the first, which the second helps.
-std::size_t lanes_of(const EngineOptions& options) {
-  return options.lanes == 0 ? 2 : options.lanes;
-}
-
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
-  const std::size_t guaranteed = std::min<std::size_t>(chunks, lanes_of(options) + 1);
+  const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
   return {options.backends,
           options.block_size,
           options.queue_depth,
@@ -121,9 +116,9 @@ private:
 
 Engine::Engine(const EngineOptions& options)
     : options_(lane_options(options)),
-      automatic_(options.lanes == 0),
+      automatic_(options.automatic),
       inline_lane_(options_, automatic_ ? last_lane() : Planner::Help()) {
-  for (std::size_t i = 0; i < lanes_of(options); ++i) {
+  for (std::uint64_t i = 0; i < options.lanes; ++i) {
     threads_.push_back(std::make_unique<LaneThread>(options_, automatic_ && i == 0 ? last_lane() : Planner::Help()));
   }
 }

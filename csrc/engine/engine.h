@@ -1,6 +1,6 @@
 // The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
-// intra_op_parallelism, started when the first asynchronous or parallel call needs it. If their number is automatic, a
-// job has one lane, and a second one when it turns out to be a large read that the page cache has (Planner::divide).
+// intra_op_parallelism, started when the first asynchronous or parallel call needs it. If that is automatic, a job has
+// the first lane, and the last as well when it turns out to be a large read that the page cache has (Planner::divide).
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,8 @@ struct EngineOptions {
   std::uint64_t queue_depth;
   bool single_submit;
   bool overlap_events;
-  std::uint64_t lanes;  // 0: automatic
+  std::uint64_t lanes;
+  bool automatic = false;  // of the lanes a job has one, or two, unless its tool says how many
 };
 
 // Polled while a thread waits; true stops the operation.

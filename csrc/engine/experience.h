@@ -78,9 +78,9 @@ public:
   void forget();
 
   const std::map<TransferClass, Entry>& entries() const { return entries_; }
-  // Adds what was learned before, unless the class is known or would not have these tools here.
-  void restore(const TransferClass& kind, const std::vector<Tool>& tools, std::size_t chosen,
-               const std::vector<double>& costs, double usual, std::uint64_t transfers);
+  // Adds what was learned before with tools_for() the class, unless it is known.
+  void restore(const TransferClass& kind, std::size_t chosen, const std::vector<double>& costs, double usual,
+               std::uint64_t transfers);
 
 private:
   Entry& entry_of(const TransferClass& kind);

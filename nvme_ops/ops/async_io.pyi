@@ -59,6 +59,7 @@ class Experience:
         tools: Sequence[Sequence[int]],
         costs: Sequence[float],
         chosen: int,
+        usual: float,
         transfers: int,
         /,
     ) -> None: ...

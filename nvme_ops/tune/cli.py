@@ -10,8 +10,9 @@ from pathlib import Path
 from nvme_ops.arguments import command, say, show
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable
-from nvme_ops.tune import options, report, store
+from nvme_ops.tune import options, report
 from nvme_ops.tune.devices import TuneResult, tune
+from nvme_ops.tuning import store
 
 
 @command("nvme-tune")
@@ -51,17 +52,17 @@ def _show(result: TuneResult) -> None:
 def _keep(result: TuneResult) -> None:
     for tuned in result.devices:
         details = report.details(tuned)
-        known = None if result.options.replace else store.document(tuned.identity)
-        if known and (problem := store.why_keep(known, details)):
-            say(f"not kept for tuned_handle, which has the result of {known.get('tuned')}: {problem}; "
+        known = None if result.options.replace else store.load(tuned.identity, "tuned", store.settings_of)
+        if known and (problem := report.why_keep(known, details)):
+            say(f"not kept for aio_handle.tuned, which has the result of {known.get('date')}: {problem}; "
                  "--replace keeps this one")  # fmt: skip
             continue
         try:
-            path = store.save(tuned.identity, tuned.outcome.best, details)
+            path = store.keep(tuned.identity, tuned.outcome.best, details)
         except (OSError, RuntimeError) as error:
-            say(f"nvme-tune: warning: not kept for tuned_handle: {error}")
+            say(f"nvme-tune: warning: not kept for aio_handle.tuned: {error}")
         else:
-            say(f"kept for tuned_handle in {path}")
+            say(f"kept for aio_handle.tuned in {path}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _DESCRIPTION = """\
 Finds the settings of aio_handle with which a device is read and written
 fastest, in less than 20 seconds. Prints them as the section "aio" that
 DeepSpeed's configuration and aio_handle(**section) take, and keeps them for
-nvme_ops.tuned_handle. A difference inside the noise keeps the default.
+aio_handle.tuned. A difference inside the noise keeps the default.
 """
 _EPILOG = """\
 examples:
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     value("--seconds", "S", "for each device (default 16)", type=float, default=16.0)
     switch("--explain", "show why the best is the best, and how flat the optimum")
     value("--json", "FILE", "write the result to FILE; - for standard output, then no text")
-    switch("--no_store", "do not keep the result for tuned_handle")
+    switch("--no_store", "do not keep the result for aio_handle.tuned")
     switch("--replace", "keep the result even where a better founded one is kept already")
     made.add_argument("--version", action="version", version=f"nvme-tune {__version__}")
     return made

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from datetime import datetime, timezone
 from typing import Any
 
 from nvme_ops.settings import Settings
@@ -12,6 +14,7 @@ from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Outcome
 
+_HASTY = 0.25  # of the earlier run's seconds
 _FLAT = 0.03  # settings that lose no more than this
 _ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")  # ds_nvme_tune's
 
@@ -54,6 +57,7 @@ def details(tuned: Tuned) -> dict[str, Any]:
         "from_page_cache": tuned.from_page_cache,
         "seconds": tuned.seconds,
         "complete": outcome.complete,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
 
@@ -132,3 +136,23 @@ def _why(outcome: Outcome) -> str:
     if outcome.final is not None:
         lines.append(f"the final, round by round: {' '.join(f'{ratio:.3f}' for ratio in outcome.final.ratios)}")
     return "\n".join(lines)
+
+
+def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Returns why ``known`` is more reliable than ``found``; an empty string if ``found`` may replace it.
+
+    Both come from ``details``.
+    """
+    if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
+        return "this run read from the page cache, that one from the device"
+    if missing := sorted(_directions(known) - _directions(found)):
+        return f"this run left out {' and '.join(missing)}s"
+    if known.get("complete") and not found.get("complete"):
+        return "the final of this run was cut short"
+    if found["seconds"] < _HASTY * known.get("seconds", 0):
+        return f"this run took {found['seconds']:.0f} s, that one {known['seconds']:.0f} s"
+    return ""
+
+
+def _directions(document: Mapping[str, Any]) -> set[str]:
+    return set(document.get("bytes_per_second", {}).get("best", {}))

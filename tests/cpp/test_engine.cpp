@@ -435,7 +435,9 @@ TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {
       jobs.push_back(job_of(Op::Read, {extent(path, Op::Read, *memory, 0, Cache::Auto)}));
     }
     {
-      Engine engine(engine_options(backend, 1 << 20, 8, 0));
+      EngineOptions options = engine_options(backend, 1 << 20, 8);
+      options.automatic = true;
+      Engine engine(options);
       engine.submit(jobs[1]);
       engine.run(jobs[0], never);
       check_moved(jobs[0], data.size());

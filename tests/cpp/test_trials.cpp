@@ -327,7 +327,7 @@ TEST(frozen_it_learns_nothing) {
   }
   CHECK(experience.entries().empty(), "and nothing is learned");
   const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
-  experience.restore(reads(64 << 20), tools, 1, std::vector<double>(tools.size(), 1), 1, 7);
+  experience.restore(reads(64 << 20), 1, std::vector<double>(tools.size(), 1), 1, 7);
   CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
 }
 
@@ -336,10 +336,10 @@ TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
     Experience experience(bounds(), true);
     TransferClass kind = reads(64 << 20);
     const std::vector<Tool> cold = tools_for(kind, bounds());
-    experience.restore(kind, cold, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
+    experience.restore(kind, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
     kind.cached = true;
     const std::vector<Tool> hot = tools_for(kind, bounds());
-    experience.restore(kind, hot, 2, std::vector<double>(hot.size(), 1), 1, 8);
+    experience.restore(kind, 2, std::vector<double>(hot.size(), 1), 1, 8);
     for (const bool cached : {true, false, true}) {
       const auto choice = experience.choose(kind);
       CHECK(choice.tool == (cached_more ? hot[2] : cold[1]), "that of most transfers");
@@ -348,14 +348,12 @@ TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
   }
 }
 
-TEST(what_was_found_for_other_tools_is_left_aside) {
+TEST(what_was_found_for_another_number_of_tools_is_left_aside) {
   Experience experience(bounds(), false);
-  std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
-  std::vector<double> costs(tools.size(), 1);
-  experience.restore(reads(64 << 20), tools, tools.size(), costs, 1, 1);
-  experience.restore(reads(64 << 20), tools, 0, {1}, 1, 1);
-  tools[0].block_size *= 2;
-  experience.restore(reads(64 << 20), tools, 0, costs, 1, 1);
+  const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
+  const std::vector<double> costs(tools.size(), 1);
+  experience.restore(reads(64 << 20), tools.size(), costs, 1, 1);
+  experience.restore(reads(64 << 20), 0, {1}, 1, 1);
   CHECK(experience.entries().empty(), "none of these can be used");
 }
 

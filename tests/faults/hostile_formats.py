@@ -15,14 +15,14 @@ import torch
 
 import nvme_ops
 from nvme_ops._native import native
-from nvme_ops.adaptive.dictionary import Dictionary
 from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.claim import settle_abandoned
 from nvme_ops.data.convert import open_source
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.identity import Identity
-from nvme_ops.tune import store as tuned
+from nvme_ops.tuning import store as tuning_store
+from nvme_ops.tuning.dictionary import SECTION, Dictionary
 from tests.faults import hostile_checkpoints as checkpoints
 from tests.faults.hostile import NUMBERS, Format, at_random, changed_json, edited, text_of
 from tests.faults.hostile_checkpoints import STATE
@@ -281,11 +281,11 @@ DEVICE = Identity(("made up",), "ext4", "1", "6.1", 8, "cpu", "io_uring")
 def write_tuned(folder: Path) -> None:
     native()
     os.environ["XDG_CACHE_HOME"] = str(folder)  # the op, which is cached there, is loaded
-    tuned.save(DEVICE, nvme_ops.settings.Settings(), {"seconds": 1.0, "complete": True})
+    tuning_store.keep(DEVICE, nvme_ops.settings.Settings(), {"seconds": 1.0, "complete": True})
 
 
 def read_tuned(_: Path) -> None:
-    tuned.load(DEVICE)
+    tuning_store.load(DEVICE, "tuned", tuning_store.settings_of)
 
 
 def write_adaptive(folder: Path) -> None:
@@ -293,7 +293,6 @@ def write_adaptive(folder: Path) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     entry = {
         "op": "async_io",
-        "energy": False,
         "class": [0, 5, 0, 0, 0],
         "tools": [[1 << 20, 32, 1, False, False, 0], [1 << 18, 8, 2, True, False, 1]],
         "costs": [1e-9, 2e-9],
@@ -301,12 +300,13 @@ def write_adaptive(folder: Path) -> None:
         "usual": 1e-9,
         "transfers": 50,
     }
-    tuned.save_section(DEVICE, "adaptive", {"classes": [entry]})
+    with tuning_store.changing(DEVICE) as document:
+        document[SECTION] = [entry]
 
 
 def read_adaptive(_: Path) -> None:
     made = Dictionary(DEVICE, (1 << 20, 32, 1, False, False, 0), 2, (False,) * 4, False)
-    made.of(native(), cufile=False)
+    made.of(native())
     for each in made.learned():
         str(each)
 

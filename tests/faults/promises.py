@@ -21,15 +21,16 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import nvme_ops
 from nvme_ops import dcp
-from nvme_ops.adaptive import dictionary
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.op_builder import cache
 from nvme_ops.op_builder.recipe import Recipe
+from nvme_ops.settings import Settings
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.identity import Identity
-from nvme_ops.tune import store as tune_store
+from nvme_ops.tuning import dictionary
+from nvme_ops.tuning import store as tuning_store
 from tests.faults import promises_keep
 from tests.faults.power import SCRATCH, Promise
 
@@ -382,7 +383,7 @@ IDENTITY = Identity(("disk",), "ext4", "", "kernel", 1, "cpu", "threads")
 def _tuned(folder: str, tell: Tell) -> None:
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "new", "cache")
     for version in VERSIONS:
-        tune_store.save_section(IDENTITY, "section", {"version": version, "long": [version] * 3000})
+        tuning_store.keep(IDENTITY, Settings(), {"version": version, "long": [version] * 3000})
         tell(version)
 
 
@@ -390,7 +391,7 @@ def _check_tuned(folder: str, last: int) -> None:
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "new", "cache")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = tune_store.document(IDENTITY, "section", lambda found: found["version"])
+        found = tuning_store.load(IDENTITY, "tuned", tuning_store.settings_of)
     if found is not None and found["long"] != [found["version"]] * 3000:
         raise MixedError(f"{found}")
     require(0 if found is None else found["version"], last)
@@ -424,7 +425,7 @@ def _check_learned(folder: str, last: int) -> None:
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "new", "cache")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = [entry["transfers"] for entry in dictionary._stored(IDENTITY)]
+        found = [entry["transfers"] for entry in tuning_store.load(IDENTITY, dictionary.SECTION, list) or []]
     if found and (len(found) != 40 or len(set(found)) != 1):
         raise MixedError(f"{found}")
     require(found[0] if found else 0, last)

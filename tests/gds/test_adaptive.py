@@ -1,4 +1,4 @@
-"""``adaptive_handle`` with cuFile: accelerator tensors take either way, and the better one in the end."""
+"""``gds_handle.adaptive``: accelerator tensors take either way, and the better one in the end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops import adaptive_handle, aio_handle
-from nvme_ops.adaptive import dictionary
+from nvme_ops import aio_handle, gds_handle
+from nvme_ops.tuning import dictionary
 from tests.conftest import MIB, pattern, store
 from tests.fake_cufile import FakeCuFile
 from tests.private_device import PrivateDevice
@@ -31,7 +31,7 @@ def learn(handle: aio_handle, device: PrivateDevice, folder: Path) -> None:
 
 
 def test_both_ways_are_tried_and_kept(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    with adaptive_handle(folder, gds=True) as handle:
+    with gds_handle.adaptive(folder) as handle:
         learn(handle, device, folder)
         uses = handle._engine.paths()["uses"]
         assert sum(use["transfers"] for use in uses.values()) == 24
@@ -41,12 +41,11 @@ def test_both_ways_are_tried_and_kept(cufile: FakeCuFile, device: PrivateDevice,
         assert [tried.bounce for tried in found.tools].count(True) == 1
         host = pattern(20 * MIB)
         handle.sync_pwrite(host, folder / "host")
-    again = adaptive_handle(folder, gds=True)
+    again = gds_handle.adaptive(folder)
     assert {one.place for one in again.learned()} >= {"device"}
 
 
 def test_without_cufile_there_is_one_way(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    for gds in (None, False):
-        handle = adaptive_handle(folder, gds=gds)
-        learn(handle, device, folder)
-        assert not any(tried.bounce for one in handle.learned() for tried in one.tools)
+    handle = aio_handle.adaptive(folder)
+    learn(handle, device, folder)
+    assert not any(tried.bounce for one in handle.learned() for tried in one.tools)

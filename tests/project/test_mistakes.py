@@ -29,9 +29,9 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.aio_handle(backend='uring')", ValueError, "is not one of auto, io_uring, libaio, threads"),
     ("nvme_ops.aio_handle(cache='no')", ValueError, "cache must be 'auto', 'direct' or 'buffered'"),
     ("nvme_ops.aio_handle(blocksize=3)", TypeError, "unexpected keyword argument 'blocksize'"),
-    ("nvme_ops.tuned_handle('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
-    ("nvme_ops.adaptive_handle('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
-    ("nvme_ops.adaptive_handle('.', objective='time')", TypeError, "objective"),
+    ("nvme_ops.aio_handle.tuned('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
+    ("nvme_ops.aio_handle.adaptive('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
+    ("nvme_ops.aio_handle.adaptive('.', objective='time')", TypeError, "objective"),
     ("nvme_ops.empty('a')", TypeError, "size must consist of integers"),
     ("nvme_ops.empty(-1)", ValueError, "size must not be negative"),
     # Transfers

@@ -56,11 +56,11 @@ SUBPACKAGES: dict[str, set[str]] = {
     "measuring": {"storage.mounts", "storage.owner"},
     "bench": {"measuring", "storage", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
-    "tune": {"measuring", "storage.atomic", "storage.identity"},
-    "adaptive": {"tune.store", "tune.handle", "storage.identity", "measuring.energy"},
+    "tune": {"measuring", "storage.identity", "tuning.store"},
+    "tuning": {"storage"},
 }
-# What the single modules may import of the subpackages: nvme_ops.open has its stream, and nothing else any.
-OF_SINGLE_MODULES = {"file": {"stream"}}
+# What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
+OF_SINGLE_MODULES = {"file": {"stream"}, "handle": {"tuning", "storage.identity"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
@@ -203,7 +203,7 @@ def test_subpackages_import_what_is_below_them() -> None:
 
 
 def test_where_a_handle_keeps_its_engine_is_known_to_handles_alone() -> None:
-    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py", "nvme_ops/adaptive/handle.py"}
+    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py"}
     problems = []
     for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in known]:
         for number, line in enumerate(lines_of(path), 1):

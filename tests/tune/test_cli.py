@@ -21,10 +21,10 @@ from nvme_ops.measuring.page_cache import cached_share
 from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import Identity
-from nvme_ops.tune import cli, devices, options, report, store
+from nvme_ops.tune import cli, devices, options, report
 from nvme_ops.tune.devices import Tuned, TuneResult
-from nvme_ops.tune.handle import stored_settings
 from nvme_ops.tune.search import Outcome
+from nvme_ops.tuning import store
 from tests import prepared
 from tests.conftest import round_trip
 
@@ -117,10 +117,11 @@ def test_the_best_settings_and_rates_are_printed(everything: Run) -> None:
     assert list(found["aio"]) == KEYS
 
 
-def test_the_result_is_kept_for_tuned_handle(everything: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"kept for tuned_handle in {everything.parent}/cache/nvme_ops/tune/" in everything.errors
+def test_the_result_is_kept_for_tuned_handles(everything: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"kept for aio_handle.tuned in {everything.parent}/cache/nvme_ops/tune/" in everything.errors
     monkeypatch.setenv("XDG_CACHE_HOME", str(everything.parent / "cache"))
-    assert stored_settings(everything.folder) == Settings(**everything.document["aio"])
+    handle, section = aio_handle.tuned(everything.folder), everything.document["aio"]
+    assert (handle.get_block_size(), handle.get_queue_depth()) == (section["block_size"], section["queue_depth"])
 
 
 def test_the_json_tells_of_the_device(everything: Run) -> None:
@@ -303,7 +304,7 @@ def test_more_memory_than_there_is_is_said(place: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_a_warning(place: Path) -> None:
     status, output, errors = tune(place, *QUICK, cache=Path("/proc/nothing"))
     assert status == 0
-    assert "warning: not kept for tuned_handle" in errors
+    assert "warning: not kept for aio_handle.tuned" in errors
     assert '"aio": {' in output
 
 
@@ -359,10 +360,10 @@ def test_the_better_founded_result_is_kept(
     identity = first.devices[0].identity
     cli._keep(first)
     cli._keep(made_up_result(tmp_path, 1, other))
-    assert store.load(identity) == Settings()
+    assert store.load(identity, "tuned", store.settings_of)["aio"] == Settings().as_json()
     assert "this run took 1 s, that one 45 s; --replace keeps this one" in capsys.readouterr().err
     cli._keep(made_up_result(tmp_path, 1, other, "--replace"))
-    assert store.load(identity) == other
+    assert store.load(identity, "tuned", store.settings_of)["aio"] == other.as_json()
 
 
 @pytest.mark.parametrize(("mode", "share"), [("auto", 1), ("direct", None)])

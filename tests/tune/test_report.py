@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,31 @@ def test_for_all_devices_it_is_what_each_has_or_the_default(given: Namespace) ->
     other = replace(DEFAULT, queue_depth=16)
     assert result(given, outcome(FAST), outcome(FAST)).best == FAST
     assert result(given, outcome(FAST), outcome(other)).best == DEFAULT
+
+
+THOROUGH: dict[str, Any] = {
+    "bytes_per_second": {"best": {"read": 2e9, "write": 1e9}},
+    "from_page_cache": 0.0,
+    "complete": True,
+    "seconds": 45.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seconds": 1.0}, "this run took 1 s, that one 45 s"),
+        ({"complete": False}, "the final of this run was cut short"),
+        ({"from_page_cache": 1.0}, "this run read from the page cache"),
+        ({"bytes_per_second": {"best": {"read": 3e9}}}, "this run left out writes"),
+    ],
+)
+def test_a_worse_founded_result_is_no_reason_to_give_up_a_better_one(change: dict[str, Any], words: str) -> None:
+    worse = {**THOROUGH, **change}
+    assert words in report.why_keep(THOROUGH, worse)
+    assert report.why_keep(worse, THOROUGH) == ""
+    assert report.why_keep(worse, worse) == ""
+
+
+def test_a_run_of_today_replaces_one_of_the_time_when_all_took_45_seconds() -> None:
+    assert report.why_keep(THOROUGH, {**THOROUGH, "seconds": 16.0}) == ""

@@ -1,12 +1,15 @@
-"""``adaptive_handle``: any tool moves the right bytes, what is learned is used, kept and told."""
+"""``aio_handle.adaptive``: any tool moves the right bytes, what is learned is used, kept and told."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import pickle
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvme_ops
-from nvme_ops import Priority, adaptive_handle, aio_handle, tuned_handle
+from nvme_ops import Priority, aio_handle
 from nvme_ops._native import native
-from nvme_ops.adaptive import dictionary
-from nvme_ops.adaptive import handle as module
 from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import identify
-from nvme_ops.tune import store as kept
-from tests.adaptive.conftest import MANY, aligned, only, write
+from nvme_ops.tuning import store as kept
+from nvme_ops.tuning.dictionary import MODE, SECTION, forget
 from tests.conftest import KIB, MIB, in_child, in_threads, pattern, round_trip, run_python, store
+from tests.tuning.conftest import MANY, aligned, only, write
 
 # The bytes
 
@@ -31,7 +33,7 @@ from tests.conftest import KIB, MIB, in_child, in_threads, pattern, round_trip, 
 @pytest.mark.parametrize("size", [1, 4 * KIB, 100 * KIB + 1, 3 * MIB + 5, 17 * MIB])
 @pytest.mark.parametrize("cached", [False, True])
 def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool) -> None:
-    handle = adaptive_handle(folder, cache=None)
+    handle = aio_handle.adaptive(folder, cache=None)
     path = store(folder / "file", pattern(size + 7))
     for number in range(24):
         data = pattern(size, number)
@@ -48,7 +50,7 @@ def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool)
 @given(st.lists(st.tuples(st.integers(0, 6 * MIB), st.integers(0, 5000), st.booleans()), min_size=1, max_size=12))
 def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfers: list[tuple[int, int, bool]]) -> None:
     folder = tmp_path_factory.mktemp("mix")
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     for size, offset, pooled in transfers:
         data = pattern(size)
         source = nvme_ops.empty(size, dtype=torch.uint8).copy_(data) if pooled else data
@@ -60,7 +62,7 @@ def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfer
 
 @pytest.mark.parametrize("call", ["write", "sync_pwrite", "async_pwrite", "submit_pwrite", "submit_pwritev", "rows"])
 def test_every_way_to_move_data_is_learned_from(folder: Path, call: str) -> None:
-    handle, data = adaptive_handle(folder), aligned(2 * MIB).copy_(pattern(2 * MIB))
+    handle, data = aio_handle.adaptive(folder), aligned(2 * MIB).copy_(pattern(2 * MIB))
     for _ in range(6):
         if call == "submit_pwritev":
             assert handle.submit_pwritev([data[:MIB], data[MIB:]], folder / "file", [0, MIB]).result() == 2 * MIB
@@ -82,7 +84,7 @@ def test_every_way_to_move_data_is_learned_from(folder: Path, call: str) -> None
 
 
 def test_what_is_in_flight_makes_a_crowd(folder: Path) -> None:
-    handle, data = adaptive_handle(folder), pattern(8 * MIB)
+    handle, data = aio_handle.adaptive(folder), pattern(8 * MIB)
     futures = [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(30)]
     assert all(future.result() == len(data) for future in futures)
     assert {one.concurrency for one in handle.learned()} == {"alone", "crowd"}
@@ -92,7 +94,7 @@ def test_what_is_in_flight_makes_a_crowd(folder: Path) -> None:
 
 
 def test_a_failed_transfer_raises_and_teaches_nothing(folder: Path) -> None:
-    handle, back = adaptive_handle(folder), torch.empty(2 * MIB, dtype=torch.uint8)
+    handle, back = aio_handle.adaptive(folder), torch.empty(2 * MIB, dtype=torch.uint8)
     short = store(folder / "short", pattern(MIB))
     for _ in range(MANY):
         with pytest.raises(EOFError):
@@ -107,7 +109,7 @@ def test_a_failed_transfer_raises_and_teaches_nothing(folder: Path) -> None:
 
 
 def test_validation_is_not_measured(folder: Path) -> None:
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     for _ in range(MANY):
         handle.write(pattern(2 * MIB), folder / "file", True)
     assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
@@ -115,7 +117,7 @@ def test_validation_is_not_measured(folder: Path) -> None:
 
 @pytest.mark.parametrize("between", ["validating", "background"])
 def test_what_is_not_measured_takes_no_turn_of_a_tool(folder: Path, between: str) -> None:
-    handle, data = adaptive_handle(folder), aligned(2 * MIB)
+    handle, data = aio_handle.adaptive(folder), aligned(2 * MIB)
     for _ in range(MANY):
         if between == "validating":
             assert handle.write(data, folder / "file", True) == 0
@@ -131,7 +133,7 @@ def test_what_is_not_measured_takes_no_turn_of_a_tool(folder: Path, between: str
 def test_a_file_object_is_adaptive_too(folder: Path) -> None:
     data = pattern(4 * MIB)
     path = store(folder / "file", data)
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     with nvme_ops.open(path, "r", handle=handle) as file:
         for _ in range(20):
             back = torch.zeros_like(data)
@@ -144,7 +146,7 @@ def test_a_file_object_is_adaptive_too(folder: Path) -> None:
 
 
 def test_small_reads_in_a_row_come_to_use_the_page_cache_or_not_but_writes_never(folder: Path) -> None:
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     write(handle, folder, size=16 * KIB)
     assert [tried.cache for tried in only(handle, op="write").tools] == ["auto"]
     back = torch.empty(16 * KIB, dtype=torch.uint8)
@@ -169,7 +171,7 @@ def test_a_tool_bounds_what_is_in_flight(folder: Path) -> None:
 
 
 def test_arguments_are_never_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = adaptive_handle(folder, block_size=512 * KIB, queue_depth=9, num_threads=1, cache="direct")
+    handle = aio_handle.adaptive(folder, block_size=512 * KIB, queue_depth=9, num_threads=1, cache="direct")
     data = nvme_ops.empty(17 * MIB, dtype=torch.uint8)
     handle.sync_pwrite(data, folder / "file")
     handle.sync_pread(data, folder / "file")
@@ -177,16 +179,15 @@ def test_arguments_are_never_changed(folder: Path, monkeypatch: pytest.MonkeyPat
         (tool,) = one.tools
         assert (tool.block_size, tool.queue_depth, tool.lanes, tool.cache) == (512 * KIB, 9, 1, "direct")
     monkeypatch.setenv("NVME_OPS_CACHE", "direct")
-    small = adaptive_handle(folder)
+    small = aio_handle.adaptive(folder)
     small.sync_pread(data[:4096], folder / "file")
     assert {tool.cache for one in small.learned() for tool in one.tools} == {"direct"}
 
 
 def test_it_begins_with_what_nvme_tune_found(folder: Path) -> None:
     found = Settings(block_size=256 * KIB, queue_depth=16, intra_op_parallelism=2)
-    kept.save(identify(folder, "cpu", aio_handle().backend), found, {})
-    handle = adaptive_handle(folder)
-    assert isinstance(handle, tuned_handle)
+    kept.keep(identify(folder, "cpu", aio_handle().backend), found, {})
+    handle = aio_handle.adaptive(folder)
     assert (handle.get_block_size(), handle.get_intra_op_parallelism()) == (256 * KIB, 2)
     write(handle, folder, 1)
     first = only(handle).tools[0]
@@ -195,14 +196,14 @@ def test_it_begins_with_what_nvme_tune_found(folder: Path) -> None:
 
 
 def test_handles_of_a_device_learn_together(folder: Path) -> None:
-    one, other = adaptive_handle(folder), adaptive_handle(folder / "elsewhere")
+    one, other = aio_handle.adaptive(folder), aio_handle.adaptive(folder / "elsewhere")
     write(one, folder, 3)
     write(other, folder, 4)
     assert only(one).transfers == only(other).transfers == 7
 
 
 def test_what_has_ended_is_in_flight_for_no_handle(folder: Path) -> None:
-    one, other, ended = adaptive_handle(folder), adaptive_handle(folder), threading.Event()
+    one, other, ended = aio_handle.adaptive(folder), aio_handle.adaptive(folder), threading.Event()
     future = one.submit_pwrite(pattern(8 * MIB), folder / "large", 0)  # whose result nobody asks for yet
     future.add_done_callback(lambda _: ended.set())
     assert ended.wait(60)
@@ -213,7 +214,7 @@ def test_what_has_ended_is_in_flight_for_no_handle(folder: Path) -> None:
 
 @pytest.mark.parametrize("priority", [Priority.BACKGROUND, Priority.WRITEBACK, Priority.DEMAND])
 def test_what_it_overtakes_or_takes_turns_with_is_not_credited_to_a_transfer(folder: Path, priority: Priority) -> None:
-    handle, large = adaptive_handle(folder), nvme_ops.empty(256 * MIB, dtype=torch.uint8)
+    handle, large = aio_handle.adaptive(folder), nvme_ops.empty(256 * MIB, dtype=torch.uint8)
     small = nvme_ops.empty(MIB, dtype=torch.uint8)
     handle.sync_pwrite(small, folder / "small", 0)
     seconds = math.inf
@@ -235,14 +236,14 @@ def test_what_it_overtakes_or_takes_turns_with_is_not_credited_to_a_transfer(fol
 def test_frozen_it_uses_what_is_known_and_learns_nothing(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with adaptive_handle(folder) as handle:
+    with aio_handle.adaptive(folder) as handle:
         write(handle, folder)
         known = only(handle)
     (path,) = cache.glob("*.json")
     before = path.read_bytes()
-    dictionary.forget()
-    monkeypatch.setenv(module.MODE, "frozen")
-    with adaptive_handle(folder) as frozen:
+    forget()
+    monkeypatch.setenv(MODE, "frozen")
+    with aio_handle.adaptive(folder) as frozen:
         write(frozen, folder)
         write(frozen, folder, size=8 * MIB)
         assert (only(frozen).chosen, only(frozen).transfers) == (known.chosen, known.transfers)
@@ -252,18 +253,18 @@ def test_frozen_it_uses_what_is_known_and_learns_nothing(
 
 def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = aligned(2 * MIB)
-    with adaptive_handle(folder) as handle:
+    with aio_handle.adaptive(folder) as handle:
         while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
             for future in [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(8)]:
                 future.result()
     (path,) = cache.glob("*.json")
     document = json.loads(path.read_text())
-    for entry in document["classes"]:
+    for entry in document[SECTION]:
         entry["chosen"] = 1  # a block size that the handle's settings have not
     path.write_text(json.dumps(document))
-    dictionary.forget()
-    monkeypatch.setenv(module.MODE, "frozen")
-    frozen, other, large = adaptive_handle(folder), adaptive_handle(folder), pattern(64 * MIB)
+    forget()
+    monkeypatch.setenv(MODE, "frozen")
+    frozen, other, large = aio_handle.adaptive(folder), aio_handle.adaptive(folder), pattern(64 * MIB)
     requests = set()
     for busy in (False, True):
         beside = [other.submit_pwrite(large, folder / "large", 0)] if busy else []
@@ -274,42 +275,31 @@ def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monk
     assert len(requests) == 1
 
 
-def test_frozen_it_says_if_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.MODE, "frozen")
-    assert "frozen: nothing is kept for this device in " in adaptive_handle(folder).explain()
-
-
-def test_off_it_is_a_tuned_handle(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.MODE, "off")
-    with adaptive_handle(folder) as handle:
+def test_off_it_is_a_tuned_handle_alone(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE, "off")
+    with aio_handle.adaptive(folder) as handle:
         write(handle, folder)
         round_trip(handle, folder / "file")
         assert handle.learned() == []
-        assert handle.explain() == "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings"
+        assert "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings" in handle.explain()
     assert not cache.exists()
 
 
 def test_another_mode_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.MODE, "no")
+    monkeypatch.setenv(MODE, "no")
     with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
-        adaptive_handle(folder)
-
-
-def test_wrong_arguments_are_refused_as_by_aio_handle(folder: Path) -> None:
-    with pytest.raises(ValueError, match="block_size must lie between"):
-        adaptive_handle(folder, block_size=0)
-    with pytest.raises(TypeError, match="no_such_argument"):
-        adaptive_handle(folder, no_such_argument=1)
+        aio_handle.adaptive(folder)
 
 
 def test_it_is_pickled_as_path_and_arguments(folder: Path) -> None:
-    handle = pickle.loads(pickle.dumps(adaptive_handle(folder, queue_depth=7, gds=False)))
-    assert (type(handle), handle.get_queue_depth(), handle._with_gds) == (adaptive_handle, 7, False)
+    handle = pickle.loads(pickle.dumps(aio_handle.adaptive(folder, queue_depth=7)))
+    assert (type(handle), handle.get_queue_depth()) == (aio_handle, 7)
     round_trip(handle, folder / "file")
+    assert handle.learned()
 
 
 def test_it_says_what_it_does_and_why(folder: Path) -> None:
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     assert handle.explain().startswith("nothing was transferred yet")
     write(handle, folder)
     text = handle.explain()
@@ -324,7 +314,7 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
 
 
 def test_several_threads_learn_in_one_dictionary(folder: Path) -> None:
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
 
     def work(number: int) -> None:
         for _ in range(20):
@@ -341,7 +331,7 @@ def test_several_threads_learn_in_one_dictionary(folder: Path) -> None:
 
 
 def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
-    handle = adaptive_handle(folder)
+    handle = aio_handle.adaptive(folder)
     write(handle, folder, 3)
     pending = [handle.submit_pwrite(pattern(8 * MIB), folder / f"file{number}", 0) for number in range(4)]
 
@@ -351,7 +341,7 @@ def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
         assert only(handle, most_bytes=64 * KIB).concurrency == "waited"  # what is in flight is the parent's
         write(handle, folder)
         assert not only(handle, place="aligned", op="write", concurrency="waited", most_bytes=4 * MIB).exploring
-        fresh = adaptive_handle(folder)
+        fresh = aio_handle.adaptive(folder)
         write(fresh, folder)
         fresh.close()
 
@@ -365,11 +355,51 @@ def test_the_handle_needs_nothing_of_the_benchmarks() -> None:
     run_python("""
         import sys
         import nvme_ops
-        assert nvme_ops.adaptive_handle
+        nvme_ops.aio_handle.adaptive(".")
         assert [name for name in sys.modules if name.startswith(("nvme_ops.bench", "nvme_ops.measuring"))] == []
     """)
 
 
-def test_no_python_stands_between_a_transfer_and_the_choice(folder: Path) -> None:
-    assert adaptive_handle.sync_pread is aio_handle.sync_pread
-    assert type(adaptive_handle(folder)._engine) is type(aio_handle()._engine)
+# What ends badly
+
+
+def check(handle: aio_handle, folder: Path) -> None:
+    """It goes on as if nothing had happened."""
+    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
+    round_trip(handle, folder / "small", 100)
+    assert "crowd" not in {one.concurrency for one in handle.learned()}
+
+
+def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
+    folder = make_file_system(64 * MIB)
+    handle, data = aio_handle.adaptive(folder), torch.zeros(128 * MIB, dtype=torch.uint8)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left") as told:
+            handle.sync_pwrite(data, folder / "large")
+        assert told.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="No space left"):
+            handle.submit_pwrite(data, folder / "large").result()
+        (folder / "large").unlink()
+    check(handle, folder)
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_signal_whose_handler_raises(folder: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("made up")
+
+    def work() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        for _ in range(100):  # however fast the device is
+            handle.sync_pwrite(data, folder / "large", 0)
+
+    handle, data = aio_handle.adaptive(folder), torch.zeros(1 << 30, dtype=torch.uint8)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(InterruptedError, match="made up"):
+            work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    round_trip(handle, folder / "small", 100)
+    assert "crowd" not in {one.concurrency for one in handle.learned()}

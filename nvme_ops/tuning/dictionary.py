@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvme_ops import at_exit
+from nvme_ops.engine import AUTOMATIC
+from nvme_ops.keywords import CACHE
 from nvme_ops.storage.identity import Identity
 from nvme_ops.text import rate_words, size_words
-from nvme_ops.tune import store
+from nvme_ops.tuning import store
 
-SECTION = "adaptive"  # in the names of files
+SECTION = "classes"  # of a device's file
+MODE = "NVME_OPS_ADAPTIVE"
+_MODES = ("learn", "frozen", "off")
+_MOST_LANES = 8  # more do not copy from the page cache any faster
 _PLACES = ("pageable", "aligned", "pinned", "device")
 _CONCURRENCY = ("waited", "alone", "crowd")
 _CACHES = ("auto", "direct", "buffered")
@@ -24,7 +29,7 @@ _CLASSES = 10
 _MOST_KEPT = 1000  # classes in a file
 _PLAUSIBLE = 1e-15, 1e6  # seconds per byte; 0: not known
 
-#: Block size, queue depth, lanes, in place, bounce, cache: as in the native module.
+#: Block size, queue depth, lanes (0: automatic), in place, bounce, cache: as in the native module.
 Tool = tuple[int, int, int, bool, bool, int]
 
 
@@ -34,7 +39,7 @@ class Tried:
 
     block_size: int
     queue_depth: int
-    lanes: int
+    lanes: int  #: 0: automatic
     in_place: bool  #: without staging memory, wherever alignment allows
     bounce: bool  #: accelerator tensors through page-locked memory, even if cuFile could move them
     cache: str
@@ -42,7 +47,7 @@ class Tried:
 
     def words(self) -> str:
         """Returns the tool in words."""
-        lanes = f"{self.lanes} {'lane' if self.lanes == 1 else 'lanes'}"
+        lanes = f"{self.lanes or 'automatic'} {'lane' if self.lanes == 1 else 'lanes'}"
         cache = "" if self.cache == "auto" else "through the page cache" if self.cache == "buffered" else "direct"
         switches = [word for word, on in (("in place", self.in_place), ("bounce", self.bounce)) if on]
         return ", ".join(filter(None, [f"{size_words(self.block_size)} x {self.queue_depth}", lanes, cache, *switches]))
@@ -90,36 +95,22 @@ class Dictionary:
         self._saved: list[Any] = []
         self._why_not_kept = ""
 
-    def of(self, module: Any, cufile: bool) -> Any:
+    def of(self, module: Any) -> Any:
         """Returns the native ``Experience`` for an engine of that module; when new, with what is stored."""
         name = module.__name__.rpartition(".")[2]
         if name not in self._experiences:
-            made = module.Experience(self._first, self._lanes, self._fixed, cufile, self._frozen)
-            for entry in _stored(self._identity):
+            made = module.Experience(self._first, self._lanes, self._fixed, name == "gds", self._frozen)
+            for entry in store.load(self._identity, SECTION, _check) or []:
                 if entry["op"] == name:
-                    _restore(made, entry)
+                    with contextlib.suppress(TypeError, ValueError, OverflowError):  # numbers that no version wrote
+                        made.restore(tuple(entry["class"]), *(entry[part] for part in _PARTS))
             self._experiences.setdefault(name, made)  # another thread's may be there by now
-            self._saved = self._findings()
+            self._saved = _findings(self._explored())
         return self._experiences[name]
 
     def learned(self) -> list[Learned]:
         """Returns what is known about each class."""
-        return [self._learned(entry) for made in self._experiences.values() for entry in made.entries()]
-
-    def _learned(self, entry: tuple[Any, ...]) -> Learned:
-        (op, size, place, cached, concurrency), tools, costs, chosen, _, exploring, explorations, transfers = entry
-        return Learned(
-            op="write" if op else "read",
-            most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
-            place=_PLACES[place],
-            cached=bool(cached),
-            concurrency=_CONCURRENCY[concurrency],
-            tools=tuple(_tried(tool, cost) for tool, cost in zip(tools, costs, strict=True)),
-            chosen=chosen,
-            exploring=exploring,
-            explorations=explorations,
-            transfers=transfers,
-        )
+        return [_learned(*entry) for made in self._experiences.values() for entry in made.entries()]
 
     def save(self) -> None:
         """Keeps what was found since the last time; what others kept about other classes stays. Never raises.
@@ -135,61 +126,74 @@ class Dictionary:
                 _saving.release()
 
     def _save(self) -> None:
-        findings = self._findings()
+        explored = self._explored()
+        findings = _findings(explored)
         if self._frozen or findings == self._saved:
             return
-        settled, again = self._entries(exploring=False), self._entries(exploring=True)
         try:
-            with store.locked(self._identity, SECTION):
-                stored: dict[tuple[Any, ...], dict[str, Any]] = {}
-                with contextlib.suppress(RuntimeWarning):  # if warnings are errors: a damaged file, which is replaced
-                    stored = {_key(entry): entry for entry in _stored(self._identity)}
-                known = {**again, **stored, **settled}
-                store.save_section(self._identity, SECTION, {"classes": list(known.values())[-_MOST_KEPT:]})
+            with store.changing(self._identity) as document:
+                stored: Any = document.get(SECTION)
+                again = [entry for entry, exploring, _ in explored if exploring]
+                settled = [entry for entry, exploring, _ in explored if not exploring]
+                entries = again + (stored if store.sound(stored, _check) else []) + settled
+                document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MOST_KEPT:]
         except (OSError, RuntimeError) as error:  # the program can do without
             self._why_not_kept = str(error)
         else:
             self._saved, self._why_not_kept = findings, ""
 
+    def _explored(self) -> list[Explored]:
+        """Returns what is to be kept. Of what is explored again the tool in use is known, but not the costs."""
+        found = []
+        for name, made in self._experiences.items():
+            for fields, tools, costs, chosen, usual, exploring, explorations, transfers in made.entries():
+                if len(tools) > 1 and explorations > exploring:
+                    values = tools, [0] * len(costs) if exploring else costs, chosen, usual, transfers
+                    entry = {"op": name, "class": fields, **dict(zip(_PARTS, values, strict=True))}
+                    found.append((entry, bool(exploring), explorations - exploring))
+        return found
+
     def words(self) -> str:
         """Says where the dictionary is kept."""
-        if self._why_not_kept:
-            return f"not kept for the next program: {self._why_not_kept}"
         try:
-            path = store.path_of(self._identity, SECTION)
+            path = store.path_of(self._identity)
         except RuntimeError as error:  # no home folder
             return f"not kept for the next program: {error}"
+        if self._why_not_kept:
+            return f"not kept for the next program: {self._why_not_kept}"
         if not self._frozen:
             return f"kept in {path}: remove it to begin anew"
         kept = os.path.exists(path)  # not Path's, which raises if the folder cannot be read
         return f"frozen: as kept in {path}" if kept else f"frozen: nothing is kept for this device in {path}"
 
-    def _entries(self, exploring: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
-        """Returns settled classes; or those explored again, of which the tool in use is known, but not the costs."""
-        entries = [
-            {
-                "op": name,
-                "class": fields,
-                "tools": tools,
-                "costs": [0] * len(costs) if exploring else costs,
-                "chosen": chosen,
-                "usual": usual,
-                "transfers": transfers,
-            }
-            for name, made in self._experiences.items()
-            for fields, tools, costs, chosen, usual, now, explorations, transfers in made.entries()
-            if now == exploring and explorations > now and len(tools) > 1
-        ]
-        return {_key(entry): entry for entry in entries}
 
-    def _findings(self) -> list[Any]:
-        """Returns for each class how many explorations have ended, and whether its usual cost is known since."""
-        return [
-            (fields, explorations - exploring, usual > 0)
-            for made in self._experiences.values()
-            for fields, tools, _, _, usual, exploring, explorations, _ in made.entries()
-            if len(tools) > 1 and explorations > exploring
-        ]
+#: A class as it is kept, whether it is explored again, and how many explorations of it have ended.
+Explored = tuple[dict[str, Any], bool, int]
+_PARTS = ("tools", "costs", "chosen", "usual", "transfers")
+
+
+def _findings(explored: list[Explored]) -> list[Any]:
+    """Returns what changes with every result worth keeping: an exploration that ended, a usual cost."""
+    return [(entry["op"], entry["class"], ended, entry["usual"] > 0) for entry, _, ended in explored]
+
+
+def _learned(
+    fields: tuple[int, ...], tools: list[Any], costs: list[float], chosen: int, _: float, *counts: int
+) -> Learned:
+    op, size, place, cached, concurrency = fields
+    exploring, explorations, transfers = counts
+    return Learned(
+        op="write" if op else "read",
+        most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
+        place=_PLACES[place],
+        cached=bool(cached),
+        concurrency=_CONCURRENCY[concurrency],
+        tools=tuple(map(_tried, tools, costs)),
+        chosen=chosen,
+        exploring=bool(exploring),
+        explorations=explorations,
+        transfers=transfers,
+    )
 
 
 def _tried(tool: Tool, cost: float) -> Tried:
@@ -201,11 +205,33 @@ def _tried(tool: Tool, cost: float) -> Tried:
 _dictionaries: dict[tuple[Any, ...], Dictionary] = {}
 
 
-def dictionary_of(identity: Identity, first: Tool, lanes: int, fixed: tuple[bool, ...], frozen: bool) -> Dictionary:
-    """Returns the dictionary of the handles with these settings, making one if there is none."""
-    arguments = (first, lanes, fixed, frozen)
-    key = (os.getpid(), identity, *arguments)
-    return _dictionaries.setdefault(key, Dictionary(identity, *arguments))
+def dictionary_of(identity: Identity, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Dictionary | None:
+    """Returns what handles with these settings learn in, making it if there is none; None if they are not to learn.
+
+    Args:
+        identity: of the device.
+        settings: of the handle, under the names of its arguments.
+        given: those that the user gave, which are not changed.
+
+    Raises:
+        ValueError: an unknown value of ``NVME_OPS_ADAPTIVE``.
+    """
+    mode = os.environ.get(MODE) or "learn"
+    if mode not in _MODES:
+        raise ValueError(f"{MODE}={mode!r} is not one of {', '.join(_MODES)}")
+    if mode == "off":
+        return None
+    fixed = {name for name, value in given.items() if value is not None}
+    lanes = settings["intra_op_parallelism"] or AUTOMATIC
+    lanes_fixed = bool(fixed & {"intra_op_parallelism", "num_threads"})
+    sizes = settings["block_size"], settings["queue_depth"], lanes
+    arguments = (
+        (*sizes, False, False, _CACHES.index(settings["cache"])),
+        lanes if lanes_fixed else max(lanes, min(_MOST_LANES, max(2, len(os.sched_getaffinity(0))))),
+        ("block_size" in fixed, "queue_depth" in fixed, lanes_fixed, "cache" in fixed or bool(os.environ.get(CACHE))),
+        mode == "frozen",
+    )
+    return _dictionaries.setdefault((os.getpid(), identity, *arguments), Dictionary(identity, *arguments))
 
 
 def forget() -> None:
@@ -233,41 +259,21 @@ def _start_anew() -> None:
 os.register_at_fork(after_in_child=_start_anew)
 
 
-def _stored(identity: Identity) -> list[dict[str, Any]]:
-    document = store.document(identity, SECTION, _check)
-    classes = [] if document is None else document["classes"]
-    return [entry for entry in classes if not entry.get("energy")]  # of joules, which earlier versions could learn
-
-
-def _check(document: Mapping[str, Any]) -> None:
+def _check(classes: list[dict[str, Any]]) -> None:
     """Raises ValueError, LookupError or TypeError unless this is what ``save`` writes."""
-    for entry in document["classes"]:
-        if not isinstance(entry["op"], str):
-            raise ValueError(f"its op {entry['op']}")
-        numbers = [*entry["class"], entry["chosen"], entry["transfers"]]
-        costs = [*entry["costs"], _usual(entry)]
-        fields = zip(entry["class"], (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY)), strict=True)
-        if not all(value >= 0 for value in numbers) or not all(value < most for value, most in fields):
-            raise ValueError(f"its class {entry['class']}")
-        if not all(cost == 0 or _PLAUSIBLE[0] <= cost <= _PLAUSIBLE[1] for cost in costs):
-            raise ValueError(f"its costs {costs}")
-        if not len(entry["tools"]) == len(entry["costs"]) > entry["chosen"]:
-            raise ValueError(f"its class {entry['class']} has {len(entry['tools'])} tools")
-        if any(len(tool) != 6 or not all(value >= 0 for value in tool) for tool in entry["tools"]):
-            raise ValueError(f"its tools {entry['tools']}")
+    for entry in classes:
+        limits = (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY))
+        tools, costs, chosen, usual, transfers = (entry[part] for part in _PARTS)
+        if (
+            not isinstance(entry["op"], str)
+            or not all(0 <= value < limit for value, limit in zip(entry["class"], limits, strict=True))
+            or not all(cost == 0 or _PLAUSIBLE[0] <= cost <= _PLAUSIBLE[1] for cost in (*costs, usual))
+            or not len(tools) == len(costs) > chosen >= 0 <= transfers
+            or any(len(tool) != 6 or min(tool) < 0 for tool in tools)
+        ):
+            raise ValueError(f"its class {entry}")
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what distinguishes classes: those of other settings have other tools."""
     return entry["op"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))
-
-
-def _restore(made: Any, entry: Mapping[str, Any]) -> None:
-    with contextlib.suppress(TypeError, ValueError, OverflowError):  # numbers that no version wrote
-        found = entry["costs"], entry["chosen"], _usual(entry), entry["transfers"]
-        made.restore(tuple(entry["class"]), entry["tools"], *found)
-
-
-def _usual(entry: Mapping[str, Any]) -> Any:
-    """Returns what the chosen tool usually costs; 0, with which it is learned anew, if that is not kept."""
-    return entry.get("usual", 0)

@@ -1,18 +1,19 @@
-"""What the tests of ``adaptive_handle`` share: nothing is known at first; transfers, and what was learned of them."""
+"""What the tests of adaptive and tuned handles share: nothing is known at first; transfers, and what was learned."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nvme_ops import adaptive_handle, aio_handle
-from nvme_ops.adaptive import dictionary
-from nvme_ops.adaptive import handle as module
-from nvme_ops.adaptive.dictionary import Learned
+from nvme_ops import aio_handle
 from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import PAGE
+from nvme_ops.tuning import dictionary
+from nvme_ops.tuning.dictionary import Learned
 from tests.conftest import MIB
 
 OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew
@@ -24,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing is known at first."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv(module.MODE, raising=False)
+    monkeypatch.delenv(dictionary.MODE, raising=False)
     dictionary.forget()
     return tmp_path / "cache" / "nvme_ops" / "tune"
 
@@ -42,7 +43,14 @@ def write(handle: aio_handle, folder: Path, times: int = MANY, size: int = 2 * M
         handle.sync_pwrite(data, folder / "used", 0)
 
 
-def only(handle: adaptive_handle, **wanted: object) -> Learned:
+def only(handle: aio_handle, **wanted: object) -> Learned:
     found = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
     assert len(found) == 1, f"{found}, of {handle.learned()}"
     return found[0]
+
+
+def kept(cache: Path) -> dict[str, Any]:
+    """The content of the only file."""
+    (path,) = cache.glob("*.json")
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document

@@ -1,1 +1,0 @@
-"""Chooses from experience how to move each transfer: see ``handle.py``."""

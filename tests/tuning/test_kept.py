@@ -1,0 +1,278 @@
+"""What adaptive handles keep for the next program, and what they make of a file that they did not write."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nvme_ops
+from nvme_ops import aio_handle
+from nvme_ops.tuning import dictionary, store
+from nvme_ops.tuning.dictionary import MODE, SECTION, forget
+from tests.conftest import (
+    MIB,
+    REPOSITORY,
+    forked,
+    give_up_root,
+    in_child,
+    open_to_all,
+    round_trip,
+    run_python,
+)  # fmt: skip
+from tests.tuning.conftest import MANY, OPS, kept, only, write
+
+
+def test_what_is_learned_is_kept_for_the_next_program(folder: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+        before = only(handle)
+        assert not before.exploring
+    assert handle.learned() == [before]  # also of one that is closed
+    forget()
+    again = aio_handle.adaptive(folder)
+    known = only(again)
+    assert (known.chosen, known.transfers) == (before.chosen, before.transfers)
+    assert [tried.cost is None for tried in known.tools] == [tried.cost is None for tried in before.tools]
+    write(again, folder, 1)
+    assert not only(again).exploring
+
+
+def test_the_usual_cost_is_kept_too(folder: Path, cache: Path) -> None:
+    """It is known some uses after the class has settled, and kept by then."""
+    for times in (17, 15):  # settled; with a usual cost, and before a changed one counts
+        with aio_handle.adaptive(folder) as handle:
+            write(handle, folder, times)
+    (entry,) = kept(cache)[SECTION]
+    assert 0 < entry["usual"] < 100 * max(entry["costs"])
+
+
+def test_a_handle_that_is_dropped_keeps_it_too(folder: Path, cache: Path) -> None:
+    handle = aio_handle.adaptive(folder)
+    write(handle, folder)
+    assert not cache.exists()
+    del handle
+    gc.collect()
+    assert len(kept(cache)[SECTION]) == 1
+
+
+@pytest.mark.parametrize("process", ["this", "child", "child that inherits the handle"])
+def test_the_end_of_a_program_keeps_it_too(folder: Path, cache: Path, process: str) -> None:
+    run_python(f"""
+        import multiprocessing, torch, nvme_ops
+        def learn():
+            global handle
+            handle = handle or nvme_ops.aio_handle.adaptive({str(folder)!r})
+            for _ in range({MANY}):
+                handle.sync_pwrite(torch.zeros({2 * MIB}, dtype=torch.uint8), {str(folder / "file")!r}, 0)
+        handle = nvme_ops.aio_handle.adaptive({str(folder)!r}) if {process.endswith("handle")} else None
+        if {process == "this"}:
+            learn()
+        else:
+            child = multiprocessing.get_context("fork").Process(target=learn)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+    """)
+    assert kept(cache)[SECTION]
+
+
+def test_nothing_is_kept_before_something_is_learned(folder: Path, cache: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder, 2)
+    assert not cache.exists()
+
+
+def test_what_is_tried_again_when_the_program_ends_stays_known(folder: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+        while not only(handle).exploring:
+            write(handle, folder, 1)
+        chosen = only(handle).chosen
+    assert only(handle).explorations > 1
+    forget()
+    known = only(aio_handle.adaptive(folder))
+    assert (known.chosen, known.exploring) == (chosen, False)
+    assert all(tried.cost is None for tried in known.tools)
+
+
+def test_of_what_is_tried_again_the_costs_that_are_kept_stay(folder: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+        known = only(handle)
+    with aio_handle.adaptive(folder) as handle:
+        while only(handle).explorations == known.explorations:
+            write(handle, folder, 1)
+        write(handle, folder, 1, size=8 * MIB)  # of which nothing is kept
+    forget()
+    again = only(aio_handle.adaptive(folder))
+    assert [tried.cost for tried in again.tools] == [tried.cost for tried in known.tools]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_other_programs_have_learned_stays(folder: Path, tmp_path: Path, together: bool) -> None:
+    sizes = [MIB, 4 * MIB, 16 * MIB]
+    ready = tmp_path / "ready"
+    ready.mkdir()
+
+    def learn(number: int) -> None:
+        with aio_handle.adaptive(folder) as handle:
+            while not [one for one in handle.learned() if one.most_bytes == sizes[number] and not one.exploring]:
+                write(handle, folder, 1, size=sizes[number])
+            (ready / str(number)).touch()
+            deadline = time.monotonic() + 60
+            while together and len(list(ready.iterdir())) < len(sizes) and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    if together:
+        with forked(len(sizes), learn):
+            pass
+    else:
+        for number in range(len(sizes)):
+            forget()
+            learn(number)
+    forget()
+    assert {one.most_bytes for one in aio_handle.adaptive(folder).learned()} == set(sizes)
+
+
+DAMAGES: list[Callable[[str], str]] = [
+    lambda text: text[: len(text) // 2],
+    lambda text: text.replace('"format": 2', '"format": 99'),
+    lambda text: text.replace('"chosen": ', '"chosen": 1000'),
+    lambda text: text.replace('"costs": [', '"costs": [-1, '),
+    lambda text: re.sub('"costs": .*?]', f'"costs": {[1e-320] * 4}', text, flags=re.DOTALL),
+    lambda text: re.sub('"costs": .*?]', '"costs": [Infinity, 0, 0, 0]', text, flags=re.DOTALL),
+    lambda text: re.sub('"usual": .*', '"usual": NaN,', text),
+    lambda text: re.sub('"transfers": .*', '"transfers": -1', text),
+    lambda text: text.replace('"classes": [', '"classes": [7, '),
+    lambda text: text.replace('"async_io"', "[]"),
+    lambda text: text.replace('"class": [\n        1', '"class": [\n        9'),
+]
+
+
+def test_a_damaged_file_is_one_warning_and_replaced_even_if_warnings_are_errors(folder: Path, cache: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+    (path,) = cache.glob("*.json")
+    content = path.read_text()
+    for number, damage in enumerate(DAMAGES):
+        damaged = damage(content)
+        assert damaged != content, number
+        path.write_text(damaged)
+        forget()
+        with pytest.warns(RuntimeWarning, match="is ignored") as caught:
+            again = aio_handle.adaptive(folder)
+        assert (len({str(one.message) for one in caught}), again.learned()) == (1, []), number
+    write(again, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.close()
+    assert len(kept(cache)[SECTION]) == 1
+
+
+def test_what_has_other_tools_or_numbers_is_ignored_and_stays(folder: Path, cache: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+    (path,) = cache.glob("*.json")
+    document = kept(cache)
+    document[SECTION][0]["tools"][0][0] = 1 << 80
+    path.write_text(json.dumps(document))
+    forget()
+    with aio_handle.adaptive(folder) as again:
+        assert again.learned() == []
+        round_trip(again, folder / "file")
+        write(again, folder)
+    assert [entry["tools"][0][0] for entry in kept(cache)[SECTION]][:1] == [1 << 80]
+    assert len(kept(cache)[SECTION]) > 1
+
+
+def test_what_nvme_tune_found_stays(folder: Path, cache: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+        store.keep(handle._dictionary._identity, nvme_ops.settings.Settings(), {"ratio": 2})  # type: ignore[union-attr]
+    assert kept(cache)["tuned"]["ratio"] == 2
+    assert len(kept(cache)[SECTION]) == 1
+
+
+def test_what_could_not_be_kept_is_told_and_kept_later(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with aio_handle.adaptive(folder) as handle:
+            write(handle, folder)
+    assert "not kept for the next program: " in handle.explain()
+    (tmp_path / "cache").unlink()
+    handle.close()
+    assert "kept in " in handle.explain()
+    forget()
+    assert aio_handle.adaptive(folder).learned()
+
+
+def test_without_a_home_folder_it_says_so(folder: Path) -> None:
+    program = f"import nvme_ops; print(nvme_ops.aio_handle.adaptive({str(folder)!r}).explain())"
+    environment = {**os.environ, "HOME": "relative", "XDG_CACHE_HOME": "", "TORCH_EXTENSIONS_DIR": OPS}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert "not kept for the next program: HOME='relative'" in done.stdout, done.stderr
+
+
+def test_another_user_leaves_what_the_first_has_learned(folder: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+    (folder / "others").mkdir()
+    open_to_all(folder / "others")
+
+    def child() -> None:
+        give_up_root()
+        forget()
+        with aio_handle.adaptive(folder) as other:
+            write(other, folder / "others")
+
+    in_child(child)
+    forget()
+    assert aio_handle.adaptive(folder).learned()
+
+
+def test_frozen_it_says_that_nothing_is_kept_also_where_it_may_not_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache" / "nvme_ops").mkdir(mode=0o700, parents=True)
+    monkeypatch.setenv(MODE, "frozen")
+
+    def child() -> None:
+        give_up_root()
+        assert "frozen: nothing is kept for this device in " in aio_handle.adaptive(folder).explain()
+
+    in_child(child)
+    assert "frozen: nothing is kept for this device in " in aio_handle.adaptive(folder).explain()
+
+
+def test_a_handle_that_is_freed_while_another_is_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may free handles at any moment."""
+    made = []
+    for size in (MIB, 4 * MIB):
+        monkeypatch.setattr(dictionary, "_dictionaries", {})
+        made.append(aio_handle.adaptive(folder))
+        write(made[-1], folder, size=size)
+    dump = json.dumps
+
+    def freeing(*given: Any, **more: Any) -> str:
+        made.clear()
+        gc.collect()
+        return dump(*given, **more)
+
+    monkeypatch.setattr(json, "dumps", freeing)
+    made.pop().close()
+    monkeypatch.setattr(dictionary, "_dictionaries", {})
+    assert {one.most_bytes for one in aio_handle.adaptive(folder).learned()} == {MIB, 4 * MIB}

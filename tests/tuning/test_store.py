@@ -1,0 +1,181 @@
+"""What is known about a device is kept in one small file: whole or not at all, and never in the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nvme_ops.settings import Settings
+from nvme_ops.storage.identity import Identity
+from nvme_ops.tuning import store
+from tests.conftest import NOBODY, give_up_root, in_child, in_threads, open_to_all, run_python
+
+DEVICE = Identity(("nvme made up",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")
+FOUND = Settings(block_size=4 << 20, queue_depth=16, overlap_events=True, intra_op_parallelism=2)
+
+
+def loaded(device: Identity = DEVICE) -> Settings | None:
+    found = store.load(device, "tuned", store.settings_of)
+    return None if found is None else store.settings_of(found)
+
+
+def test_what_is_kept_is_loaded_and_a_later_result_replaces_it(cache: Path) -> None:
+    assert loaded() is None
+    path = store.keep(DEVICE, FOUND, {"ratio": 1.2})
+    assert loaded() == FOUND
+    assert path.parent == cache
+    document = json.loads(path.read_text())
+    assert document["tuned"] == {"aio": FOUND.as_json(), "ratio": 1.2}
+    assert (document["format"], document["identity"]["file_system_id"]) == (store.FORMAT, "1234")
+    with store.changing(DEVICE) as document:
+        document["classes"] = [1]
+    store.keep(DEVICE, Settings(), {})
+    assert loaded() == Settings()
+    assert store.load(DEVICE, "classes", len) == [1]  # sections do not replace each other
+    assert list(cache.iterdir()) == [path]
+
+
+def test_each_device_and_way_has_a_file_of_its_own() -> None:
+    store.keep(DEVICE, FOUND, {})
+    for other in (replace(DEVICE, way="gpu"), replace(DEVICE, kernel="6.2"), replace(DEVICE, file_system_id="5")):
+        assert loaded(other) is None
+        assert store.path_of(other) != store.path_of(DEVICE)
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(cache: Path) -> None:
+    run_python(
+        """
+        import os, signal
+        from tests.tuning.test_store import DEVICE, FOUND, store
+        os.fdatasync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        store.keep(DEVICE, FOUND, {})
+        """,
+        check=False,
+        XDG_CACHE_HOME=str(cache.parent.parent),
+    )
+    assert len(list(cache.iterdir())) == 1
+    assert loaded() is None
+    path = store.keep(DEVICE, FOUND, {})
+    assert list(cache.iterdir()) == [path]
+
+
+def test_a_file_is_nobody_elses_whatever_the_umask() -> None:
+    def body() -> None:
+        os.umask(0)
+        store.keep(DEVICE, FOUND, {})
+        assert loaded() == FOUND
+
+    in_child(body)
+
+
+def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert store.folder() == tmp_path / ".cache" / "nvme_ops" / "tune"
+    monkeypatch.setenv("HOME", "relative")
+    assert loaded() is None
+    with pytest.raises(RuntimeError, match="HOME='relative' is not an absolute path"):
+        store.keep(DEVICE, FOUND, {})
+
+
+def aio(**changes: object) -> bytes:
+    return json.dumps({"format": store.FORMAT, "tuned": {"aio": {**FOUND.as_json(), **changes}}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting"),
+        (b"[" * 200_000, ""),
+        (b"\xff\xfe\x00", ""),
+        (b"[]", "list"),
+        (b"{}", "'format'"),
+        (b'{"format": 1, "aio": {}}', "format 1 instead of 2"),
+        (b'{"format": 2, "tuned": {}}', "'aio'"),
+        (b'{"format": 2, "tuned": {"aio": []}}', "items"),
+        (b'{"format": 2, "tuned": {"aio": {"block_size": 1048576}}}', "its settings are"),
+        (aio(queue_depth=0), "its settings are"),
+        (aio(queue_depth="8"), "its settings are"),
+        (aio(queue_depth=True), "its settings are"),
+        (aio(single_submit=1), "its settings are"),
+    ],
+)
+def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning(text: bytes, reason: str) -> None:
+    path = store.keep(DEVICE, FOUND, {})
+    path.write_bytes(text)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert loaded() is None
+    assert f"{path} is ignored: " in str(caught[0].message)
+    assert reason in str(caught[0].message)
+    store.keep(DEVICE, FOUND, {})
+    assert loaded() == FOUND
+
+
+def test_a_write_that_fails_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.keep(DEVICE, FOUND, {})
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "made up")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="made up"):
+        store.keep(DEVICE, Settings(), {})
+    assert loaded() == FOUND
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_saving_only(tmp_path: Path) -> None:
+    open_to_all(tmp_path)
+    tmp_path.chmod(0o755)
+
+    def body() -> None:
+        give_up_root()
+        if os.access(tmp_path, os.W_OK):
+            os._exit(0)
+        assert loaded() is None
+        with pytest.raises(PermissionError):
+            store.keep(DEVICE, FOUND, {})
+
+    in_child(body)
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "above"])
+def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, place: str) -> None:
+    """Of mode 0777, and of another user where the test can make it so."""
+    path = {"file": store.keep(DEVICE, FOUND, {}), "folder": cache, "above": cache.parent}[place]
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=rf"is ignored: others could change it: {path} can be written by"):
+        assert loaded() is None
+    if place == "file":  # it is replaced
+        store.keep(DEVICE, FOUND, {})
+        assert loaded() == FOUND
+    else:
+        with pytest.raises(PermissionError, match=rf"others could change .*chmod go-w '{path}'"):
+            store.keep(DEVICE, FOUND, {})
+    if os.geteuid() == 0:
+        path.chmod(0o755)
+        os.chown(path, NOBODY, 0)
+        with pytest.warns(RuntimeWarning, match="belongs to the user nobody"):
+            assert loaded() is None
+
+
+def test_writers_at_once_leave_one_whole_file_with_what_each_added(cache: Path) -> None:
+    def write(number: int) -> None:
+        for _ in range(10):
+            with store.changing(DEVICE) as document:
+                document[str(number)] = document.get(str(number), 0) + 1
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert store.load(DEVICE, str(number), int)
+
+    in_threads(write, 8)
+    assert [store.load(DEVICE, str(number), int) for number in range(8)] == [10] * 8
+    assert len(list(cache.iterdir())) == 1
