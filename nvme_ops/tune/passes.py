@@ -36,7 +36,6 @@ class Passes:
     before_read: Callable[[int], None] | None = None  # in place of dropping the file from the page cache
 
     def __post_init__(self) -> None:
-        self.written = 0  # bytes so far
         self.short = self.full = min(self.tensor.numel(), LEAST)
         self._buffered = not _direct(self.path)
 
@@ -55,7 +54,6 @@ class Passes:
     def _fill(self, handle: aio_handle) -> None:
         handle.sync_pwrite(self.tensor[: self.full], self.path, 0)
         sync(self.path)
-        self.written += self.full
 
     def measure(self, settings: Settings, full: bool) -> dict[str, float]:
         """Returns bytes per second by direction."""
@@ -79,7 +77,6 @@ class Passes:
             handle.sync_pread(memory, self.path, 0)
         else:
             handle.sync_pwrite(memory, self.path, 0)
-            self.written += memory.numel()
             if self._buffered:  # else the device has it
                 sync(self.path)
         return time.perf_counter() - start

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,129 +64,65 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "place"
 
 
-@dataclass(frozen=True)
-class Run:
-    """One that asked for everything."""
-
-    folder: Path
-    output: str
-    errors: str
-
-    @property
-    def parent(self) -> Path:
-        return self.folder.parent
-
-    @property
-    def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads((self.parent / "aio.json").read_text())
-        return document
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of all flags that only add to what is said."""
-    parent = tmp_path_factory.mktemp("everything")
-    folder = parent / "place"
-    folder.mkdir()
-    status, output, errors = tune(
-        folder,
-        *QUICK,
-        "--explain",
-        "--verbose",
-        "--json",
-        str(parent / "aio.json"),
-        "--log_dir",
-        str(parent / "a" / "b"),
-    )
+def test_a_run_keeps_tells_and_logs_what_it_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all flags that only add to what is said."""
+    parent = place.parent
+    flags = ("--explain", "--verbose", "--json", str(parent / "aio.json"), "--log_dir", str(parent / "a" / "b"))
+    status, output, errors = tune(place, *QUICK, *flags)
     assert status == 0, errors
-    return Run(folder, output, errors)
+    assert list(place.iterdir()) == []
 
-
-def test_nothing_is_left_in_the_folder(everything: Run) -> None:
-    assert list(everything.folder.iterdir()) == []
-
-
-def test_the_best_settings_and_rates_are_printed(everything: Run) -> None:
-    text, brace, section = everything.output.partition("{\n")
-    assert text.startswith(str(everything.folder))
-    assert "read" in text
-    assert "GB/s" in text
-    found = json.loads(brace + section)
-    assert list(found) == ["aio"]
-    assert list(found["aio"]) == KEYS
-
-
-def test_the_result_is_kept_for_tuned_handles(everything: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert f"kept for aio_handle.tuned in {everything.parent}/cache/nvme_ops/tune/" in everything.errors
-    monkeypatch.setenv("XDG_CACHE_HOME", str(everything.parent / "cache"))
-    handle, section = aio_handle.tuned(everything.folder), everything.document["aio"]
-    assert (handle.get_block_size(), handle.get_queue_depth()) == (section["block_size"], section["queue_depth"])
-
-
-def test_the_json_tells_of_the_device(everything: Run) -> None:
-    device = everything.document["devices"][0]
-    assert device["nvme_dir"] == [str(everything.folder)]
-    assert device["aio"] == everything.document["aio"]
+    document = json.loads((parent / "aio.json").read_text())
+    (device,), section = document["devices"], document["aio"]
+    assert device["nvme_dir"] == [str(place)]
+    assert device["aio"] == section
     assert set(device["bytes_per_second"]["default"]) == {"read", "write"}
-    assert device["passes"] > 0
 
+    text, brace, printed = output.partition("{\n")
+    assert text.startswith(str(place))
+    for words in ("read", "GB/s", "why: ", *KEYS, "128 KiB", "the best", "+-", "that raced reach 0.97 of it"):
+        assert words in text
+    assert json.loads(brace + printed) == {"aio": section}
+    assert list(section) == KEYS
 
-def test_the_json_is_what_the_handle_takes(everything: Run, tmp_path: Path) -> None:
-    section = everything.document["aio"]
-    handle = aio_handle(**section)
-    assert handle.get_block_size() == section["block_size"]
-    assert handle.get_intra_op_parallelism() == section["intra_op_parallelism"]
-    round_trip(handle, tmp_path / "file", 100_000)
+    log = (parent / "a" / "b" / "passes.jsonl").read_text().splitlines()
+    assert len(log) == len([line for line in errors.splitlines() if "GB/s" in line]) == device["passes"] > 0
+    for line in map(json.loads, log):
+        assert (line["nvme_dir"], set(line["aio"]), line["bytes"]) == (str(place), set(KEYS), 32 << 20)
+        assert min(line["read"], line["write"]) > 0
 
-
-def test_the_json_is_what_deepspeed_takes(everything: Run) -> None:
+    assert f"kept for aio_handle.tuned in {parent}/cache/nvme_ops/tune/" in errors
+    monkeypatch.setenv("XDG_CACHE_HOME", str(parent / "cache"))
+    for handle in (aio_handle(**section), aio_handle.tuned(place)):
+        assert [getattr(handle, f"get_{name}")() for name in KEYS] == list(section.values())
+    round_trip(handle, parent / "file", 100_000)
     aio_config = pytest.importorskip(
         "deepspeed.runtime.swap_tensor.aio_config", reason="DeepSpeed is not installed: pip install deepspeed"
     )
-    taken = aio_config.get_aio_config(everything.document)
-    assert {name: taken[name] for name in KEYS} == everything.document["aio"]
+    taken = aio_config.get_aio_config(document)
+    assert {name: taken[name] for name in KEYS} == section
 
 
-def test_explain_tells_of_every_value(everything: Run) -> None:
-    for words in ("why: ", *KEYS, "128 KiB", "the best", "+-", "that raced reach 0.97 of it"):
-        assert words in everything.output
-
-
-def test_the_log_has_a_line_for_every_pass(everything: Run) -> None:
-    lines = [json.loads(line) for line in (everything.parent / "a" / "b" / "passes.jsonl").read_text().splitlines()]
-    assert len(lines) == everything.document["devices"][0]["passes"]
-    for line in lines:
-        assert line["nvme_dir"] == str(everything.folder)
-        assert set(line["aio"]) == set(KEYS)
-        assert line["read"] > 0
-        assert line["write"] > 0
-        assert line["bytes"] == 32 << 20
-
-
-def test_verbose_shows_every_pass(everything: Run) -> None:
-    shown = [line for line in everything.errors.splitlines() if "GB/s" in line]
-    assert len(shown) == everything.document["devices"][0]["passes"]
-
-
-def test_json_on_standard_output_is_alone_there_and_nothing_need_be_kept(place: Path) -> None:
-    status, output, errors = tune(place, *QUICK, "--json", "-", "--no_store")
+@pytest.mark.parametrize(
+    ("words", "measured"),
+    [(["--no_store"], ["write", "read"]), (["--no_read"], ["write"]), (["--no_write"], ["read"])],
+)
+def test_json_on_standard_output_is_alone_there(place: Path, words: list[str], measured: list[str]) -> None:
+    status, output, errors = tune(place, *QUICK, "--json", "-", *words)
     assert status == 0, errors
-    assert list(json.loads(output)["aio"]) == KEYS
-    assert not (place.parent / "cache").exists()
-
-
-@pytest.mark.parametrize(("flag", "left"), [("--no_read", "write"), ("--no_write", "read")])
-def test_a_direction_may_be_left_out(place: Path, flag: str, left: str) -> None:
-    status, output, errors = tune(place, *QUICK, flag, "--json", "-")
-    assert status == 0, errors
-    assert list(json.loads(output)["devices"][0]["bytes_per_second"]["best"]) == [left]
+    document = json.loads(output)
+    assert list(document["aio"]) == KEYS
+    assert list(document["devices"][0]["bytes_per_second"]["best"]) == measured
+    assert (place.parent / "cache").exists() == ("--no_store" not in words)
 
 
 def test_a_sweep_configuration_is_kept_to(place: Path) -> None:
     config = place.parent / "sweep.json"
     config.write_text(json.dumps({"block_size": ["64K", "256K"], "queue_depth": [2], "io_parallel": [2]}))
     logs = place.parent / "logs"
-    status, output, errors = tune(place, *QUICK, "--sweep_config", str(config), "--log_dir", str(logs), "--loops", "2")
+    status, output, errors = tune(
+        place, *QUICK, "--seconds", "4", "--sweep_config", str(config), "--log_dir", str(logs), "--loops", "2"
+    )
     assert status == 0, errors
     assert '"queue_depth": 2' in output
     tried = [json.loads(line)["aio"] for line in (logs / "passes.jsonl").read_text().splitlines()]
@@ -195,23 +130,17 @@ def test_a_sweep_configuration_is_kept_to(place: Path) -> None:
     assert {each["intra_op_parallelism"] for each in tried} == {2}
 
 
-def test_folders_of_one_device_are_tuned_once(place: Path) -> None:
-    other = place.parent / "other"
-    other.mkdir()
-    status, output, errors = tune(place, str(other), *QUICK, "--json", "-")
-    assert status == 0, errors
-    assert [device["nvme_dir"] for device in json.loads(output)["devices"]] == [[str(place), str(other)]]
-
-
 @pytest.mark.alone
-def test_several_devices_are_tuned_each_by_itself(place: Path) -> None:
+def test_devices_are_tuned_each_by_itself_and_once(place: Path) -> None:
     if os.stat(place).st_dev == os.stat("/dev/shm").st_dev or not os.access("/dev/shm", os.W_OK):
         pytest.skip("there is no second file system here")
+    other = place.parent / "other"
+    other.mkdir()
     before = sorted(os.listdir("/dev/shm"))
-    status, output, errors = tune(place, "/dev/shm", *QUICK, "--json", "-")
+    status, output, errors = tune(place, "/dev/shm", str(other), *QUICK, "--json", "-")
     assert status == 0, errors
     document = json.loads(output)
-    assert [device["nvme_dir"] for device in document["devices"]] == [[str(place)], ["/dev/shm"]]
+    assert [device["nvme_dir"] for device in document["devices"]] == [[str(place), str(other)], ["/dev/shm"]]
     assert list(document["aio"]) == KEYS
     assert len(list((place.parent / "cache" / "nvme_ops" / "tune").iterdir())) == 2
     assert [name for name in os.listdir("/dev/shm") if name.startswith("nvme_ops-") and name not in before] == []
@@ -266,11 +195,25 @@ def test_what_a_killed_run_leaves_the_next_one_removes_beside_one_that_is_alive(
     assert list(place.iterdir()) == []
 
 
-def test_too_little_space_is_said_before_anything_is_written(place: Path) -> None:
-    status, output, errors = tune(place, "--io_size", "4000000G")
+@pytest.mark.parametrize(
+    ("folder", "words", "messages"),
+    [
+        (
+            None,
+            ["--io_size", "4000000G"],
+            ["of free space are needed and there are", "another --io_size or --nvme_dir"],
+        ),
+        ("/proc", QUICK, ["nvme-tune: /proc: "]),
+        (None, [*QUICK, "--log_dir", "/proc/nothing"], ["--log_dir /proc/nothing: "]),
+        (None, ["--io_size", "0"], ["nvme-tune: error: argument --io_size: '0' is not a size"]),
+    ],
+)
+def test_what_cannot_be_used_ends_with_status_2_before_anything_is_written(
+    place: Path, folder: str | None, words: Sequence[str], messages: list[str]
+) -> None:
+    status, output, errors = tune(Path(folder or place), *words, cache=place.parent / "cache")
     assert (status, output) == (2, "")
-    assert "of free space are needed and there are" in errors
-    assert "choose another --io_size or --nvme_dir" in errors
+    assert all(message in errors for message in messages), errors
     assert list(place.iterdir()) == []
 
 
@@ -282,12 +225,6 @@ def test_a_folder_that_fills_up_is_an_error_that_names_it(
     assert status == 2
     assert f"{mounted}: " in errors
     assert "free space are needed" in errors
-
-
-def test_a_read_only_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
-    status, _, errors = tune(Path("/proc"), *QUICK, cache=tmp_path)
-    assert status == 2
-    assert "nvme-tune: /proc: " in errors
 
 
 def test_more_memory_than_there_is_is_said(place: Path) -> None:
@@ -306,18 +243,6 @@ def test_a_cache_that_cannot_be_written_is_a_warning(place: Path) -> None:
     assert status == 0
     assert "warning: not kept for aio_handle.tuned" in errors
     assert '"aio": {' in output
-
-
-def test_a_log_that_cannot_be_written_ends_with_status_2(place: Path) -> None:
-    status, _, errors = tune(place, *QUICK, "--log_dir", "/proc/nothing")
-    assert status == 2
-    assert "--log_dir /proc/nothing: " in errors
-
-
-def test_wrong_arguments_end_with_status_2(place: Path) -> None:
-    status, output, errors = tune(place, "--io_size", "0")
-    assert (status, output) == (2, "")
-    assert "nvme-tune: error: argument --io_size: '0' is not a size" in errors
 
 
 @pytest.mark.gpu

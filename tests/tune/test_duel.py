@@ -45,29 +45,18 @@ def test_slow_changes_of_the_machine_are_no_noise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "won"),
+    ("ratios", "won", "clear"),
     [
-        ([1.2, 1.21, 1.19], True),
-        ([1.2, 1.2], False),  # two rounds say nothing
-        ([1.01, 1.01, 1.01, 1.01], False),  # below what is worth a change
-        ([1.3, 0.8, 1.2, 0.9, 1.1], False),
-        ([0.9, 0.9, 0.9], False),
+        ([1.2, 1.21, 1.19, 1.2, 1.2], True, True),
+        ([0.8, 0.81, 0.79, 0.8, 0.8], False, True),
+        ([1.2, 1.2], False, True),  # two rounds say nothing
+        ([1.3], False, False),  # as single passes differ
+        ([1 + LEAST_GAIN / 2, 1 + LEAST_GAIN / 2, 1.0, 1.0], False, False),  # below what is worth a change
+        ([1.3, 0.8, 1.2, 0.9, 1.1], False, False),
     ],
 )
-def test_a_challenger_wins_by_more_than_the_noise(ratios: list[float], won: bool) -> None:
-    assert duel(*ratios).won == won
-
-
-def test_a_difference_beyond_four_times_the_noise_is_clear() -> None:
-    assert duel(1.2, 1.21, 1.19, 1.2, 1.2).clear
-    assert duel(0.8, 0.81, 0.79, 0.8, 0.8).clear
-    assert not duel(1 + LEAST_GAIN / 2, 1 + LEAST_GAIN / 2, 1.0).clear
-    assert not duel(1.2, 0.9, 1.3, 0.8, 1.1).clear
-
-
-def test_one_round_that_differs_as_passes_do_is_not_clear() -> None:
-    assert not duel(1.3).clear
-    assert not duel(1.3).won
+def test_a_challenger_wins_by_more_than_the_noise(ratios: list[float], won: bool, clear: bool) -> None:
+    assert (duel(*ratios).won, duel(*ratios).clear) == (won, clear)
 
 
 def test_a_round_measures_all_in_turn_and_begins_with_another_each_time() -> None:
@@ -96,11 +85,5 @@ def test_a_round_that_is_cut_short_does_not_count() -> None:
     assert not rounds.measure([DEFAULT, OTHER], lambda settings: {"read": 9.0} if settings == OTHER else None)
     assert len(rounds) == 1
     assert rounds.duels(DEFAULT)[OTHER].ratios == pytest.approx([1.0])
-
-
-def test_before_the_first_round_there_is_no_duel() -> None:
     assert Rounds().duels(DEFAULT) == {}
-
-
-def test_the_geometric_mean_weighs_ratios_alike() -> None:
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -29,49 +30,49 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return message
 
 
-def values(found: Namespace, name: str) -> list[Any]:
-    return list(next(axis.values for axis in found.axes if axis.name == name))
-
-
 def sweep(folder: Path, document: object) -> str:
     path = folder / "sweep.json"
-    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    text = document if isinstance(document, str | bytes) else json.dumps(document)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
 
 
-def test_the_defaults_are_those_of_ds_nvme_tune(tmp_path: Path) -> None:
-    found = parsed(tmp_path)
-    assert found.nvme_dir == [str(tmp_path)]
-    assert found.io_size == 400 * MIB
-    assert found.directions == ["write", "read"]
-    assert (found.loops, found.way, found.flush_page_cache, found.log_dir, found.verbose) == (
-        1,
-        "cpu",
-        False,
-        None,
-        False,
-    )
-    assert (found.seconds, found.explain, found.json, found.no_store) == (16.0, False, None, False)
+DEFAULTS = {
+    "io_size": 400 * MIB, "directions": ["write", "read"], "loops": 1, "way": "cpu", "flush_page_cache": False,
+    "log_dir": None, "verbose": False, "seconds": 16.0, "explain": False, "json": None, "no_store": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {}),
+        (["--no_read"], {"directions": ["write"]}),
+        (["--no_write"], {"directions": ["read"]}),
+        (["--io_size", "64M", "--loops", "3", "--seconds", "2.5"], {"io_size": 64 * MIB, "loops": 3, "seconds": 2.5}),
+        (["--log_dir", "logs", "--json", "-"], {"log_dir": "logs", "json": "-"}),
+        (["--verbose", "--explain", "--no_store"], {"verbose": True, "explain": True, "no_store": True}),
+        (["--gpu"], {"way": "gpu"}),
+        (["--gds"], {"way": "gds"}),
+        (["--gpu", "--gds"], {"way": "gds"}),
+        (["--flush_page_cache"], {"flush_page_cache": True}),
+    ],
+)
+def test_flags_change_the_defaults_of_ds_nvme_tune(
+    tmp_path: Path, words: list[str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("nvme_ops.gds.gds_handle", lambda: None)
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    found = vars(parsed(tmp_path, *words))
+    assert {name: found[name] for name in DEFAULTS} == {**DEFAULTS, **changes}
 
 
 def test_several_folders_come_in_one_flag_or_in_several(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "abc"]
-    for folder in folders:
-        folder.mkdir()
-    a, b, c = map(str, folders)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    for folder in (a, b, c):
+        os.mkdir(folder)
     assert options.parse(["--nvme_dir", a, b, "--nvme_dir", c, a]).nvme_dir == [a, b, c]
-
-
-@pytest.mark.parametrize(("flag", "left"), [("--no_read", ["write"]), ("--no_write", ["read"])])
-def test_one_direction_may_be_left_out(tmp_path: Path, flag: str, left: list[str]) -> None:
-    assert parsed(tmp_path, flag).directions == left
-
-
-def test_the_rest_is_taken_as_given(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "--io_size", "64M", "--loops", "3", "--seconds", "2.5", "--log_dir", "logs", "--verbose",
-                   "--explain", "--json", "-", "--no_store")  # fmt: skip
-    assert (found.io_size, found.loops, found.seconds, found.log_dir) == (64 * MIB, 3, 2.5, "logs")
-    assert (found.verbose, found.explain, found.json, found.no_store) == (True, True, "-", True)
 
 
 @pytest.mark.parametrize(
@@ -109,75 +110,49 @@ def test_a_folder_is_needed_and_must_exist(tmp_path: Path, capsys: pytest.Captur
     assert "file: no such folder" in refused(capsys, "--nvme_dir", str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("flags", [["--gpu"], ["--gds"], ["--gpu", "--gds"]])
-def test_a_gpu_that_is_not_there_is_said(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_the_machine_lacks_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = refused(capsys, "--nvme_dir", str(tmp_path), *flags)
-    assert f"{flags[-1]}: torch.cuda is not available: no GPU, or torch without CUDA" in message
-
-
-def test_gds_needs_cufile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def no_cufile() -> None:
         raise RuntimeError("cuFile cannot work here")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("nvme_ops.gds.gds_handle", no_cufile)
-    assert "--gds: cuFile cannot work here" in refused(capsys, "--nvme_dir", str(tmp_path), "--gds")
-
-
-@pytest.mark.parametrize(("flags", "way"), [(["--gpu"], "gpu"), (["--gds"], "gds"), (["--gpu", "--gds"], "gds")])
-def test_gds_implies_the_gpu(tmp_path: Path, flags: list[str], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("nvme_ops.gds.gds_handle", lambda: None)
-    assert parsed(tmp_path, *flags).way == way
-
-
-def test_the_page_cache_may_be_flushed_by_root_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "may be written by root only" in refused(capsys, "--nvme_dir", str(tmp_path), "--flush_page_cache")
-    monkeypatch.setattr(os, "access", lambda *_: True)
-    assert parsed(tmp_path, "--flush_page_cache").flush_page_cache
+    for gpu, flags, message in [
+        (False, ["--gpu"], "--gpu: torch.cuda is not available: no GPU, or torch without CUDA"),
+        (False, ["--gpu", "--gds"], "--gds: torch.cuda is not available: no GPU, or torch without CUDA"),
+        (True, ["--gds"], "--gds: cuFile cannot work here"),
+        (True, ["--flush_page_cache"], "may be written by root only"),
+    ]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert message in refused(capsys, "--nvme_dir", str(tmp_path), *flags)
 
 
-def test_a_sweep_configuration_of_ds_nvme_tune_restricts_the_search(tmp_path: Path) -> None:
-    document = {
-        "block_size": ["1M", "8M"],
-        "queue_depth": [32, 128],
-        "sequential_requests": [True, False],
-        "single_submit": [False, True],
-        "io_parallel": [1, 2, 4, 8],
-    }
-    found = parsed(tmp_path, "--sweep_config", sweep(tmp_path, document))
-    assert values(found, "block_size") == [MIB, 8 * MIB]
-    assert values(found, "queue_depth") == [32, 128]
-    assert values(found, "overlap_events") == [False, True]
-    assert values(found, "single_submit") == [False, True]
-    assert values(found, "intra_op_parallelism") == [1, 2, 4, 8]
-
-
-def test_sizes_may_be_numbers_and_come_in_any_order_and_twice(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "--sweep_config", sweep(tmp_path, {"block_size": ["1M", 65536, 1048576]}))
-    assert values(found, "block_size") == [64 * KIB, MIB]
-
-
-def test_what_the_configuration_leaves_out_keeps_its_default(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "--sweep_config", sweep(tmp_path, {"queue_depth": [8]}))
-    assert [axis.name for axis in found.axes] == ["queue_depth"]
-
-
-def test_sequential_requests_are_the_contrary_of_overlapped_events(tmp_path: Path) -> None:
-    found = parsed(tmp_path, "--sweep_config", sweep(tmp_path, {"sequential_requests": [True]}))
-    assert values(found, "overlap_events") == [False]
+@pytest.mark.parametrize(
+    ("document", "axes"),
+    [
+        ({"block_size": ["1M", 65536, 1048576]}, {"block_size": [64 * KIB, MIB]}),  # in any order, and twice
+        ({"queue_depth": [32, 128]}, {"queue_depth": [32, 128]}),
+        ({"sequential_requests": [True, False]}, {"overlap_events": [False, True]}),
+        ({"sequential_requests": [True]}, {"overlap_events": [False]}),  # the contrary
+        (
+            {"single_submit": [False, True], "io_parallel": [1, 2, 8]},
+            {"single_submit": [False, True], "intra_op_parallelism": [1, 2, 8]},
+        ),
+    ],
+)
+def test_a_sweep_configuration_of_ds_nvme_tune_restricts_the_search(
+    tmp_path: Path, document: object, axes: dict[str, list[Any]]
+) -> None:
+    found = parsed(tmp_path, "--sweep_config", sweep(tmp_path, document)).axes
+    assert {axis.name: list(axis.values) for axis in found} == axes
 
 
 @pytest.mark.parametrize(
     ("document", "message"),
     [
         ("{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
         ([], "not an object with lists of values"),
         ({"blocksize": [1]}, "'blocksize' is none of block_size, queue_depth"),
         ({"overlap_events": [True]}, "'overlap_events' is none of"),
@@ -202,25 +177,14 @@ def test_a_wrong_configuration_ends_with_status_2_and_what_is_wrong(
     assert message in said
 
 
-def test_a_configuration_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "sweep.json").write_bytes(b"\xff\xfe")
-    said = refused(capsys, "--nvme_dir", str(tmp_path), "--sweep_config", str(tmp_path / "sweep.json"))
-    assert "not JSON" in said
-
-
-def test_help_names_every_flag_and_version_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["--help"])
-    text = capsys.readouterr().out
-    for flag in ("nvme_dir", "sweep_config", "no_read", "no_write", "io_size", "gpu", "gds", "flush_page_cache",
-                 "replace", "log_dir", "loops", "verbose", "seconds", "explain", "json", "no_store"):  # fmt: skip
-        assert f"--{flag}" in text
-    with pytest.raises(SystemExit):
-        options.parse(["--version"])
-    assert capsys.readouterr().out.startswith("nvme-tune ")
-
-
-def test_the_page_explains_every_flag() -> None:
+def test_the_page_and_the_help_explain_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
-    flags = [word for action in options.parser()._actions for word in action.option_strings if word.startswith("--")]
-    assert [flag for flag in flags if flag not in ("--help", "--version") and f"`{flag}" not in page] == []
+    for flag, shown in (("--help", "usage: nvme-tune"), ("--version", "nvme-tune ")):
+        with pytest.raises(SystemExit):
+            options.parse([flag])
+        text = capsys.readouterr().out
+        assert text.startswith(shown)
+        if flag == "--help":
+            flags = {word for word in re.findall(r"--\w+", text) if word not in ("--help", "--version")}
+    assert len(flags) > 14
+    assert [flag for flag in flags if f"`{flag}" not in page] == []

@@ -102,22 +102,15 @@ KINDS = ["deep", "large", "threads", "far", "cliffs", "interacting"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_winner_is_nearly_always_within_3_per_cent_of_the_best(kind: str) -> None:
-    shares = [share_of_best(MadeUpDevice(kind, seed, noise=0.03)) for seed in range(10)]
-    assert min(shares) > 0.95, shares
-    assert sum(share >= 0.969 for share in shares) >= 8, shares
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_much_noise_costs_little(kind: str) -> None:
-    shares = [share_of_best(MadeUpDevice(kind, seed, noise=0.1)) for seed in range(10)]
-    assert min(shares) > 0.8, shares
-    assert sum(share >= 0.9 for share in shares) >= 7, shares
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_little_noise_finds_the_best(kind: str) -> None:
-    assert min(share_of_best(MadeUpDevice(kind, seed, noise=0.005)) for seed in range(10)) > 0.96
+@pytest.mark.parametrize(
+    ("noise", "least", "usual", "how_often"), [(0.005, 0.96, 0.96, 10), (0.03, 0.95, 0.969, 8), (0.1, 0.8, 0.9, 7)]
+)
+def test_the_winner_is_nearly_always_close_to_the_best(
+    kind: str, noise: float, least: float, usual: float, how_often: int
+) -> None:
+    shares = [share_of_best(MadeUpDevice(kind, seed, noise)) for seed in range(10)]
+    assert min(shares) > least, shares
+    assert sum(share >= usual for share in shares) >= how_often, shares
 
 
 def test_a_flat_device_keeps_the_default() -> None:
@@ -166,8 +159,7 @@ def test_without_any_time_only_the_default_is_measured() -> None:
     device = MadeUpDevice("far", 1)
     device.now = 2 * BUDGET
     outcome = device.search().find()
-    assert (outcome.best, list(outcome.rates), device.passes) == (DEFAULT, [DEFAULT], 1)
-    assert not outcome.complete
+    assert (outcome.best, list(outcome.rates), outcome.complete, device.passes) == (DEFAULT, [DEFAULT], False, 1)
 
 
 def test_the_same_measurements_give_the_same_result() -> None:
@@ -193,20 +185,22 @@ def test_hopeless_settings_are_measured_least() -> None:
     assert max(close) > 5
 
 
-def test_only_the_values_of_the_axes_are_tried() -> None:
-    device = MadeUpDevice("interacting", 0)
-    tried = [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])]
-    outcome = device.search(tried=tried).find()
+@pytest.mark.parametrize(
+    ("tried", "baseline"),
+    [
+        (
+            [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])],
+            replace(DEFAULT, block_size=2 * MIB, queue_depth=24),
+        ),
+        ([Axis("queue_depth", [16])], replace(DEFAULT, queue_depth=16)),
+    ],
+)
+def test_only_the_values_of_the_axes_are_tried(tried: list[Axis], baseline: Settings) -> None:
+    outcome = MadeUpDevice("interacting", 0).search(tried=tried).find()
     assert set(outcome.passes) <= set(combinations(tried))
-    assert outcome.baseline == replace(DEFAULT, block_size=2 * MIB, queue_depth=24)
+    assert outcome.baseline == baseline
     assert outcome.best in combinations(tried)
-
-
-def test_a_single_combination_is_only_measured() -> None:
-    outcome = MadeUpDevice("far", 0).search(tried=[Axis("queue_depth", [16])]).find()
-    assert outcome.best == outcome.baseline == replace(DEFAULT, queue_depth=16)
-    assert outcome.final is None
-    assert outcome.complete
+    assert len(combinations(tried)) > 1 or (outcome.complete and outcome.final is None)
 
 
 def test_of_equal_settings_the_simplest_wins() -> None:
@@ -242,8 +236,7 @@ def test_an_interrupted_search_tells_what_it_knows() -> None:
 
 def test_more_lanes_than_processors_are_not_tried() -> None:
     for processors, most in ((1, 1), (2, 2), (6, 4), (64, 16)):
-        lanes = next(axis.values for axis in axes(processors) if axis.name == "intra_op_parallelism")
-        assert max(lanes) == most
+        assert max({axis.name: axis.values for axis in axes(processors)}["intra_op_parallelism"]) == most
 
 
 def test_what_begins_is_told() -> None:

@@ -24,7 +24,7 @@ from nvme_ops.settings import Settings
 from nvme_ops.storage.identity import identify
 from nvme_ops.tuning import store as kept
 from nvme_ops.tuning.dictionary import MODE, SECTION, forget
-from tests.conftest import KIB, MIB, in_child, in_threads, pattern, round_trip, run_python, store
+from tests.conftest import KIB, MIB, contents, in_child, in_threads, pattern, round_trip, run_python, store
 from tests.tuning.conftest import MANY, aligned, only, write
 
 # The bytes
@@ -60,27 +60,30 @@ def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfer
         assert torch.equal(back, data)
 
 
-@pytest.mark.parametrize("call", ["write", "sync_pwrite", "async_pwrite", "submit_pwrite", "submit_pwritev", "rows"])
-def test_every_way_to_move_data_is_learned_from(folder: Path, call: str) -> None:
-    handle, data = aio_handle.adaptive(folder), aligned(2 * MIB).copy_(pattern(2 * MIB))
+DATA = aligned(2 * MIB).copy_(pattern(2 * MIB))
+HALVES = [DATA[:MIB], DATA[MIB:]]
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "call"),
+    [
+        ("waited", lambda handle, path: handle.write(DATA, path)),
+        ("waited", lambda handle, path: handle.sync_pwrite(DATA, path)),
+        ("alone", lambda handle, path: (handle.async_pwrite(DATA, path), handle.wait())),
+        ("alone", lambda handle, path: handle.submit_pwrite(DATA, path, priority=Priority.WRITEBACK).result()),
+        ("crowd", lambda handle, path: handle.submit_pwritev(HALVES, path, [0, MIB]).result()),
+        ("crowd", lambda handle, path: handle.submit_pwritev(DATA.view(2, -1), path, [0, MIB]).result()),
+    ],
+)
+def test_every_way_to_move_data_is_learned_from(
+    folder: Path, concurrency: str, call: Callable[[aio_handle, Path], object]
+) -> None:
+    handle = aio_handle.adaptive(folder)
     for _ in range(6):
-        if call == "submit_pwritev":
-            assert handle.submit_pwritev([data[:MIB], data[MIB:]], folder / "file", [0, MIB]).result() == 2 * MIB
-        elif call == "rows":
-            assert handle.submit_pwritev(data.view(2, -1), folder / "file", [0, MIB]).result() == 2 * MIB
-        elif call == "submit_pwrite":
-            assert handle.submit_pwrite(data, folder / "file", priority=Priority.WRITEBACK).result() == 2 * MIB
-        elif call == "async_pwrite":
-            handle.async_pwrite(data, folder / "file")
-            assert handle.wait() == 1
-        elif call == "sync_pwrite":
-            handle.sync_pwrite(data, folder / "file")
-        else:
-            assert handle.write(data, folder / "file") == 0
-        assert torch.equal(torch.from_file(str(folder / "file"), size=2 * MIB, dtype=torch.uint8), data)
+        call(handle, folder / "file")
+        assert torch.equal(contents(folder / "file"), DATA)
     (learned,) = handle.learned()
-    wanted = {"write": "waited", "sync_pwrite": "waited", "submit_pwritev": "crowd", "rows": "crowd"}
-    assert (learned.transfers, learned.concurrency) == (6, wanted.get(call, "alone"))
+    assert (learned.transfers, learned.concurrency) == (6, concurrency)
 
 
 def test_what_is_in_flight_makes_a_crowd(folder: Path) -> None:
@@ -108,24 +111,24 @@ def test_a_failed_transfer_raises_and_teaches_nothing(folder: Path) -> None:
     assert only(handle, most_bytes=MIB, concurrency="alone").transfers == 1
 
 
-def test_validation_is_not_measured(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "unmeasured",
+    [
+        lambda handle, path: handle.write(DATA, path, True),
+        lambda handle, path: handle.submit_pwrite(DATA, path, priority=Priority.BACKGROUND).result(),
+    ],
+)
+def test_what_is_not_measured_teaches_nothing_and_takes_no_turn_of_a_tool(
+    folder: Path, unmeasured: Callable[[aio_handle, Path], object]
+) -> None:
     handle = aio_handle.adaptive(folder)
     for _ in range(MANY):
-        handle.write(pattern(2 * MIB), folder / "file", True)
+        unmeasured(handle, folder / "file")
     assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
-
-
-@pytest.mark.parametrize("between", ["validating", "background"])
-def test_what_is_not_measured_takes_no_turn_of_a_tool(folder: Path, between: str) -> None:
-    handle, data = aio_handle.adaptive(folder), aligned(2 * MIB)
     for _ in range(MANY):
-        if between == "validating":
-            assert handle.write(data, folder / "file", True) == 0
-            assert handle.write(data, folder / "file") == 0
-        else:
-            handle.submit_pwrite(data, folder / "file", priority=Priority.BACKGROUND).result()
-            handle.submit_pwrite(data, folder / "file").result()
-    usual = max(handle.learned(), key=lambda one: one.transfers)
+        unmeasured(handle, folder / "file")
+        handle.write(DATA, folder / "file")
+    usual = only(handle, concurrency="waited")
     assert not usual.exploring
     assert all(tried.cost is not None for tried in usual.tools)
 
