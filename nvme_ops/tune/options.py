@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops import __version__
-from nvme_ops.arguments import check_output, positive, size
+from nvme_ops.arguments import check_output, command_line, positive, size
 from nvme_ops.text import parse_size, size_words
 from nvme_ops.tune.passes import DIRECTIONS
 from nvme_ops.tune.passes import LEAST as LEAST_PASS
@@ -46,8 +46,7 @@ lack the space; 130 after Ctrl-C, which prints the best so far
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    made = argparse.ArgumentParser("nvme-tune", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made = command_line("nvme-tune", _DESCRIPTION, _EPILOG)
 
     def value(flag: str, metavar: str, words: str, **more: Any) -> None:
         made.add_argument(flag, metavar=metavar, help=words, **more)
@@ -90,11 +89,13 @@ def parse(words: Sequence[str] | None) -> Namespace:
     given.way = "gds" if given.gds else "gpu" if given.gpu else "cpu"
     try:
         _check(given)
-        given.axes = axes(len(os.sched_getaffinity(0)))
-        if given.sweep_config is not None:
-            given.axes = _sweep_axes(given.sweep_config)
     except ValueError as error:
         made.error(str(error))
+    try:
+        swept = given.sweep_config is not None
+        given.axes = _sweep_axes(given.sweep_config) if swept else axes(len(os.sched_getaffinity(0)))
+    except ValueError as error:
+        made.error(f"--sweep_config {given.sweep_config}: {error}")
     return given
 
 
@@ -131,27 +132,28 @@ def _check(given: Namespace) -> None:
 
 
 def _sweep_axes(path: str) -> list[Axis]:
-    """Parses a sweep configuration; settings that it omits keep their default. ValueError names the wrong key."""
+    """Parses a sweep configuration; settings that it omits keep their default. ValueError says what is wrong."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"--sweep_config {path}: {error.strerror}") from None
+        raise ValueError(error.strerror) from None
     except ValueError as error:
-        raise ValueError(f"--sweep_config {path}: not JSON: {error}") from None
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--sweep_config {path}: not an object with lists of values")
-    made = []
-    for key, values in found.items():
-        if key not in _SWEPT:
-            raise ValueError(f"--sweep_config {path}: {key!r} is none of {', '.join(_SWEPT)}")
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"--sweep_config {path}: {key} must be a list of values")
-        name, read = _SWEPT[key]
-        try:
-            made.append(Axis(name, sorted({read(value) for value in values})))
-        except ValueError as error:
-            raise ValueError(f"--sweep_config {path}: {key}: {error}") from None
-    return made
+        raise ValueError("not an object with lists of values")
+    return [_axis(key, values) for key, values in found.items()]
+
+
+def _axis(key: str, values: Any) -> Axis:
+    if key not in _SWEPT:
+        raise ValueError(f"{key!r} is none of {', '.join(_SWEPT)}")
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{key} must be a list of values")
+    name, read = _SWEPT[key]
+    try:
+        return Axis(name, sorted({read(value) for value in values}))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _switch(value: Any) -> bool:

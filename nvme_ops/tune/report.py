@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from nvme_ops.settings import Settings
-from nvme_ops.text import share_words, size_words
+from nvme_ops.text import columns_text, share_words, size_words
 from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.duel import Duel
 from nvme_ops.tune.search import DEFAULT, Outcome
@@ -77,11 +78,9 @@ def _device(tuned: Tuned) -> str:
         for settings, label in shown.items()
         if (rates := outcome.rates.get(settings))
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = [
         f"{' '.join(tuned.folders)}: {tuned.identity.words()}",
-        *(f"  {'  '.join(row).rstrip()}" for row in cells),
+        textwrap.indent(columns_text(rows), "  "),
         f"  {_verdict(outcome)}",
         f"  {sum(outcome.passes.values())} passes in {tuned.seconds:.0f} s"
         + ("" if outcome.complete else ", after which the final was cut short"),

@@ -33,6 +33,7 @@ from tests.tuning.conftest import MANY, aligned, only, write
 @pytest.mark.parametrize("size", [1, 4 * KIB, 100 * KIB + 1, 3 * MIB + 5, 17 * MIB])
 @pytest.mark.parametrize("cached", [False, True])
 def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool) -> None:
+    """The handle of a file object learns, too."""
     handle = aio_handle.adaptive(folder, cache=None)
     path = store(folder / "file", pattern(size + 7))
     for number in range(24):
@@ -41,9 +42,14 @@ def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool)
         if cached:
             path.read_bytes()
         back = torch.zeros_like(data)
-        handle.sync_pread(back, path, 3)
+        if number % 2:
+            handle.sync_pread(back, path, 3)
+        else:
+            with nvme_ops.open(path, "r", handle=handle) as file:
+                file.pread(back, 3)
         assert torch.equal(back, data)
-    assert {one.op for one in handle.learned()} == {"read", "write"}
+    counted = {op: sum(one.transfers for one in handle.learned() if one.op == op) for op in ("read", "write")}
+    assert counted == {"read": 24, "write": 24}
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,18 +137,6 @@ def test_what_is_not_measured_teaches_nothing_and_takes_no_turn_of_a_tool(
     usual = only(handle, concurrency="waited")
     assert not usual.exploring
     assert all(tried.cost is not None for tried in usual.tools)
-
-
-def test_a_file_object_is_adaptive_too(folder: Path) -> None:
-    data = pattern(4 * MIB)
-    path = store(folder / "file", data)
-    handle = aio_handle.adaptive(folder)
-    with nvme_ops.open(path, "r", handle=handle) as file:
-        for _ in range(20):
-            back = torch.zeros_like(data)
-            file.pread(back, 0)
-            assert torch.equal(back, data)
-    assert sum(one.transfers for one in handle.learned()) == 20
 
 
 # What is chosen
@@ -278,7 +272,9 @@ def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monk
     assert len(requests) == 1
 
 
-def test_off_it_is_a_tuned_handle_alone(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_it_is_tuned_and_another_mode_is_refused(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(MODE, "off")
     with aio_handle.adaptive(folder) as handle:
         write(handle, folder)
@@ -286,9 +282,6 @@ def test_off_it_is_a_tuned_handle_alone(folder: Path, cache: Path, monkeypatch: 
         assert handle.learned() == []
         assert "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings" in handle.explain()
     assert not cache.exists()
-
-
-def test_another_mode_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MODE, "no")
     with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
         aio_handle.adaptive(folder)
@@ -366,13 +359,6 @@ def test_the_handle_needs_nothing_of_the_benchmarks() -> None:
 # What ends badly
 
 
-def check(handle: aio_handle, folder: Path) -> None:
-    """It goes on as if nothing had happened."""
-    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
-    round_trip(handle, folder / "small", 100)
-    assert "crowd" not in {one.concurrency for one in handle.learned()}
-
-
 def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
     folder = make_file_system(64 * MIB)
     handle, data = aio_handle.adaptive(folder), torch.zeros(128 * MIB, dtype=torch.uint8)
@@ -383,7 +369,9 @@ def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
         with pytest.raises(OSError, match="No space left"):
             handle.submit_pwrite(data, folder / "large").result()
         (folder / "large").unlink()
-    check(handle, folder)
+    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
+    round_trip(handle, folder / "small", 100)
+    assert "crowd" not in {one.concurrency for one in handle.learned()}
 
 
 @pytest.mark.usefixtures("no_collection")
