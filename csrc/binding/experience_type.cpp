@@ -153,62 +153,49 @@ void Sample::Flight::end() noexcept {
 }
 
 Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const Memory* memories, std::size_t count,
-               bool waited, bool measured)
-    : measured_(measured) {
-  for (std::size_t i = 0; i < count; ++i) bytes_ += memories[i].bytes;
+               bool waited, bool measured) {
+  std::uint64_t bytes = 0;
+  for (std::size_t i = 0; i < count; ++i) bytes += memories[i].bytes;
   if (learner->generation != fork_generation()) {  // what is in flight is the parent's
     learner->generation = fork_generation();
     learner->in_flight.forget();
     learner->experience.forget();
   }
-  beside_ = learner->in_flight.beside(priority, bytes_);
+  const std::uint64_t beside = learner->in_flight.beside(priority, bytes);
   // Frozen, the same calls take the same way, whether or not those before have ended.
   const bool crowd = count > 1 || (!learner->experience.frozen() && learner->in_flight.any());
   const Concurrency concurrency = crowd ? Concurrency::Crowd : waited ? Concurrency::Waited : Concurrency::Alone;
-  const std::uint64_t each = count > 0 ? bytes_ / count : 0;
-  if (bytes_ == 0) measured_ = false;
+  const std::uint64_t each = count > 0 ? bytes / count : 0;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
-  choice_ = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured_);
-  learner_ = std::move(learner);
-  flight_ = std::make_shared<Flight>(learner_, priority, bytes_);
-  start_ = Clock::now();
-}
-
-Sample::Sample(Sample&& other) noexcept {
-  *this = std::move(other);
-}
-
-Sample& Sample::operator=(Sample&& other) noexcept {
-  if (this == &other) return *this;
-  drop();
-  learner_ = std::exchange(other.learner_, nullptr);
-  flight_ = std::move(other.flight_);
-  choice_ = other.choice_;
-  bytes_ = other.bytes_, beside_ = other.beside_, measured_ = other.measured_;
-  start_ = other.start_;
-  return *this;
-}
-
-void Sample::drop() noexcept {
-  if (learner_) end(false, start_, 0);
+  measured = measured && bytes > 0;
+  const auto choice = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured);
+  use_ = std::unique_ptr<Use>(new Use{learner, choice, bytes, beside, measured});
+  use_->flight = std::make_shared<Flight>(learner, priority, bytes);
+  use_->start = Clock::now();
 }
 
 void Sample::follow(Outcome& outcome) {
-  if (learner_) outcome.then([flight = flight_] { flight->end(); });
+  if (use_) outcome.then([flight = use_->flight] { flight->end(); });
 }
 
 void Sample::end(const Outcome& outcome, std::uint64_t cached) {
-  if (learner_ && outcome.done()) end(!outcome.failure(), outcome.settled_at(), cached);
+  if (use_ && outcome.done()) end(!outcome.failure(), outcome.settled_at(), cached);
 }
 
 void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
-  const std::shared_ptr<Learner> learner = std::exchange(learner_, nullptr);
-  if (!learner) return;
-  std::exchange(flight_, nullptr)->end();
+  const std::unique_ptr<Use> use = std::move(use_);
+  if (!use) return;
+  const double seconds = std::chrono::duration<double>(when - use->start).count();
+  if (succeeded && use->measured) use->end(seconds, cached > use->bytes / 2);
+}
+
+void Sample::Use::end(double cost, bool cached) {
+  const std::shared_ptr<Learner> ending = std::exchange(learner, nullptr);
+  if (!ending) return;
+  if (flight) flight->end();
+  if (cost == 0) return ending->experience.lose(choice);
   // As long as its own bytes and those beside them took together: so many bytes a second the device moved meanwhile.
-  const double cost = std::chrono::duration<double>(when - start_).count();
-  if (!succeeded || !measured_) return learner->experience.lose(choice_);
-  learner->experience.note(choice_, bytes_ + beside_, cached > bytes_ / 2, cost);
+  ending->experience.note(choice, bytes + beside, cached, cost);
 }
 
 std::shared_ptr<Learner> learner_of(PyObject* object) {

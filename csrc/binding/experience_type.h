@@ -36,12 +36,9 @@ public:
   // `waited`: by the caller's thread. `measured`: whether its duration says what its tool is worth.
   Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const Memory* memories, std::size_t count,
          bool waited, bool measured);
-  Sample(Sample&& other) noexcept;
-  Sample& operator=(Sample&& other) noexcept;
-  ~Sample() { drop(); }
 
-  explicit operator bool() const { return learner_ != nullptr; }
-  const Tool& tool() const { return choice_.tool; }
+  explicit operator bool() const { return use_ != nullptr; }
+  const Tool& tool() const { return use_->choice.tool; }
 
   // When `outcome` arrives, it is no longer in flight for any handle.
   void follow(Outcome& outcome);
@@ -64,14 +61,19 @@ private:
     const unsigned long generation_ = fork_generation();
     std::atomic<bool> ended_{false};
   };
-  void drop() noexcept;
+  struct Use {
+    ~Use() { end(0, false); }
+    void end(double cost, bool cached);  // once; 0: it says nothing
 
-  std::shared_ptr<Learner> learner_;
-  std::shared_ptr<Flight> flight_;
-  Experience::Choice choice_{};
-  std::uint64_t bytes_ = 0, beside_ = 0;  // its own; of others, that move meanwhile
-  bool measured_ = false;
-  Clock::time_point start_;
+    std::shared_ptr<Learner> learner;  // null once it has ended
+    Experience::Choice choice{};
+    std::uint64_t bytes = 0, beside = 0;  // its own; of others, that move meanwhile
+    bool measured = false;
+    std::shared_ptr<Flight> flight{};
+    Clock::time_point start{};
+  };
+
+  std::unique_ptr<Use> use_;
 };
 
 // Returns what a Python object of the type holds; null for None. Throws PythonError for anything else.
