@@ -17,4 +17,4 @@ def test_the_programs_of_the_page_run_one_after_the_other(folder: Path) -> None:
     said = run_python(program).stdout.splitlines()
     assert "True" in said  # what was read is what was written
     assert said[1] == "False"  # there was nothing to take over
-    assert said[-1] == f"0 {8 << 20}"
+    assert said[-1] == f"{8 << 20} {8 << 20}"
