@@ -447,3 +447,27 @@ TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {
     check_equal(second, data);
   });
 }
+
+TEST(an_interrupted_read_has_ended_on_both_of_its_lanes) {
+  const std::string path = directory() / "cached";
+  const Bytes data = pattern(kDividedBytes, 1);
+  support::write_file(path, data);
+  const Memory first(data.size()), second(data.size());
+  EngineOptions options = engine_options(*support::usable_backends().front(), 1 << 20, 8);
+  options.automatic = true;
+  Engine engine(options);
+  for (int round = 0; round < 10; ++round) {
+    std::vector<Extent> extents;  // each lane has a memory of its own
+    for (int i = 0; i < 64; ++i) {
+      extents.push_back(extent(path, Op::Read, i < 32 ? first : second, 0, Cache::Auto));
+    }
+    const auto job = job_of(Op::Read, std::move(extents));
+    const auto raised = check::failure_of([&] { engine.run(job, [] { return true; }); });
+    CHECK(job->outcome()->done(), "nothing to be in flight any more");
+    CHECK_FAILURE(raised, Interrupted, 0, "interrupted");
+  }
+  const auto again = job_of(Op::Read, {extent(path, Op::Read, first, 0, Cache::Auto)});
+  engine.run(again, never);
+  check_moved(again, data.size());
+  check_equal(first, data);
+}

@@ -20,6 +20,7 @@ constexpr unsigned kDepth = 4;
 
 struct Planned {
   Counters counters;
+  bool alone = false;      // no lane helps
   Planner::Shares helped;  // what was given to another lane
   Planner planner{kBlock,
                   kDepth,
@@ -27,6 +28,7 @@ struct Planned {
                   std::make_shared<Admission>(),
                   &counters,
                   [this](Planner::Shares& shares) {
+                    if (alone) return false;
                     helped.splice(helped.end(), shares);
                     return true;
                   }};
@@ -200,7 +202,7 @@ TEST(half_of_a_large_read_that_is_cached_is_given_to_another_lane) {
     std::uint64_t skip;  // bytes that are not read
     Tool tool;
     Cache cache;
-    bool cold, divided;
+    bool cold, divided, alone = false;
   };
   Tool one_lane;
   one_lane.lanes = 1;
@@ -208,9 +210,11 @@ TEST(half_of_a_large_read_that_is_cached_is_given_to_another_lane) {
                           {"smaller", 101, {}, Cache::Auto, false, false},
                           {"one lane", 0, one_lane, Cache::Auto, false, false},
                           {"past the cache", 0, {}, Cache::Direct, false, false},
-                          {"cold", 0, {}, Cache::Auto, true, false}}) {
+                          {"cold", 0, {}, Cache::Auto, true, false},
+                          {"without another lane", 0, {}, Cache::Auto, false, false, true}}) {
     const check::Context context(now.name);
     Planned planned;
+    planned.alone = now.alone;
     support::write_file(path, data);
     if (now.cold) support::evict(path);
     const Memory memory(data.size() - now.skip);

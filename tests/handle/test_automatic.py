@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.measuring.page_cache import cached_share
-from tests.conftest import MIB, HandleFactory, pattern, store
+from tests.conftest import MIB, HandleFactory, in_threads, pattern, round_trip, store
 
 LARGE = 64 * MIB
 
@@ -69,3 +71,61 @@ def test_small_reads_in_a_row_go_through_the_page_cache(make_handle: HandleFacto
             handle.sync_pread(back, file if opened else path, index * 4096)
             assert torch.equal(back, data[index * 4096 :][:4096])
         assert handle.statistics().cached_bytes == 8 * 4096  # from the third on
+
+
+@pytest.fixture
+def cached(folder: Path) -> Path:
+    path = store(folder / "file", pattern(LARGE))
+    path.read_bytes()
+    return path
+
+
+def test_threads_read_at_once(make_handle: HandleFactory, cached: Path) -> None:
+    handle, data = make_handle(), pattern(LARGE)
+
+    def work(number: int) -> None:
+        back = torch.zeros_like(data)
+        for _ in range(3):
+            back.zero_()
+            handle.submit_pread(back, cached).result() if number % 2 else handle.read(back, cached)
+            assert torch.equal(back, data)
+
+    in_threads(work, 4)
+
+
+def test_a_handler_that_forks_in_a_divided_read(make_handle: HandleFactory, folder: Path, cached: Path) -> None:
+    handle, data, back = make_handle(), pattern(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
+    handle.sync_pread(back, cached)
+    children: list[int] = []
+
+    def fork(*_: object) -> None:
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(30)
+            torch.set_num_threads(1)
+
+    before = signal.signal(signal.SIGALRM, fork)
+    try:
+        for attempt in itertools.count():
+            back.zero_()
+            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.001 * (attempt % 8))
+            try:
+                handle.sync_pread(back, cached)
+            except RuntimeError as error:
+                assert "only the parent" in str(error)  # noqa: PT017
+            if children:
+                break
+        if children[-1] == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            status = 1
+            try:
+                round_trip(handle, folder / "child")
+                status = 0
+            finally:
+                os._exit(status)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert torch.equal(back, data)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+    round_trip(handle, folder / "parent")
