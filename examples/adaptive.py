@@ -1,4 +1,4 @@
-"""A handle that learns how to move each kind of transfer. python examples/adaptive_handle.py [FOLDER]."""
+"""A handle that learns how to move each kind of transfer. python examples/adaptive.py [FOLDER]."""
 
 import os
 import sys

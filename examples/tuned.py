@@ -1,4 +1,4 @@
-"""A handle with the settings that suit the device. python examples/tuned_handle.py [FOLDER]."""
+"""A handle with the settings that suit the device. python examples/tuned.py [FOLDER]."""
 
 import os
 import sys
