@@ -2,7 +2,7 @@
 
 Each way trains the same net in a process of its own and must get the same gradients as in memory, bit for bit. The
 convolutional net computes little for each byte that it keeps: storage decides. The transformer computes much. The bound
-is the longer of two times: computing in memory, and moving the same bytes at the mixed rate of fio's best shape. The
+is the longer of two times: computing in memory, and moving the same bytes at fio's best mixed rate. The
 table ``largest`` doubles the batch until it no longer fits a memory limit or the disk, then halves the last step.
 """
 
@@ -27,6 +27,7 @@ import torch
 import nvme_ops
 from benchmarks import command, memory_limit
 from benchmarks.activations_worker import Job
+from benchmarks.file_rows import FIO_BEST
 from nvme_ops.arguments import positive, size
 from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
@@ -51,7 +52,6 @@ _WAYS = {
 }
 _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
 _FIRST = 1  # steps that are not counted
-_SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
 _WORKER = Path(__file__).parent / "activations_worker.py"
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')  # finds nvme_ops"
 
@@ -86,14 +86,11 @@ def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
     path = os.path.join(scratch, "fio")
     nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=torch.uint8).fill_(1), path)
-    for block, depth in _SHAPES:
-        options = ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}"]
 
-        def run(options: list[str] = options) -> Sample:
-            seconds = fio.run("rw", path, GIB, options).seconds  # half of it read, half written
-            return Sample(seconds, batch, figures={"read and written": GIB, "GB/s": GIB / seconds / 1e9})
+    def shown(sample: Sample) -> Sample:
+        return Sample(sample.seconds, batch, figures={"read and written": sample.amount, "GB/s": sample.rate / 1e9})
 
-        rows.append(Row(f"fio rw libaio bs={block} iodepth={depth}", run, before=os.sync))
+    rows.append(fio.row(f"{FIO_BEST}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown))
     title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
     return Table(net, title, "samples/s", rows, MEMORY, COLUMNS)
 
@@ -101,17 +98,13 @@ def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
 def note_bound(table: Table) -> None:
     """Adds the bound to each sample, as a share of its time."""
     taken = {row.name: [each for each in row.samples if each is not None] for row in table.rows}
-    rates = [
-        statistics.median(each.figures["GB/s"] for each in those)
-        for name, those in taken.items()
-        if name.startswith("fio") and those
-    ]
-    if not rates or not taken[MEMORY]:
+    moved = [each.figures["GB/s"] for name, those in taken.items() if name.startswith("fio") for each in those]
+    if not moved or not taken[MEMORY]:
         return
     computing = statistics.median(each.seconds for each in taken[MEMORY])
     for name, those in taken.items():
         for each in those if not name.startswith("fio") else []:
-            bound = max(computing, each.figures.get("read and written", 0) / (max(rates) * 1e9))
+            bound = max(computing, each.figures.get("read and written", 0) / (statistics.median(moved) * 1e9))
             each.figures["of the bound"] = bound / each.seconds
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command, memory_limit
+from benchmarks.file_rows import FIO_BEST
 from benchmarks.inference_worker import Job
 from nvme_ops.bench import fio
 from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, spread
@@ -26,7 +27,6 @@ COLUMNS = ("step", "first token", "load", "read per step", "peak memory", "while
 _WORKER = Path(__file__).parent / "inference_worker.py"
 _PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 _SPARE = 128 * MIB  # beside the budget, for the process whose memory is limited
-_SHAPES = (("1M", 32), ("2M", 16), ("4M", 8), ("4M", 32))  # of fio: block and depth; the best counts
 _SETTLING = 1.0  # seconds for discards, which nothing can wait for
 
 
@@ -130,39 +130,33 @@ def settle() -> None:
 
 
 def fio_rows(work: Work) -> list[Row]:
-    """The whole file read once with each shape: as many tokens as weights that are read for each step allow."""
+    """Fio at its best over the whole file: as many tokens as weights that are read for each step allow."""
 
-    def read(options: list[str]) -> Sample:
-        sample = fio.run("read", work.file, os.path.getsize(work.file), options)
+    def shown(sample: Sample) -> Sample:
         return Sample(sample.seconds, work.batch, figures={"step": sample.seconds, "read per step": sample.amount})
 
-    made = []
-    for block, depth in _SHAPES:
-        options = ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}"]
-        made.append(
-            Row(f"fio libaio bs={block} iodepth={depth}, all weights", functools.partial(read, options), settle)
-        )
-    return made
+    size = os.path.getsize(work.file)
+    return [fio.row(f"{FIO_BEST}, all weights", "read", lambda: work.file, size, settle, fio.best(size), shown=shown)]
 
 
 def add_bounds(table_rows: Sequence[Row]) -> None:
     """Adds to each sample what part of its time the bound is: that of computing in memory, or of its reads by fio.
 
-    Both are medians of this run; fio's is that of its fastest shape.
+    Both are medians of this run.
     """
-    rates, compute = [], 0.0
+    rate, compute = 0.0, 0.0
     for row in table_rows:
         samples = [sample for sample in row.samples if sample is not None]
         if row.name.startswith("fio ") and samples:
             found = spread([each.figures["read per step"] / each.seconds for each in samples])
-            rates.append(found.median if found else 0.0)
+            rate = found.median if found else 0.0
         elif row.name == MEMORY and samples:
             found = spread([each.seconds for each in samples])
             compute = found.median if found else 0.0
-    if not rates or not compute:
+    if not rate or not compute:
         return
     for row in table_rows:
         if not row.name.startswith("fio "):
             for sample in filter(None, row.samples):
-                bound = max(compute, sample.figures["read per step"] / max(rates))
+                bound = max(compute, sample.figures["read per step"] / rate)
                 sample.figures["of the bound"] = bound / sample.seconds

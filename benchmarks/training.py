@@ -23,6 +23,7 @@ import torch
 
 import nvme_ops
 from benchmarks import command
+from benchmarks.file_rows import FIO_BEST
 from benchmarks.training_engines import engine_rows
 from benchmarks.training_worker import forget
 from nvme_ops.arguments import positive, size
@@ -40,7 +41,6 @@ GROUPS = {
 }
 MEMORY = "in memory"
 _WIDTH = 2048  # of a layer: 4 M parameters
-_SHAPES = (("1M", 32), ("4M", 8), ("8M", 4))  # of fio: block and depth; the best counts
 _STATES = 8  # bytes for each parameter: exp_avg, exp_avg_sq
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 
@@ -104,13 +104,8 @@ def step_rows(scratch: str, given: argparse.Namespace, stack: contextlib.ExitSta
     ]
     path = os.path.join(scratch, "fio")
     nvme_ops.aio_handle().write(nvme_ops.empty(states, dtype=torch.uint8).fill_(1), path)
-    for block, depth in _SHAPES:
-        options = ["--ioengine=libaio", f"--bs={block}", f"--iodepth={depth}"]
-
-        def run(options: list[str] = options) -> Sample:
-            return Sample(fio.run("rw", path, states, options).seconds, states)  # half of it read, half written
-
-        rows.append(Row(f"fio rw libaio bs={block} iodepth={depth}", run, partial(forget, scratch)))
+    before = partial(forget, scratch)
+    rows.append(fio.row(f"{FIO_BEST}, half read, half written", "rw", lambda: path, states, before, fio.best(states)))
     yield Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
 
 

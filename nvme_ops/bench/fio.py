@@ -59,10 +59,15 @@ def row(
     before: Callable[[], None],
     variants: Sequence[Variant] | None = None,
     operations: bool = False,
+    shown: Callable[[Sample], Sample] = lambda sample: sample,
 ) -> Row:
-    """Returns fio's row with the first of ``variants`` that runs, by default ``BEST``; the rest is as for ``run``."""
+    """Returns fio's row with the first of ``variants`` that runs, by default ``BEST``; the rest is as for ``run``.
+
+    ``shown`` makes of its samples those of the table.
+    """
     made = Row(name, lambda: Sample(1, 1), before)
-    made.run = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, 1, operations)
+    run_it = first_that_runs(made, BEST if variants is None else variants, pattern, path, size, 1, operations)
+    made.run = lambda: shown(run_it())
     return made
 
 
@@ -99,7 +104,7 @@ def first_that_runs(
 
 
 def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
-    """Runs fio over ``size`` bytes of every ``path`` at once: ``read``, ``write`` or ``randread``, with direct I/O.
+    """Runs fio over ``size`` bytes of every ``path`` at once, directly: ``read``, ``write``, ``randread``, ``rw``.
 
     ``lanes`` jobs share the bytes of a path.
 
@@ -150,12 +155,13 @@ def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: in
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
     """Parses what fio printed into a sample. Raises RuntimeError with fio's message if it failed."""
-    job, side = read_job(status, output, errors)
-    seconds = side["runtime"] / 1000
+    job, _ = read_job(status, output, errors)
+    sides = job["read"], job["write"]
+    seconds = max(side["runtime"] for side in sides) / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     if seconds <= 0:
         raise RuntimeError("fio: the job is too short to time (below 1 ms); choose a larger --size")
-    return Sample(seconds, side["total_ios"] if operations else side["io_bytes"], cpu)
+    return Sample(seconds, sum(side["total_ios" if operations else "io_bytes"] for side in sides), cpu)
 
 
 def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -78,6 +78,8 @@ def test_fio_output_is_read() -> None:
     assert sample.rate == 2 * GIB
     assert sample.cpu_per_gib == pytest.approx(0.05)
     assert fio.read_output(0, text, "", operations=True).rate == 512
+    both = {**job(), "write": {"total_ios": 256, "runtime": 250, "io_bytes": GIB}}  # of which reading took longer
+    assert fio.read_output(0, json.dumps({"jobs": [both]}), "").rate == 4 * GIB
 
 
 def test_a_job_that_is_too_short_to_time_is_said() -> None:
