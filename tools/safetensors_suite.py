@@ -55,6 +55,7 @@ import safetensors
 import safetensors.torch
 
 import nvme_ops
+import nvme_ops.integrations.safetensors
 
 
 def save_file(tensors, filename, metadata=None):
@@ -76,7 +77,7 @@ def load_model(model, filename, strict=True, device="cpu", *, backend=None):
 
 for ours in (save_file, load_file, save_model, load_model):
     setattr(safetensors.torch, ours.__name__, ours)
-safetensors.safe_open = safetensors.torch.safe_open = nvme_ops.safe_open
+safetensors.safe_open = safetensors.torch.safe_open = nvme_ops.integrations.safetensors.safe_open
 """
 
 
