@@ -37,7 +37,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
     """Lists what is in a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
     name = os.fspath(path)
     if format is None and os.path.exists(os.path.join(name, ".metadata")):
-        from nvme_ops.dcp import contents as of_dcp  # which takes a while
+        from nvme_ops.checkpoint.dcp import contents as of_dcp  # which takes a while
 
         return of_dcp.contents(name)
     found: Contents = format_of(name, format).contents(name)

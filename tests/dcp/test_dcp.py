@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, frame, use_by_default
+from nvme_ops.checkpoint.dcp import frame
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
 from tests.conftest import MIB, in_child, run_python
 from tests.dcp.states import equal, files, load, needs_fork, save, state
 from tests.launch import run_ranks

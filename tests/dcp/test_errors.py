@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
-from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, metadata_file, use_by_default
+from nvme_ops.checkpoint.dcp import folder as dcp_folder
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents
 from tests.conftest import MIB, give_up_root, in_child, open_to_all
@@ -102,7 +103,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 def test_a_planner_that_raises_in_a_load(
     step: str, good: int, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nvme_ops.dcp.loading._GROUP", group)
+    monkeypatch.setattr("nvme_ops.checkpoint.dcp.reader._GROUP", group)
     save(tmp_path, 1)
     reader = NvmeStorageReader(tmp_path, verify=True, handle=aio_handle())
     error = why_of(lambda: dcp.load(state(99), storage_reader=reader, planner=LoadPlanner(step, good)))
@@ -221,9 +222,9 @@ def test_a_save_of_dcps_own_writer_under_a_load_is_found(tmp_path: Path) -> None
 def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     """As another version or a bug would have written them."""
     with (path / ".metadata").open("rb") as file:
-        metadata = metadata_file.read(str(path), file.fileno())
+        metadata = dcp_folder.read_metadata(str(path), file.fileno())
     change(metadata)
-    metadata_file.write(str(path / ".metadata"), metadata, False)
+    dcp_folder.write_metadata(str(path / ".metadata"), metadata, False)
 
 
 def test_metadata_cut_anywhere_are_the_same_or_an_error(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops._native import native
+from nvme_ops.checkpoint.dcp.stored import find
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
-from nvme_ops.dcp.stored import find
 from nvme_ops.errors import ChecksumError, FormatError
 from tests.conftest import MIB, give_up_root, in_child, open_to_all
 from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
@@ -147,7 +147,7 @@ def test_a_flipped_bit_in_the_metadata_is_found(tmp_path: Path, caplog: pytest.L
         flip(tmp_path / ".metadata", place)
         caplog.clear()
         assert "metadata is None" in str(why(NvmeStorageReader(tmp_path)))
-        (said,) = [record for record in caplog.records if record.name == "nvme_ops.dcp.reader"]
+        (said,) = [record for record in caplog.records if record.name == "nvme_ops.dcp"]
         assert str(tmp_path / ".metadata") in said.getMessage()
         flip(tmp_path / ".metadata", place)
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, readers
+from nvme_ops.checkpoint.dcp.folder import Reading
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from tests.conftest import forked, in_threads
 from tests.dcp.states import files, needs_fork
 
@@ -67,7 +68,7 @@ def test_many_processes_that_save_to_one_folder_do_not_mix(tmp_path: Path, count
 
 def test_a_save_leaves_the_files_that_are_being_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    reading = readers.Reading(str(tmp_path / ".metadata"))
+    reading = Reading(str(tmp_path / ".metadata"))
     for number in (2, 3):
         save(tmp_path, number)
     names = {info.relative_path for info in reading.metadata.storage_data.values()}

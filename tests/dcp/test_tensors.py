@@ -17,7 +17,10 @@ from hypothesis import given, settings
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, items, loading, spans, stored
+from nvme_ops.checkpoint.dcp import reader as reading
+from nvme_ops.checkpoint.dcp import stored
+from nvme_ops.checkpoint.dcp import writer as writing
+from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.ring import Ring
 from nvme_ops.settings import PAGE
@@ -72,12 +75,12 @@ def test_any_part_of_any_tensor(
     target = torch.full(sizes, 99, dtype=data.draw(st.sampled_from([dtype, torch.float32])))
     if data.draw(st.booleans()) and len(sizes) > 1:
         target = torch.full((sizes[1], sizes[0], *sizes[2:]), 99, dtype=target.dtype).transpose(0, 1)
-    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (spans.SPAN, 64 << 10)]))
+    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (stored.SPAN, 64 << 10)]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(spans, "SPAN", limits[0])
-        patched.setattr(spans, "_ROW", limits[1])
-        patched.setattr(loading, "Ring", functools.partial(Ring, buffer=max(2 * PAGE, limits[0] + PAGE)))
-        patched.setattr("nvme_ops.dcp.reader._SMALL", 0)
+        patched.setattr(stored, "SPAN", limits[0])
+        patched.setattr(stored, "_ROW", limits[1])
+        patched.setattr(reading, "Ring", functools.partial(Ring, buffer=max(2 * PAGE, limits[0] + PAGE)))
+        patched.setattr("nvme_ops.checkpoint.dcp.reader._SMALL", 0)
         verify = writer is NvmeStorageWriter and data.draw(st.booleans())
         dcp.load({"a": target}, storage_reader=NvmeStorageReader(path, verify=verify), planner=Part(starts))
     expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
@@ -127,10 +130,10 @@ def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 
 def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items, "_SMALL_GROUP", 10_000)
-    monkeypatch.setattr(items, "_SMALL", 20_000)
-    monkeypatch.setattr(items, "_LARGE_GROUP", 50_000)
-    monkeypatch.setattr(loading, "_GROUP", 30_000)
+    monkeypatch.setattr(writing, "_SMALL_GROUP", 10_000)
+    monkeypatch.setattr(writing, "_SMALL", 20_000)
+    monkeypatch.setattr(writing, "_LARGE_GROUP", 50_000)
+    monkeypatch.setattr(reading, "_GROUP", 30_000)
     state = {str(number): numbered((number, 1 + number % 7), torch.float32) for number in range(1200, 6000, 97)}
     state |= {f"small {number}": numbered((number,), torch.float32) for number in range(50)}
     dcp.save(state, storage_writer=NvmeStorageWriter(tmp_path))

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvme_ops.dcp import metadata_file
-from nvme_ops.dcp.folder import METADATA
-from nvme_ops.dcp.items import ATTRIBUTE, CHECKSUM
+from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, words_of
+from nvme_ops.checkpoint.dcp.frame import CHECKSUM
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.storage.atomic import opened
@@ -61,13 +60,13 @@ def contents(path: str) -> Contents:
     """Lists what a folder contains. Raises FormatError or ChecksumError for damaged metadata, OSError for none."""
     place = os.path.join(path, METADATA)
     with opened(place) as fd:
-        found = metadata_file.read(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
+        found = read_metadata(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{place}: something else than the metadata of a checkpoint")
     try:
         return Contents("dcp", list(_items(path, found)))
     except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{place}: its parts contradict each other: {metadata_file.words_of(error)}") from error
+        raise FormatError(f"{place}: its parts contradict each other: {words_of(error)}") from error
 
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:

@@ -15,6 +15,8 @@ import torch
 
 from nvme_ops.formats import zip_parts
 
+#: The checksum that a zip archive has of its members serves for a whole item too.
+CHECKSUM = "crc32"
 # torch's own alignment; and one that lets storage and memory exchange a large tensor's pages without a copy
 _ALIGNMENT, _PAGE, _LARGE = 64, 4096, 64 << 10
 
