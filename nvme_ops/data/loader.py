@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from nvme_ops import ranks
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStore, huge_pages
@@ -360,14 +361,12 @@ def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if (rank is None) != (num_replicas is None):
         raise ValueError("rank and num_replicas must be given together")
     if rank is None or num_replicas is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            words = (
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed is not initialized: every rank would "
-            )
+        if (me := ranks.distributed()) is not None:
+            return me.rank, me.world_size
+        if (size := ranks.started().world_size) != 1:
             raise RuntimeError(
-                f"{words}get the same batches; call init_process_group first, or give rank and num_replicas"
+                f"WORLD_SIZE is {size}, and torch.distributed is not initialized: every rank would get the same "
+                "batches; call init_process_group first, or give rank and num_replicas"
             )
         return 0, 1
     rank, num_replicas = _int("rank", rank, 0), _int("num_replicas", num_replicas, 1)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nvme_ops import ranks
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.resident import Resident, SwapStats
@@ -276,11 +277,7 @@ def swap_gradients(
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"the parameters are on {len(devices)} devices, not on one: {names}")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    if several_ranks():
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
     leaving = budget // _LEAVING
     residents = Residents(
@@ -295,8 +292,8 @@ def swap_gradients(
 
 def several_ranks() -> bool:
     """Whether this process is one of several that train together."""
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return there and torch.distributed.get_world_size() > 1
+    me = ranks.distributed()
+    return me is not None and me.world_size > 1
 
 
 def require_one_rank(params: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from nvme_ops import ranks
 from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -495,9 +496,8 @@ def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], 
 
 def _ranked(name: str) -> str:
     """Returns the name of this rank's session."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return f"{name} of rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}"
-    return name
+    me = ranks.distributed()
+    return name if me is None else f"{name} of rank {me.rank} of {me.world_size}"
 
 
 def _has_gradient(chunk: Chunk) -> bool:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from nvme_ops import at_exit
 from nvme_ops.durable import sync_folder
+from nvme_ops.ranks import expanded
 from nvme_ops.storage import locks, unlink
 from nvme_ops.storage.atomic import make_last_folder, remove_litter
 from nvme_ops.storage.owner import (
@@ -54,6 +55,7 @@ class Session:
 
     Args:
         folders: if several, each on a device of its own. Each is made where it is missing, in a folder that exists.
+            ``{rank}``, ``{local_rank}`` and ``{hostname}`` in a name are replaced by this process's.
         name: what the session is for; any text.
         reuse: leave the content for the next session of this name with the same folders, which takes it over. Only one
             process at a time can have such a session.
@@ -81,13 +83,13 @@ class Session:
         self._lock = threading.RLock()
         self._places: list[_Place] = []
         self._users: dict[str, _User] = {}
-        given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+        given = list(map(expanded, [folders] if isinstance(folders, str | os.PathLike) else folders))
         if not given:
             raise ValueError("a session needs at least one folder")
         _open_sessions.add(self)  # before there is a lock, which a forked child would inherit
         try:
             for folder in given:
-                self._places.append(_Place.open(os.fspath(folder), name, reuse))
+                self._places.append(_Place.open(folder, name, reuse))
             #: Whether an earlier session left content with the same fingerprint.
             self.found = reuse and self._belong_together()
             if reuse and not self.found:
@@ -100,7 +102,7 @@ class Session:
             if reuse:  # also what was found: its program may have been killed before it did this
                 self.sync()
                 for folder in given:
-                    sync_folder(os.fspath(folder))
+                    sync_folder(folder)
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,66 @@
+"""Who this process is among others, and folder names that say so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nvme_ops import ranks
+from nvme_ops.ranks import Rank
+from nvme_ops.storage import Session
+
+HOST = os.uname().nodename
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({}, f"/0/0/{HOST}/{{other}}/{{}}"),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, f"/5/1/{HOST}/{{other}}/{{}}"),
+        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, f"/0/0/{HOST}/{{other}}/{{}}"),
+    ],
+)
+def test_a_name_says_what_the_launcher_has_told(
+    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.expanded(Path("/{rank}/{local_rank}/{hostname}/{other}/{}")) == expected
+    assert ranks.distributed() is None
+    assert ranks.started() == Rank(int(told.get("RANK") or 0), int(told.get("WORLD_SIZE") or 1))
+
+
+def test_torch_distributed_knows_better_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    torch.distributed.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
+    try:
+        assert ranks.distributed() == Rank(2, 3)
+        assert ranks.expanded("/mnt/{rank}") == "/mnt/2"
+        with pytest.raises(ValueError, match=r"LOCAL_RANK is not set, and this is rank 2 of 3"):
+            ranks.expanded("/mnt/{local_rank}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    assert ranks.expanded("/mnt/nvme") == "/mnt/nvme"
+    with pytest.raises(ValueError, match="RANK='first'"):
+        ranks.expanded("/mnt/{rank}")
+
+
+def test_the_folders_of_a_session_are_those_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with Session([tmp_path / "{local_rank}", f"{tmp_path}/also-{{hostname}}"], name="") as session:
+        places = [os.path.basename(os.path.dirname(each)) for each in session.folders]
+        assert places == ["3", f"also-{HOST}"]
