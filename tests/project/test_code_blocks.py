@@ -82,30 +82,29 @@ os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 BEFORE = {
     ("README.md", 0): MODEL,
     ("activations.md", 0): MODEL + BATCHES,
-    ("adaptive.md", 0): MODEL + FILE,
     ("checkpoint.md", 0): MODEL + ACCELERATOR + HEAD,
     ("checkpoint.md", 3): "nvme_ops.save(model, 'model.safetensors')",
     ("data.md", 0): SAMPLES + ACCELERATOR,
     ("dcp.md", 0): MODEL + "state_dict = model.state_dict()",
-    ("finetuning.md", 0): LLAMA,
-    ("finetuning.md", 1): LLAMA + "config = LoraConfig(task_type='CAUSAL_LM', target_modules='all-linear')",
     ("gds.md", 0): MODEL + FILE + ACCELERATOR + "tensor_on_gpu = tensor.to('cuda')".replace("'", '"'),
+    ("index.md", 0): SAMPLES,
     ("offload.md", 0): LLAMA,
     ("offload.md", 1): MODEL + "x = torch.ones(2, 512)",
     ("offload.md", 2): ONE_RANK,
-    ("offload.md", 4): T5,
-    ("quickstart.md", 0): MODEL + SAMPLES,
+    ("offload.md", 3): LLAMA,
+    ("offload.md", 4): LLAMA + "config = LoraConfig(task_type='CAUSAL_LM', target_modules='all-linear')",
+    ("offload.md", 5): LLAMA,
+    ("offload.md", 6): T5,
     ("training.md", 0): MODEL + BATCHES,
     ("training.md", 2): MODEL,
     ("training.md", 4): MODEL + BATCHES,
     ("training.md", 5): LLAMA,
-    ("tune.md", 0): """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
+    ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
 }
 #: Packages without which the blocks of a page cannot run.
 NEEDS = {
     "deepspeed.md": "deepspeed",
-    "finetuning.md": "peft",
-    "offload.md": "transformers",
+    "offload.md": "peft",
     "training.md": "transformers",
 }
 

@@ -38,7 +38,7 @@ def test_every_link_leads_somewhere() -> None:
 
 def test_the_readme_names_every_page() -> None:
     readme = (REPOSITORY / "README.md").read_text()
-    internal = {"benchmarks.md", "bench-explain.md", "gpu-results.md", "index.md"}
+    internal = {"benchmarks.md", "gpu-results.md", "index.md"}
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     assert {name for name in pages - internal if f"docs/{name}" not in readme} == set()
 
