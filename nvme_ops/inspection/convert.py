@@ -25,9 +25,9 @@ from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.inspection.contents import contents, damaged
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.source import FileExtent, Source, WeightFile
-from nvme_ops.offload.stored import StoredTensor, Weights, stored_tensors
-from nvme_ops.offload.window import Window
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.offload.weights.window import Window
 from nvme_ops.storage import locks
 from nvme_ops.storage.atomic import open_to_read
 

@@ -25,7 +25,7 @@ import torch
 
 from nvme_ops.checkpoint.api import save
 from nvme_ops.integrations.safetensors import safe_open
-from nvme_ops.offload.optimizer import NvmeOptimizer
+from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer
 
 _MODULE = "transformers.modeling_utils"
 _before: dict[str, Any] = {}

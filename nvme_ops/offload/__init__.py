@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.offload.gradients import SwappedGradients as SwappedGradients
-from nvme_ops.offload.gradients import swap_gradients as swap_gradients
-from nvme_ops.offload.optimizer import NvmeOptimizer as NvmeOptimizer
-from nvme_ops.offload.pager import CacheStats as CacheStats
-from nvme_ops.offload.pretrained import from_pretrained as from_pretrained
-from nvme_ops.offload.resident import SwapStats as SwapStats
-from nvme_ops.offload.save_on_nvme import save_on_nvme as save_on_nvme
-from nvme_ops.offload.states import OptimizerStats as OptimizerStats
-from nvme_ops.offload.stream_weights import stream_weights as stream_weights
-from nvme_ops.offload.swap import SwappedParams as SwappedParams
-from nvme_ops.offload.swap import swap_params as swap_params
-from nvme_ops.offload.units import ActivationStats as ActivationStats
-from nvme_ops.offload.window import WindowStats as WindowStats
+from nvme_ops.offload.activations.save_on_nvme import save_on_nvme as save_on_nvme
+from nvme_ops.offload.activations.units import ActivationStats as ActivationStats
+from nvme_ops.offload.cache.pager import CacheStats as CacheStats
+from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer as NvmeOptimizer
+from nvme_ops.offload.optimizer.states import OptimizerStats as OptimizerStats
+from nvme_ops.offload.weights.gradients import SwappedGradients as SwappedGradients
+from nvme_ops.offload.weights.gradients import swap_gradients as swap_gradients
+from nvme_ops.offload.weights.pretrained import from_pretrained as from_pretrained
+from nvme_ops.offload.weights.resident import SwapStats as SwapStats
+from nvme_ops.offload.weights.stream_weights import stream_weights as stream_weights
+from nvme_ops.offload.weights.swap import SwappedParams as SwappedParams
+from nvme_ops.offload.weights.swap import swap_params as swap_params
+from nvme_ops.offload.weights.window import WindowStats as WindowStats
 
 if TYPE_CHECKING:
-    from nvme_ops.offload.cache import NvmeCache as NvmeCache
+    from nvme_ops.offload.cache.nvme_cache import NvmeCache as NvmeCache
 
 __all__ = [
     "ActivationStats",
@@ -53,7 +53,9 @@ if not TYPE_CHECKING:
         if name != "NvmeCache":
             raise AttributeError(f"module 'nvme_ops.offload' has no attribute {name!r}")
         try:
-            from nvme_ops.offload.cache import NvmeCache  # imports transformers, which takes seconds
+            from nvme_ops.offload.cache.nvme_cache import (
+                NvmeCache,  # imports transformers, which takes seconds
+            )
         except ImportError as error:
             raise ImportError("nvme_ops.offload.NvmeCache needs transformers 5: pip install transformers") from error
         return NvmeCache

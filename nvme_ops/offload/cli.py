@@ -19,12 +19,13 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command, command_line, positive, say, show
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
-from nvme_ops.offload import hub, page
-from nvme_ops.offload.generation import generate
-from nvme_ops.offload.plan import Computing, plan
-from nvme_ops.offload.pretrained import from_pretrained, weight_files
-from nvme_ops.offload.probe import Layers, mixed_rate, rates, read_rate, sizes_of
-from nvme_ops.offload.training_plan import TrainedModel, TrainingPlan
+from nvme_ops.offload.plan import page
+from nvme_ops.offload.plan.inference import Computing, plan
+from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
+from nvme_ops.offload.plan.training import TrainedModel, TrainingPlan
+from nvme_ops.offload.weights import hub
+from nvme_ops.offload.weights.generation import generate
+from nvme_ops.offload.weights.pretrained import from_pretrained, weight_files
 from nvme_ops.progress import progress_bar
 from nvme_ops.text import fitted, printable
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.source import FileExtent, Source, WeightFile
-from nvme_ops.offload.window import Window
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.window import Window
 from tests.conftest import MIB, store
 from tests.device.kinds import Device, on_gpus, sample
 

@@ -73,7 +73,7 @@ def write(folder: str, promise: Callable[[str], object], option: str = "plain") 
 
 def check(folder: str, promised: Iterable[str], option: str = "plain") -> str:
     """Returns ``fine``, or what is wrong."""
-    with mock.patch("nvme_ops.offload.records.boot_id", return_value="started since"):
+    with mock.patch("nvme_ops.offload.optimizer.records.boot_id", return_value="started since"):
         return _checked(folder, promised, option)
 
 

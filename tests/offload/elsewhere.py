@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nvme_ops.offload import stream_weights, streamed, swap_params
+from nvme_ops.offload import stream_weights, swap_params
+from nvme_ops.offload.weights import streamed
 from nvme_ops.settings import PAGE
 from tests import prepared
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nvme_ops.offload import residents, save_on_nvme, stream_weights, swap_params, window
+from nvme_ops.offload import save_on_nvme, stream_weights, swap_params
+from nvme_ops.offload.weights import residents, window
 from tests.offload.random_model import Model, Statement, namespace
 
 PAGE = 4096

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 from nvme_ops._native import native
-from nvme_ops.offload import residents, streamed, window
+from nvme_ops.offload.weights import residents, streamed, window
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened, said
 from tests.offload.random_model import Statement, model_of
 from tests.offload.random_statements import Writer

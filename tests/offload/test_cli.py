@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import cli, from_pretrained, page
-from nvme_ops.offload.generation import Reached
-from nvme_ops.offload.plan import step_bytes
-from nvme_ops.offload.probe import Layers, rates, sizes_of
+from nvme_ops.offload import cli, from_pretrained
+from nvme_ops.offload.plan import page
+from nvme_ops.offload.plan.inference import step_bytes
+from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
+from nvme_ops.offload.weights.generation import Reached
 from nvme_ops.text import MIB
 from tests.conftest import REPOSITORY, refusal, run_python
 from tests.offload.llama import saved_llama, saved_tokenizer
@@ -45,8 +46,8 @@ def with_tokenizer(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvme_ops.offload.probe._SECONDS", 0.01)
-    monkeypatch.setattr("nvme_ops.offload.probe._SCRATCH", 32 * MIB)
+    monkeypatch.setattr("nvme_ops.offload.plan.probe._SECONDS", 0.01)
+    monkeypatch.setattr("nvme_ops.offload.plan.probe._SCRATCH", 32 * MIB)
 
 
 def document(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
@@ -191,7 +192,7 @@ def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) ->
 def test_batches_whose_cache_does_not_fit_are_not_timed(
     llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nvme_ops.offload.probe.free_memory", lambda: 64 * MIB)
+    monkeypatch.setattr("nvme_ops.offload.plan.probe.free_memory", lambda: 64 * MIB)
     found = document(capsys, "plan", llama, "--memory", "8M", "--batch", 1, 100000)
     assert found["batches_that_do_not_fit"] == [100000]
     assert found["offline_batch"] == 1

@@ -13,7 +13,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from nvme_ops.offload import NvmeOptimizer, stream_weights, streamed, swap_params
+from nvme_ops.offload import NvmeOptimizer, stream_weights, swap_params
+from nvme_ops.offload.weights import streamed
 from nvme_ops.settings import PAGE
 from tests.offload.elsewhere import alone, apart, same, values
 

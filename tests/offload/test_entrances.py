@@ -29,7 +29,8 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils import _pytree as pytree
 
-from nvme_ops.offload import stream_weights, streamed, swap_params
+from nvme_ops.offload import stream_weights, swap_params
+from nvme_ops.offload.weights import streamed
 from nvme_ops.settings import PAGE
 from tests.offload.elsewhere import apart, same, values
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.quantized import expand, quantize
-from nvme_ops.offload.stored import StoredTensor, stored_in
+from nvme_ops.offload.weights.quantized import expand, quantize
+from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 from tests.offload.llama import saved_llama
 
 transformers: Any = pytest.importorskip("transformers")

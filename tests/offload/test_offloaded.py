@@ -19,10 +19,11 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import nvme_ops
 from nvme_ops.checkpoint import modules
-from nvme_ops.offload import streamed, swap_params
-from nvme_ops.offload.stored import StoredTensor
-from nvme_ops.offload.stream_weights import stream_weights
-from nvme_ops.offload.swapped import SwappedTensor
+from nvme_ops.offload import swap_params
+from nvme_ops.offload.weights import streamed
+from nvme_ops.offload.weights.stored import StoredTensor
+from nvme_ops.offload.weights.stream_weights import stream_weights
+from nvme_ops.offload.weights.swapped import SwappedTensor
 from tests.offload.test_optimizer import Failing
 
 ON_STORAGE = "the values of this tensor are on storage"

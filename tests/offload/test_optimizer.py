@@ -16,7 +16,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.offload.chunks import ELEMENTWISE, MASTER
+from nvme_ops.offload.optimizer.chunks import ELEMENTWISE, MASTER
 from tests.conftest import MIB, in_child, run_python
 from tests.offload.training import backward, equal, network, values
 

@@ -23,7 +23,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.offload.records import Records, _checksum
+from nvme_ops.offload.optimizer.records import Records, _checksum
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import in_child, run_python
@@ -60,7 +60,7 @@ def records(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def restarted() -> Iterator[None]:
     """As if the machine had been started since."""
-    with mock.patch("nvme_ops.offload.records.boot_id", return_value="another"):
+    with mock.patch("nvme_ops.offload.optimizer.records.boot_id", return_value="another"):
         yield
 
 

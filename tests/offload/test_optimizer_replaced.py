@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import NvmeOptimizer, replaced, swap_params
+from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.offload.weights import replaced
 from tests.offload.training import backward, network, values
 
 Make = Callable[[torch.nn.Module, Path], torch.optim.Optimizer]

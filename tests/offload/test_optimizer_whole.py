@@ -20,7 +20,9 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.memory import ring
-from nvme_ops.offload import NvmeOptimizer, backward, chunks, optimizer, saved_states, state_dicts, states, updates
+from nvme_ops.offload import NvmeOptimizer
+from nvme_ops.offload.optimizer import backward, chunks, saved_states, state_dicts, states, updates
+from nvme_ops.offload.optimizer import nvme_optimizer as optimizer
 from tests.offload.training import equal, values
 
 TRACED = {module.__file__ for module in (backward, chunks, optimizer, saved_states, state_dicts, states, updates, ring)}

@@ -14,7 +14,7 @@ from tests.conftest import KIB, MIB
 
 transformers = pytest.importorskip("transformers")
 
-from nvme_ops.offload.cache import NvmeLayer  # noqa: E402  (needs transformers)
+from nvme_ops.offload.cache.nvme_cache import NvmeLayer  # noqa: E402  (needs transformers)
 
 LAYERS = 5
 WINDOWS: list[list[int | None]] = [[None] * LAYERS, [None, 33, None, 33, 70]]

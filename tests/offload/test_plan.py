@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.offload.plan import Computing, Rates, Sizes, Streamed, best, estimate, per_thousand, plan, step_bytes
+from nvme_ops.offload.plan.inference import (
+    Computing,
+    Rates,
+    Sizes,
+    Streamed,
+    best,
+    estimate,
+    per_thousand,
+    plan,
+    step_bytes,
+)
 
 MB = 1_000_000
 LAYERS = tuple(Streamed(10 * MB) for _ in range(20))

@@ -16,7 +16,7 @@ import torch
 import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import from_pretrained
-from nvme_ops.offload.stored import StoredTensor
+from nvme_ops.offload.weights.stored import StoredTensor
 from tests.conftest import KIB, MIB
 
 transformers: Any = pytest.importorskip("transformers")
@@ -142,7 +142,7 @@ def test_a_file_with_both_names_of_a_tied_weight_is_read_as_transformers_reads_i
             state[tied[0]][-1, -1] += 1  # the last that is compared
         nvme_ops.save(state, folder / "model.safetensors", metadata={"format": "pt"})
     plain = in_memory(folder)
-    monkeypatch.setattr("nvme_ops.offload.pretrained._COMPARED", 100 * KIB)
+    monkeypatch.setattr("nvme_ops.offload.weights.pretrained._COMPARED", 100 * KIB)
     inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
     with from_pretrained(folder, memory_budget="3M") as model:
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)

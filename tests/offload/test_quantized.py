@@ -11,8 +11,8 @@ import torch
 
 import nvme_ops
 from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.quantized import expand, quantize
-from nvme_ops.offload.streamed import StreamedModel
+from nvme_ops.offload.weights.quantized import expand, quantize
+from nvme_ops.offload.weights.streamed import StreamedModel
 from tests.conftest import MIB
 from tests.offload.models import Experts, Tied, layers, nbytes
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.offload import activations, save_on_nvme
+from nvme_ops.offload import save_on_nvme
+from nvme_ops.offload.activations import activations
 from tests.conftest import MIB
 from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
 from tests.storage.slow_store import Slow

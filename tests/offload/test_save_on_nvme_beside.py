@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
-from nvme_ops.offload import activations, save_on_nvme, swap_params
+from nvme_ops.offload import save_on_nvme, swap_params
+from nvme_ops.offload.activations import activations
 from tests.conftest import MIB, REPOSITORY
 from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
 from tests.offload.test_optimizer import Failing

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.offload import save_on_nvme
-from nvme_ops.offload.saved_tensors import Copied, Layout, Saved, is_changed, kept
+from nvme_ops.offload.activations.saved_tensors import Copied, Layout, Saved, is_changed, kept
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a row": lambda h: h[3],

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nvme_ops.file import shared_handle
-from nvme_ops.offload.source import FileExtent, Source, WeightFile, concatenated, narrowed
-from nvme_ops.offload.stored import StoredTensor, Weights
-from nvme_ops.offload.window import Window
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.weights.stored import StoredTensor, Weights
+from nvme_ops.offload.weights.window import Window
 from tests.conftest import MIB, store
 
 SHAPE = (6, 40, 32)

@@ -19,7 +19,7 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.streamed import StreamedModel
+from nvme_ops.offload.weights.streamed import StreamedModel
 from tests.conftest import KIB, MIB, in_child, in_threads, run_python
 from tests.offload.models import Branching, Experts, Functional, Tied, convolutional, layers, nbytes
 
@@ -462,7 +462,7 @@ def test_it_may_go_where_it_is(folder: Path) -> None:
 
 
 def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvme_ops.offload import window
+    from nvme_ops.offload.weights import window
 
     monkeypatch.setattr(window, "_PATIENCE", 0.2)
     model, inputs, wanted = made("layers")

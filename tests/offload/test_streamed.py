@@ -17,8 +17,8 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.stored import stored_in
-from nvme_ops.offload.streamed import StreamedModel
+from nvme_ops.offload.weights.stored import stored_in
+from nvme_ops.offload.weights.streamed import StreamedModel
 from tests.offload.models import Tied, layers
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
@@ -138,7 +138,7 @@ def test_a_part_of_a_state_dict_that_is_in_memory_is_loaded(folder: Path) -> Non
 
 
 def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvme_ops.offload import stored
+    from nvme_ops.offload.weights import stored
 
     read: list[Any] = []
     usual: Any = vars(stored)["read_now"]

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
-from nvme_ops.offload.gradients import has_swapped_gradient
-from nvme_ops.offload.swapped import SwappedTensor
+from nvme_ops.offload.weights.gradients import has_swapped_gradient
+from nvme_ops.offload.weights.swapped import SwappedTensor
 from tests.conftest import MIB, run_python
 from tests.offload.random_gradients import program
 from tests.offload.test_optimizer import Failing

@@ -13,8 +13,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
-from nvme_ops.offload import NvmeOptimizer, residents, swap_params
-from nvme_ops.offload.swapped import SwappedTensor
+from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.offload.weights import residents
+from nvme_ops.offload.weights.swapped import SwappedTensor
 from tests.conftest import MIB, in_child
 from tests.offload.test_optimizer import Failing
 from tests.offload.training import equal, values

@@ -16,7 +16,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import swap_params
-from nvme_ops.offload.resident import Resident
+from nvme_ops.offload.weights.resident import Resident
 from tests.conftest import MIB
 from tests.offload.random_comparison import interrupted
 from tests.offload.test_optimizer import Failing

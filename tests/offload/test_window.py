@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.offload import stream_weights, window
+from nvme_ops.offload import stream_weights
+from nvme_ops.offload.weights import window
 
 
 @pytest.mark.parametrize("budget", ["64K", "1G"])

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from nvme_ops.offload import activations, save_on_nvme
+from nvme_ops.offload import save_on_nvme
+from nvme_ops.offload.activations import activations
 
 SMALL: Any = {"optimizer_budget": "1M", "activations_budget": 0}
 

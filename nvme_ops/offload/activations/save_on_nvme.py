@@ -1,0 +1,148 @@
+"""``save_on_nvme``: like torch's ``save_on_cpu``, but what autograd saves goes to storage."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.activations.activations import Activations
+from nvme_ops.offload.activations.recompute import Away, Choice
+from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
+from nvme_ops.offload.activations.units import ActivationStats, Ticket
+from nvme_ops.offload.weights.stream_weights import budget_of
+
+Path = str | os.PathLike[str]
+
+
+class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as torch's save_on_cpu)
+    """Within the block, tensors that autograd saves for the backward pass go to storage, and come back for it.
+
+        saving = nvme_ops.offload.save_on_nvme("/mnt/nvme")
+        for batch in batches:
+            with saving:
+                loss = model(batch)
+            loss.backward()
+
+    Make it once and enter it for each step: it then knows what will have to be written. Tensors are written while
+    forward computes, and read ahead, in reverse order, while backward does. Gradients are bit for bit the same as
+    without it. What was saved last stays in memory, as much as the budget has room for. Parameters, views of them and
+    small tensors stay as well, outside the budget; what is saved several times is written once, and so are parts of
+    what was saved as a whole before.
+
+    Args:
+        folder: where they go; several, one per device, share the tensors by their measured rates.
+        min_bytes: smaller tensors stay in memory.
+        memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; on the device where they are.
+        policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
+            they are computed from is saved anyway and storage would take longer. That is measured, from the first step
+            on, and applies to eager pointwise operations, softmax, layer norm and casts.
+        checksums: keep a CRC-32C of each tensor and compare it when it comes back.
+        handle: moves the bytes; one for the whole process when None.
+
+    Raises:
+        ValueError, TypeError: invalid arguments.
+        OSError: the folder cannot be used. In forward, ENOSPC: there is no room, and the budget is spent; the
+            message names the tensor and the space. In backward: a tensor could not be read.
+        RuntimeError: in backward, a tensor was modified in place after it had been saved.
+    """
+
+    def __init__(
+        self,
+        folder: Path | Sequence[Path],
+        *,
+        min_bytes: int | str = "1M",
+        memory_budget: int | str = "256M",
+        policy: Literal["nvme", "auto"] = "nvme",
+        checksums: bool = False,
+        handle: aio_handle | None = None,
+    ) -> None:
+        if policy not in ("nvme", "auto"):
+            raise ValueError(f"policy={policy!r} is not one of nvme, auto")
+        if handle is not None and not isinstance(handle, aio_handle):
+            raise TypeError(f"handle must be an aio_handle, not {type(handle).__name__}")
+        least = max(1, budget_of(min_bytes, least=0, name="min_bytes"))
+        self._activations = Activations(
+            folder, budget=budget_of(memory_budget, least=0), checksums=checksums, handle=handle
+        )
+        self._choice = Choice(least) if policy == "auto" else None
+        super().__init__(_Packer(self._activations, least, self._choice).pack, _unpack)
+
+    def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
+        with contextlib.ExitStack() as undo:  # of an entry that Ctrl-C ends, which no ``__exit__`` follows
+            native().allocate_from_pool(True)  # the first tensors that are saved are made before that is known
+            undo.callback(native().allocate_from_pool, False)
+            if self._choice is not None:
+                undo.enter_context(self._choice)
+            undo.pop_all()
+            return super().__enter__() or self
+
+    def __exit__(self, *about: Any) -> None:
+        try:
+            super().__exit__(*about)  # first: nothing may be saved afterwards
+        finally:
+            try:
+                if self._choice is not None:
+                    self._choice.__exit__(*about)
+            finally:
+                native().allocate_from_pool(False)
+
+    def stats(self) -> ActivationStats:
+        """Returns what was moved so far."""
+        stats = self._activations.stats()
+        if self._choice is not None:
+            stats.bytes_recomputed = self._choice.bytes_again
+        return stats
+
+    def close(self) -> None:
+        """Removes the files. Graphs whose tensors are on storage can no longer run backward. Further calls do nothing.
+
+        It is called when this and the last of these graphs are gone.
+        """
+        self._activations.close()
+
+
+class _Packer:
+    """Decides what becomes of each tensor that autograd saves."""
+
+    def __init__(self, activations: Activations, least: int, choice: Choice | None) -> None:
+        self._activations, self._least, self._choice = activations, least, choice
+
+    @torch._disable_dynamo
+    def pack(self, tensor: torch.Tensor) -> SavedValue:
+        place = place_of(tensor, self._least)
+        if place is None:
+            return kept(tensor, self._least)
+        layout = Layout.of(tensor)
+        if self._choice is not None:
+            if (last := self._activations.take_pass()) is not None:
+                self._choice.end_pass(last)
+            again = self._choice.source_of(place, tensor._version, self._known)
+            if again is not None:
+                return Saved(layout, again.value, tensor)
+        ticket = self._activations.put(tensor, place)
+        return self._saved(layout, ticket, tensor)
+
+    def _known(self, away: Away) -> SavedValue | None:
+        """Returns what a tensor was saved as."""
+        ticket = self._activations.find((away.place, away.whole), away.version)
+        return None if ticket is None else self._saved(away.layout, ticket)
+
+    def _saved(self, layout: Layout, ticket: Ticket, tensor: torch.Tensor | None = None) -> Saved:
+        fetch = partial(self._activations.get, ticket)
+        shared = None if tensor is None else ticket.unit.is_shared
+        part = ticket.unit.place.part
+        return (
+            Saved(layout, fetch, tensor, shared) if part is None else Saved(part.close(), fetch, tensor, shared, layout)
+        )
+
+
+@torch._disable_dynamo
+def _unpack(saved: SavedValue) -> torch.Tensor:
+    return saved.value()

@@ -1,0 +1,167 @@
+"""Saved bytes of storages, where they are, and how many there are."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nvme_ops.future import IoFuture
+from nvme_ops.offload.activations.saved_tensors import StoragePart, made_of, memory_of
+from nvme_ops.text import size_words
+
+
+@dataclass
+class ActivationStats:
+    """What was saved and moved since the start."""
+
+    bytes_saved: int = 0  #: of large tensors, those that share a storage counted once
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_on_demand: int = 0  #: of these, what was not read ahead
+    bytes_cancelled: int = 0  #: that were to be written, but the backward pass came first
+    bytes_stored: int = 0  #: the space in use now
+    bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
+    seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
+    peak_bytes: int = 0  #: the most memory that saved tensors had at once
+
+
+class Ticket:
+    """Held by whatever may still ask for a unit; the unit is forgotten with it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __del__(self) -> None:
+        """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
+        self.unit.memory = None
+        self.unit.seen.clear()
+
+
+class TicketRef(weakref.ref[Ticket]):
+    """A reference that goes to ``gone`` when its ticket is freed, without a step in which Ctrl-C could come."""
+
+    __slots__ = ("unit",)
+
+    def __new__(cls, ticket: Ticket, gone: deque[TicketRef]) -> TicketRef:  # noqa: D102
+        return super().__new__(cls, ticket, gone.append)
+
+    def __init__(self, ticket: Ticket, gone: deque[TicketRef]) -> None:
+        super().__init__(ticket, gone.append)  # type: ignore[call-arg]
+        self.unit = ticket.unit
+
+
+class Unit:
+    """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, place: StoragePart) -> None:
+        storage = tensor.untyped_storage()
+        self.number, self.place, self.nbytes = number, place, place.nbytes
+        self.device = tensor.device
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first tensor, for messages
+        self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
+        self.version = tensor._version
+        self.memory: torch.Tensor | None = memory_of(tensor, place)
+        self.original = True  #: the memory is that of the storage that was saved, or the copy of a part
+        self.handed_out = self.memory._version  #: its version, unless a backward that was given it has changed it
+        self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
+        self.modified = False  #: before it was written
+        self.key: str | None = None  #: of what is on storage, or on its way there
+        self.writing: IoFuture | None = None
+        self.arriving: IoFuture | None = None
+        self.trouble: BaseException | None = None  #: why writing it failed
+        self.ahead = False  #: it is read ahead of its use
+        self.ticket: TicketRef | None = None
+        self._owner = weakref.ref(_owner(tensor))
+
+    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
+        """Returns whether these are still the bytes of a tensor in its place.
+
+        In memory they are. On storage they belong to the tensors that share a version counter with the first: versions
+        of others, such as ``tensor.data``, say nothing.
+        """
+        if self.version != tensor._version or self.is_modified():
+            return False
+        is_storage = self.memory is not None and self.original and self.place.part is None
+        return is_storage or self._owner() is _owner(tensor)
+
+    def is_resized(self) -> bool:
+        """Returns whether its storage has less than its bytes, until whoever has freed them brings them back."""
+        return self.memory is not None and self.memory.untyped_storage().nbytes() < self.nbytes
+
+    def is_shared(self) -> bool:
+        """Returns whether others use its memory, too."""
+        memory = self.memory
+        if memory is None or not self.original:
+            return False
+        ours = 1 + len(self.seen) + len(made_of(memory))
+        return _users(memory.untyped_storage()) > ours
+
+    def is_modified(self) -> bool:
+        """Returns whether anything was written to it since it was saved."""
+        self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
+        return self.modified
+
+    def describe(self) -> str:
+        """Returns words for messages."""
+        return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+class Group:
+    """Units in the order in which they came, and their bytes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._units: dict[int, Unit] = {}
+
+    def add(self, unit: Unit) -> None:
+        """Adds a unit as the last one."""
+        if unit.number not in self._units:
+            self._units[unit.number] = unit
+            self.nbytes += unit.nbytes
+
+    def discard(self, unit: Unit) -> None:
+        """Removes a unit, if it is there."""
+        if self._units.pop(unit.number, None) is not None:
+            self.nbytes -= unit.nbytes
+
+    def units(self) -> list[Unit]:
+        """Returns all units, in order."""
+        return list(self._units.values())
+
+    def first(self) -> Unit | None:
+        """Returns the first unit, if any."""
+        return next(iter(self._units.values()), None)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit.number in self._units
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor that it is a view of, or itself: they share a version counter."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """Returns how many tensors have a storage, at least; a large number if this torch does not tell."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return 1 << 30 if count is None else count(storage._cdata) - _more_users()
+
+
+_more: list[int] = []
+
+
+def _more_users() -> int:
+    """Returns by how much torch's count exceeds the number of tensors."""
+    if not _more:
+        tensor = torch.empty(1)
+        storage = tensor.untyped_storage()  # kept meanwhile, as by the caller
+        _more.append(torch._C._storage_Use_Count(storage._cdata) - 1)
+    return _more[0]

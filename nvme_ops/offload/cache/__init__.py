@@ -1,0 +1,1 @@
+"""Keys and values of a generation that may be larger than memory."""

@@ -1,0 +1,240 @@
+"""``NvmeCache``: a transformers cache of keys and values that may be larger than memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
+
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.cache.paged import PagedLayer
+from nvme_ops.offload.cache.pager import CacheStats, Pager
+from nvme_ops.offload.weights.stream_weights import budget_of
+
+
+class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer of a model, as transformers' ``DynamicLayer`` has them."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, pager: Pager, number: int, sliding_window: int | None = None) -> None:
+        self._pager, self._window = pager, sliding_window
+        self._paged = PagedLayer(pager, number, sliding_window)
+        if sliding_window is not None:
+            self.is_sliding = True
+            self.sliding_window = sliding_window
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """True once the shape of the keys and values is known."""
+        return self._paged.started
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The keys, ``[batch, heads, tokens, width]``; None before the first. Reads them."""
+        return self._half(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The values, ``[batch, heads, tokens, width]``; None before the first. Reads them."""
+        return self._half(1)
+
+    def _half(self, half: int) -> torch.Tensor | None:
+        if not self._paged.started:
+            return None
+        self._pager.use(self._paged)
+        found = self._paged.half(half)
+        self._pager.ahead(0)
+        return found
+
+    @torch.no_grad()
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes the shape and dtype of the keys and values."""
+        self._pager.use(self._paged)
+        self._paged.start(key_states, value_states)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens; returns all keys and values that attention sees. Reads of the next layers go on meanwhile.
+
+        Raises:
+            MemoryError: the layer at work does not fit the budget; the message says what is needed.
+            OSError: ENOSPC: the disk is full, and what else the files fail with.
+            RuntimeError: gradients are asked for.
+            ValueError: the cache is closed.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise RuntimeError("NvmeCache is for inference: run the model under torch.no_grad()")
+        with torch.no_grad():
+            self._pager.use(self._paged)
+            found = self._paged.append(key_states, value_states)
+            self._pager.ahead(key_states.shape[-2])
+        return found
+
+    def get_seq_length(self) -> int:
+        """Returns the tokens seen so far."""
+        return self._paged.tokens
+
+    def get_max_length(self) -> int:
+        """Returns the size of the window, or -1."""
+        return -1 if self._window is None else self._window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns how many keys the next ``update`` returns, and which token is the first of them."""
+        first = 0 if self._window is None else max(self._paged.tokens - self._window + 1, 0)
+        return self._paged.tokens - first + query_length, first
+
+    def activate_past_recording(self) -> None:
+        """Keeps tokens that have left the window, until ``crop``."""
+        self._paged.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens. Moves no data. Raises ValueError for a positive number."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"the number of tokens to remove is given as a negative one, not {tokens_to_remove}")
+        self._pager.require_open()
+        if self._paged.started:
+            self._paged.crop(max(0, self._paged.tokens + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forgets everything; the space in the files is used again."""
+        self._pager.require_open()
+        self._paged.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorders the batch. What is in the files is not written again, unless the batch changes its size."""
+        self._pager.require_open()
+        if self._paged.tokens:
+            with torch.no_grad():
+                self._paged.reorder(beam_idx.to("cpu"))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row of the batch ``repeats`` times."""
+        self.reorder_cache(torch.arange(self._paged.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows of the batch: indices or a mask."""
+        self.reorder_cache(torch.arange(self._paged.batch)[indices.to("cpu")])
+
+    def offload(self) -> None:
+        """Does nothing: the cache decides itself."""
+
+    def prefetch(self) -> None:
+        """Does nothing: the cache decides itself."""
+
+
+class NvmeCache(DynamicCache):
+    """Keys and values in bounded host memory, and beyond it in files, for contexts and batches larger than memory.
+
+        with nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G") as cache:
+            model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
+
+    It is used like transformers' ``DynamicCache``, with any implementation of attention. As many layers as fit stay in
+    memory; the others are read while those before them compute. The files are removed when the cache is closed or
+    gone, at the latest when the program ends. One thread at a time.
+
+    Args:
+        folder: where it goes; several, of one device each, share the layers by their measured rates.
+        memory_budget: bytes of host memory for keys and values, those of the layer at work included, or a size such as
+            ``"4G"``.
+        config: of the model. Layers with a sliding window then keep no more than the window, and layers with a
+            recurrent state instead of keys and values are supported: their state stays in memory.
+        handle: moves the bytes; one for the whole process when None.
+
+    Raises:
+        ValueError: the budget is no size, or the model has layers of a kind that is not supported.
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        memory_budget: int | str,
+        *,
+        config: Any = None,
+        handle: aio_handle | None = None,
+    ) -> None:
+        budget = budget_of(memory_budget)
+        makers = None if config is None else _makers(config)
+        self._pager = Pager(folder, budget, handle)
+        if makers is None:
+            made: Any = _Numbered(self._pager)
+            Cache.__init__(self, layer_class_to_replicate=made)
+        else:
+            Cache.__init__(self, layers=[make(self._pager) for make in makers])
+
+    def stats(self) -> CacheStats:
+        """Returns the bytes written and read since the cache was made, and what it holds."""
+        return self._pager.stats()
+
+    def close(self) -> None:
+        """Removes the files and gives the memory back. Once or more; the cache cannot be used any more."""
+        self._pager.close()
+
+    def __enter__(self) -> NvmeCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_pager"):
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        raise TypeError("an NvmeCache cannot be copied: its content is in files of its own")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an NvmeCache cannot be pickled: its content is in files of its own")
+
+    def __repr__(self) -> str:
+        """Returns for example ``<NvmeCache: 32 layers, 4096 tokens>``."""
+        if self._pager.closed:
+            return "<NvmeCache closed>"
+        return f"<NvmeCache: {len(self.layers)} layers, {self.get_seq_length() if self.layers else 0} tokens>"
+
+
+class _Numbered:
+    """Makes layers one by one."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager, self._count = pager, 0
+
+    def __call__(self) -> NvmeLayer:
+        self._count += 1
+        return NvmeLayer(self._pager, self._count - 1)
+
+
+def _makers(config: Any) -> list[Any]:
+    """Returns a function of the pager for each layer of a model. Raises ValueError for an unsupported one."""
+    makers: list[Any] = []
+    kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
+        made = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+        if made in (DynamicLayer, DynamicSlidingWindowLayer):
+            makers.append(functools.partial(NvmeLayer, number=number, sliding_window=given.get("sliding_window")))
+        elif kind == "dummy" or made is LinearAttentionLayer:
+            makers.append(functools.partial(_in_memory, made, given))
+        else:
+            raise ValueError(f"NvmeCache does not support layer {number} of this model, of type {kind!r}")
+    return makers
+
+
+def _in_memory(made: Any, arguments: dict[str, Any], _: Pager) -> Any:
+    return made(**arguments)

@@ -1,0 +1,401 @@
+"""The keys and values of one layer: in memory, in files, or in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.future import IoFuture
+from nvme_ops.offload.cache.segments import Memory, Segments
+from nvme_ops.settings import PAGE
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.cache.pager import Pager
+
+_CHUNK = 1 << 20  # bytes that are reordered at once
+
+
+class _Half(NamedTuple):
+    """Either the keys or the values."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+    rows: int  # heads of the whole batch
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one row."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token in all rows."""
+        return self.rows * self.row_bytes
+
+
+class _Turned(NamedTuple):
+    """Tokens whose batch has been reordered since they were written: row ``rows[i]`` of the file is row i now."""
+
+    first: int
+    last: int
+    rows: torch.Tensor
+
+
+class PagedLayer:
+    """Keys and values of a layer, laid out as attention reads them fastest: each head's tokens in a row, with room.
+
+    A page is a number of tokens, such that those of one row are pages of memory and of a file. Full pages are written
+    at most once, the first time that their memory is needed for something else; the tokens of the last, incomplete
+    page stay in memory. A reordered batch is not written again: its order is applied to what is read.
+
+    Args:
+        pager: has the memory and the files.
+        number: of the layer, for messages.
+        window: how many tokens attention sees at most, the current one included; None: all.
+    """
+
+    def __init__(self, pager: Pager, number: int, window: int | None = None) -> None:
+        self._pager, self.number, self._window = pager, number, window
+        self.recording = False  # keep tokens that have left the window, for a ``crop`` to come
+        self.tail_bytes = 0
+        self.batch = 0
+        self._tail: torch.Tensor | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.tokens = 0
+        self._first = 0  # before which no token is needed any more
+        self._written = 0  # tokens up to this one are in the files; a multiple of a page
+        self._turned: list[_Turned] = []
+        self._files: Segments | None = None
+        self._memory: torch.Tensor | None = None
+        self._base = self._capacity = 0  # the first token in memory, and tokens that it has room for
+        self._arriving = False  # what is in the files, up to token ``_read_end``
+        self._read_end = 0
+        self._reads: list[IoFuture] = []
+
+    # What it has
+
+    @property
+    def started(self) -> bool:
+        """True once the shape of the keys and values is known."""
+        return self.batch > 0
+
+    @property
+    def resident(self) -> bool:
+        """True when all that is needed is in memory, or on its way there."""
+        return self._memory is not None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the memory that it has, beside that of its last page."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that are needed."""
+        return (self.tokens - self._first) * self._token_bytes if self.started else 0
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of them that are in the files."""
+        return self._files.nbytes if self._files else 0
+
+    def memory_needed(self, more: int) -> int:
+        """Returns the bytes of memory that all of it and ``more`` tokens take."""
+        return self._pages(self.tokens + more - self._down(self._first)) * self._token_bytes
+
+    def start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes shapes and dtypes from the first keys and values, ``[batch, heads, tokens, width]``."""
+        self.device = keys.device
+        self._shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
+        try:
+            self._tail = self._pager.lease(self.tail_bytes, self)
+        except BaseException:
+            self.batch = self.tail_bytes = 0
+            raise
+        self._files = self._new_files()
+
+    def _new_files(self) -> Segments:
+        return Segments(self._pager.slabs, self.number, [(half.rows, half.row_bytes) for half in self._halves])
+
+    def _shape(self, batch: int, kinds: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        self.batch = batch
+        self._halves = [_Half(*kind, batch * kind[0]) for kind in kinds]
+        self._token_bytes = sum(half.nbytes for half in self._halves)
+        aligned = math.lcm(*(PAGE // math.gcd(half.row_bytes, PAGE) for half in self._halves))
+        self._page = aligned * max(1, self._pager.page_bytes // (aligned * self._token_bytes))
+        self.tail_bytes = self._page * self._token_bytes
+
+    # Use
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens; returns the keys and values that attention sees, as views of the memory on the CPU.
+
+        Raises:
+            MemoryError: they do not fit the budget.
+            OSError: the disk is full, a read or a write has failed. The layer is as it was.
+            ValueError: another shape or dtype than before.
+        """
+        if not self.started:
+            self.start(keys, values)
+        for half, given in zip(self._halves, (keys, values), strict=True):
+            if (self.batch, half.heads, half.width) != (given.shape[0], given.shape[1], given.shape[3]):
+                raise ValueError(
+                    f"layer {self.number} has keys or values of a batch of {self.batch}, {half.heads} heads of "
+                    f"{half.width}, and was given {tuple(given.shape)}"
+                )
+        more = keys.shape[2]
+        self._make_room(more)
+        before, self.tokens = self.tokens, self.tokens + more
+        seen = 0 if self._window is None else max(0, before - self._window + 1)
+        for which, states in enumerate((keys, values)):
+            self._typed(which)[:, :, before - self._base : self.tokens - self._base].copy_(states.detach())
+        found = self._view(0, seen), self._view(1, seen)
+        if not self.recording:
+            self._leave_window()
+        return found
+
+    def half(self, half: int) -> torch.Tensor:
+        """Returns the keys (0) or the values (1) that are kept."""
+        self._make_room(0)
+        return self._view(half, self._first)
+
+    def _make_room(self, more: int) -> None:
+        """Has all of it in memory, with room for ``more`` tokens."""
+        if self._memory is None:
+            self.load(self._pager.lease(max(1, self.memory_needed(more)), self), Priority.DEMAND)
+        self.arrive()
+        if self.tokens + more - self._base <= self._capacity:
+            return
+        nbytes = self.memory_needed(more)
+        try:
+            memory = self._pager.lease(nbytes, self)
+        except MemoryError:  # not beside the old memory
+            self.evict()
+            self.load(self._pager.lease(nbytes, self), Priority.DEMAND)
+            self.arrive()
+            return
+        base = self._down(self._first)
+        old = [self._typed(half)[:, :, base - self._base : self.tokens - self._base] for half in (0, 1)]
+        self._place(memory, base)
+        for half, source in enumerate(old):
+            self._typed(half)[:, :, : source.shape[2]].copy_(source)
+        if self._written < base:  # nothing asks for what is in neither
+            self._written = base
+
+    def load(self, memory: torch.Tensor, priority: Priority) -> None:
+        """Starts to read all of it into ``memory``."""
+        self._place(memory, self._down(self._first))
+        self._arriving, self._read_end = True, min(self._written, self.tokens)
+        try:
+            if self._files is not None:
+                count = self._files.read(self._base, self._read_end, self._in_memory(), self._reads, priority)
+                self._pager.note_read(count, priority)
+        except BaseException:
+            self._memory, self._arriving = None, False
+            raise
+        if self.tokens > self._written and self._tail is not None:
+            for half in (0, 1):
+                count = self.tokens - self._written
+                self._typed(half)[:, :, self._written - self._base : self.tokens - self._base].copy_(
+                    self._typed(half, self._tail, self._page)[:, :, :count]
+                )
+
+    def arrive(self) -> None:
+        """Waits for what is being read. Raises OSError or EOFError, after which it can be read again."""
+        if not self._arriving:
+            return
+        self._arriving = False
+        try:
+            self._pager.wait(self._reads)
+        except BaseException:
+            self._memory = None
+            raise
+        finally:
+            self._reads = []
+        for first, last, rows in self._turned:
+            self._turn(max(first, self._base), min(last, self._read_end), rows)
+        self._cut(self._down(self.tokens))
+
+    def evict(self) -> bool:
+        """Gives its memory back, writing the full pages that are in no file. Returns whether writes are under way.
+
+        Raises OSError when the disk is full: the layer is as it was.
+        """
+        self.arrive()
+        begin, end = max(self._written, self._down(self._first)), self._down(self.tokens)
+        if begin < end and (files := self._files) is not None:
+            self._pager.note_written(files.write(begin, end, self._in_memory()))
+        self._written = max(self._written, begin, end)
+        for half in (0, 1):
+            rest = self._typed(half)[:, :, self._written - self._base : self.tokens - self._base]
+            if self._tail is not None:
+                self._typed(half, self._tail, self._page)[:, :, : rest.shape[2]].copy_(rest)
+        self._memory = None
+        return bool(self.writes)
+
+    @property
+    def writes(self) -> Sequence[IoFuture]:
+        """Writes that may be under way."""
+        return self._files.writes if self._files else []
+
+    # Changes
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all tokens but the first so many. Reads and writes nothing.
+
+        Raises RuntimeError where tokens that come back into the window were forgotten.
+        """
+        first = 0 if self._window is None else max(0, tokens - self._window + 1)
+        if self._down(first) < self._down(self._first):
+            raise RuntimeError(
+                f"layer {self.number} has forgotten the tokens before its window of {self._window}: "
+                "call activate_past_recording() before what is to be undone"
+            )
+        self.arrive()
+        self.tokens = tokens
+        if self._memory is not None:
+            self._cut(self._down(tokens))
+        self._leave_window()
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Makes row ``rows[i]`` of the batch its row i. ``rows`` is on the CPU. Writes nothing if the batch stays."""
+        if not self.tokens or torch.equal(rows, torch.arange(self.batch)):
+            return
+        if len(rows) != self.batch:
+            self._select(rows)
+            return
+        self.arrive()
+        turned: list[_Turned] = []
+        at = 0
+        for first, last, before in [*self._turned, _Turned(self._written, self._written, rows)]:
+            parts = [_Turned(at, first, rows), _Turned(first, last, before[rows])]
+            for each in parts:
+                if each.first == each.last:
+                    continue
+                if turned and turned[-1].last == each.first and torch.equal(turned[-1].rows, each.rows):
+                    turned[-1] = _Turned(turned[-1].first, each.last, each.rows)
+                else:
+                    turned.append(each)
+            at = last
+        self._turned = turned
+        if self._memory is not None:
+            self._turn(self._base, self.tokens, rows)
+        elif self._tail is not None:
+            self._turn_memory(self._tail, self._page, 0, self.tokens - self._written, rows)
+
+    def _select(self, rows: torch.Tensor) -> None:
+        """As ``reorder``, for another batch size: into new memory."""
+        self._make_room(0)
+        old = [self._typed(half)[:, :, self._first - self._base : self.tokens - self._base] for half in (0, 1)]
+        before = self.batch
+        kinds = [(half.heads, half.width, half.dtype) for half in self._halves]
+        self._shape(len(rows), kinds)
+        try:
+            memory = self._pager.lease(max(1, self.memory_needed(0)), self)
+            tail = self._pager.lease(self.tail_bytes, self)
+        except BaseException:
+            self._shape(before, kinds)
+            raise
+        if self._files is not None:
+            self._files.cut(0)
+        self._files = self._new_files()
+        self._turned = []
+        self._tail = tail
+        self._place(memory, self._down(self._first))
+        self._written = self._base
+        for half, source in enumerate(old):
+            target = self._typed(half)[:, :, self._first - self._base : self.tokens - self._base]
+            for begin in range(0, source.shape[2], step := self._chunk(half)):
+                part = source[:, :, begin : begin + step].index_select(0, rows)
+                target[:, :, begin : begin + step].copy_(part)
+
+    def reset(self) -> None:
+        """Forgets everything, its shape included."""
+        for transfer in self._reads:
+            transfer.exception()
+        if self._files is not None:
+            self._files.cut(0)
+        self._forget()
+        self.batch = self.tail_bytes = 0
+        self._tail = None
+
+    # Below
+
+    def _down(self, tokens: int) -> int:
+        return tokens // self._page * self._page
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._page) * self._page
+
+    def _place(self, memory: torch.Tensor, base: int) -> None:
+        self._memory, self._base, self._capacity = memory, base, memory.nbytes // self._token_bytes
+
+    def _in_memory(self) -> Memory:
+        memory = self._present()
+        halves = [
+            self._part(which, memory, self._capacity).view(half.rows, self._capacity * half.row_bytes)
+            for which, half in enumerate(self._halves)
+        ]
+        return halves, self._base
+
+    def _part(self, half: int, memory: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Returns the bytes of the keys or the values in memory with room for ``capacity`` tokens."""
+        begin = half * capacity * self._halves[0].nbytes
+        return memory[begin : begin + capacity * self._halves[half].nbytes]
+
+    def _typed(self, half: int, memory: torch.Tensor | None = None, capacity: int = 0) -> torch.Tensor:
+        """Returns the keys or the values in memory, ``[batch, heads, capacity, width]``."""
+        if memory is None:
+            memory, capacity = self._present(), self._capacity
+        heads, width, dtype, _ = self._halves[half]
+        return self._part(half, memory, capacity).view(dtype).view(self.batch, heads, capacity, width)
+
+    def _present(self) -> torch.Tensor:
+        if self._memory is None:
+            raise RuntimeError(f"layer {self.number} is not in memory")
+        return self._memory
+
+    def _view(self, half: int, first: int) -> torch.Tensor:
+        """Returns keys or values from token ``first`` on, ``[batch, heads, tokens, width]``, on their device."""
+        return self._typed(half)[:, :, first - self._base : self.tokens - self._base].to(self.device)
+
+    def _chunk(self, half: int) -> int:
+        """Returns how many tokens are reordered at once."""
+        return max(1, _CHUNK // max(1, self._halves[half].nbytes))
+
+    def _turn(self, first: int, last: int, rows: torch.Tensor) -> None:
+        """Reorders the batch of some tokens in memory."""
+        self._turn_memory(self._present(), self._capacity, first - self._base, last - self._base, rows)
+
+    def _turn_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
+        for half in (0, 1):
+            tokens = self._typed(half, memory, capacity)
+            for at in range(begin, end, step := self._chunk(half)):
+                part = tokens[:, :, at : min(end, at + step)]
+                part.copy_(part.index_select(0, rows))
+
+    def _leave_window(self) -> None:
+        if self._window is None:
+            return
+        self._first = max(self._first, self.tokens - self._window + 1)
+        gone = self._down(self._first)
+        self._turned = [each for each in self._turned if each.last > gone]
+        if self._files is not None:
+            self._files.drop(gone)
+
+    def _cut(self, tokens: int) -> None:
+        """Forgets what the files have from token ``tokens`` on, which is in memory."""
+        if tokens < self._written:
+            self._written = tokens
+            self._turned = [
+                _Turned(first, min(last, tokens), rows) for first, last, rows in self._turned if first < tokens
+            ]
+            if self._files is not None:
+                self._files.cut(tokens)

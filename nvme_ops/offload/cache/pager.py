@@ -1,0 +1,284 @@
+"""Which layers of a cache are in memory: chosen by the order in which they are used, and read ahead in it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nvme_ops._native import native
+from nvme_ops.engine import Priority
+from nvme_ops.file import shared_handle
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory.pool import Pool, charge_of
+from nvme_ops.offload.cache.paged import PagedLayer
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.text import size_words
+
+_PAGES = 512  # of which a budget has at least so many, unless they would be smaller than a request should be
+_LARGEST_PAGE = 1 << 20  # bytes
+_GOLDEN = 0.6180339887498949
+_SLOTS = 2  # memory that layers pass through: one computes while the next arrives
+
+
+@dataclass
+class CacheStats:
+    """What a cache has moved since it was made, and what it has now."""
+
+    bytes_written: int = 0  #: to the files; each token's keys and values at most once, but for ``crop``
+    bytes_read: int = 0  #: from the files
+    bytes_on_demand: int = 0  #: of these, what was not read ahead
+    seconds_waited: float = 0.0  #: by computation, for reads and for memory
+    bytes_cached: int = 0  #: of keys and values, wherever they are
+    bytes_stored: int = 0  #: of keys and values in the files
+    peak_bytes: int = 0  #: the most memory that was taken at once
+
+
+class Pager:
+    """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
+
+    Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they
+    compute, and each set of them contains the smaller ones: as the context grows layers leave it one by one, and no
+    layer is written before it leaves.
+
+    Args:
+        folders: of the files; each on a device of its own.
+        budget: bytes of memory.
+        handle: moves the bytes.
+    """
+
+    def __init__(
+        self, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], budget: int, handle: aio_handle | None
+    ) -> None:
+        self.budget = budget
+        self.page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
+        self.closed = False
+        self._process = os.getpid()
+        self._layers: list[PagedLayer] = []  # in the order in which they are used
+        self._kept: set[PagedLayer] = set()
+        self._current = -1  # the place of the layer at work
+        self._cycled = False  # whether all layers are known
+        self._leaving: list[tuple[Sequence[IoFuture], int]] = []  # memory that is free when its writes have ended
+        self._pool: Pool | None = None
+        self._stats = CacheStats()
+        with contextlib.ExitStack() as undo:
+            self._session = Session(folders, name="keys and values")
+            undo.callback(self._session.close)
+            self.slabs = StripedSlabs(self._session, "keys and values", handle or shared_handle(), None)
+            undo.callback(self.slabs.close)
+            if not self.slabs.is_measured:
+                self.slabs.measure()
+            self._session.lend("", self)
+            undo.pop_all()
+
+    def require_open(self) -> None:
+        """Raises ValueError for a closed cache, RuntimeError in a forked child."""
+        if self.closed:
+            raise ValueError("this NvmeCache is closed")
+        if self._process != os.getpid():
+            raise RuntimeError("this NvmeCache is the parent process's: make one of its own in this one")
+
+    # What layers ask for
+
+    def lease(self, nbytes: int, layer: PagedLayer) -> torch.Tensor:
+        """Returns memory for a layer; others make room for it. Raises MemoryError."""
+        begin = time.perf_counter()
+        failed: dict[PagedLayer, OSError] = {}
+        try:
+            while charge_of(nbytes) <= self.budget:
+                if (found := self._try(nbytes, layer)) is not None:
+                    return found
+                if self._leaving:
+                    for transfer in self._leaving[0][0]:
+                        transfer.exception()
+                    self._left()
+                elif victims := [each for each in self._by_worth() if each is not layer and each not in failed]:
+                    try:
+                        self._evict(victims[0])
+                    except OSError as error:  # another one may be in the files already
+                        failed[victims[0]] = error
+                elif failed:
+                    raise next(iter(failed.values()))
+                else:
+                    gc.collect()
+                    if (found := self._try(nbytes, layer)) is not None:
+                        return found
+                    break
+        finally:
+            self._stats.seconds_waited += time.perf_counter() - begin
+        raise self._too_little(nbytes, layer)
+
+    def wait(self, transfers: Iterable[IoFuture]) -> None:
+        """Waits for all of them. Raises the first failure."""
+        begin = time.perf_counter()
+        failures = [each.exception() for each in transfers]
+        self._stats.seconds_waited += time.perf_counter() - begin
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def note_read(self, nbytes: int, priority: Priority) -> None:
+        """Counts bytes that are being read."""
+        self._stats.bytes_read += nbytes
+        self._stats.bytes_on_demand += nbytes * (priority is Priority.DEMAND)
+
+    def note_written(self, nbytes: int) -> None:
+        """Counts bytes that are being written."""
+        self._stats.bytes_written += nbytes
+
+    # What the cache asks for
+
+    def use(self, layer: PagedLayer) -> None:
+        """Notes that this layer is at work from now on, until another one is."""
+        self.require_open()
+        if layer not in self._layers:
+            self._layers.append(layer)
+        place = self._layers.index(layer)
+        if place < self._current:
+            self._cycled = True
+        self._current = place
+
+    def ahead(self, more: int) -> None:
+        """Reads what comes next; layers are about to get ``more`` tokens each. What fails is tried again on demand."""
+        if self._cycled:
+            self._choose(more)
+        with contextlib.suppress(OSError):
+            self._read_ahead(more)
+
+    def stats(self) -> CacheStats:
+        """What was moved up to now."""
+        return CacheStats(
+            **{
+                **vars(self._stats),
+                "bytes_cached": sum(layer.nbytes for layer in self._layers),
+                "bytes_stored": sum(layer.bytes_stored for layer in self._layers),
+                "peak_bytes": self._pool.peak if self._pool else 0,
+            }
+        )
+
+    def close(self) -> None:
+        """Waits for transfers, removes the files and gives the memory back. Once or more."""
+        if self.closed or self._process != os.getpid():
+            return
+        self.closed = True
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._session.close)
+            last_first.callback(self._session.take_back, "", self)
+            last_first.callback(self.slabs.close)
+            for layer in self._layers:
+                layer.reset()
+            self._leaving.clear()
+
+    def leave_to_parent(self) -> None:
+        """Closes descriptors in a forked child, which would keep the space of removed files."""
+        self.slabs.close_descriptors()
+
+    # Below
+
+    def _read_ahead(self, more: int) -> None:
+        current = self._layers[self._current]
+        wanted = {current}
+        for layer in [*self._layers[self._current + 1 :], *self._layers[: self._current]]:
+            if layer.resident or not layer.tokens:
+                wanted.add(layer)
+                continue
+            if not self._cycled and layer in self._layers[: self._current]:
+                break
+            nbytes = layer.memory_needed(more)
+            memory = self._room(nbytes, wanted)
+            if memory is None:
+                return
+            layer.load(memory, Priority.PREFETCH)
+            wanted.add(layer)
+        if not self._cycled:  # another layer may follow, of the same size
+            self._make_room(current.memory_needed(0), {current})
+
+    def _try(self, nbytes: int, layer: PagedLayer) -> torch.Tensor | None:
+        if self._pool is None:
+            self._pool = Pool(self.budget, pinned=layer.device.type != "cpu")
+        try:
+            return self._pool.lease(nbytes, timeout=0).tensor
+        except TimeoutError:
+            return None
+
+    def _free(self) -> int:
+        if self._pool is None:
+            return self.budget
+        native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
+        return self.budget - self._pool.bytes_in_use
+
+    def _left(self) -> None:
+        self._leaving = [each for each in self._leaving if not all(transfer.done() for transfer in each[0])]
+
+    def _evict(self, layer: PagedLayer) -> None:
+        nbytes = layer.memory_bytes
+        if layer.evict():
+            self._leaving.append((list(layer.writes), charge_of(nbytes)))
+
+    def _make_room(self, nbytes: int, wanted: set[PagedLayer]) -> bool:
+        """Evicts layers that are not wanted soon; returns whether there is room now. Some may come later."""
+        self._left()
+        charge = charge_of(max(1, nbytes))
+        while self._free() + sum(each for _, each in self._leaving) < charge:
+            found = [each for each in self._by_worth() if each not in wanted and each not in self._kept]
+            if not found:
+                return False
+            self._evict(found[0])
+        return self._free() >= charge
+
+    def _room(self, nbytes: int, wanted: set[PagedLayer]) -> torch.Tensor | None:
+        return self._try(nbytes, next(iter(wanted))) if self._make_room(nbytes, wanted) else None
+
+    def _by_worth(self) -> list[PagedLayer]:
+        """Returns the layers in memory, the first to leave first."""
+        count = len(self._layers)
+
+        def worth(place: int) -> tuple[bool, float]:
+            if self._layers[place] in self._kept or not self._cycled:
+                return self._layers[place] in self._kept, _worth(place)
+            return False, -((place - self._current) % count)  # what is used last goes first
+
+        return [self._layers[place] for place in sorted(range(count), key=worth) if self._layers[place].resident]
+
+    def _choose(self, more: int) -> None:
+        """Decides which layers stay."""
+        sizes = {layer: charge_of(max(1, layer.memory_needed(more))) for layer in self._layers if layer.started}
+        room = self.budget - sum(charge_of(layer.tail_bytes) for layer in sizes)
+        if sum(sizes.values()) <= room:
+            self._kept = set(sizes)
+            return
+        room -= _SLOTS * max(sizes.values())
+        self._kept = set()
+        for place in sorted(range(len(self._layers)), key=_worth, reverse=True):
+            layer = self._layers[place]
+            if layer in sizes and sizes[layer] <= room:
+                room -= sizes[layer]
+                self._kept.add(layer)
+
+    def _too_little(self, nbytes: int, layer: PagedLayer) -> MemoryError:
+        tails = sum(charge_of(each.tail_bytes) for each in {*self._layers, layer} if each.tail_bytes)
+        least = charge_of(nbytes) + tails
+        if least > self.budget:
+            return MemoryError(
+                f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "
+                f"{layer.tokens} tokens of a batch of {layer.batch} and what is added now, takes "
+                f"{size_words(charge_of(nbytes))}, and the incomplete pages of the layers {size_words(tails)}: at "
+                f"least {size_words(least)} are needed"
+            )
+        return MemoryError(
+            f"no memory for layer {layer.number}, {size_words(nbytes)}: keys and values in use have "
+            f"{size_words(self._pool.bytes_in_use if self._pool else 0)} of the memory_budget of "
+            f"{size_words(self.budget)}"
+        )
+
+
+def _worth(place: int) -> float:
+    """Orders layers so that any number of the first ones is spread evenly, whatever their count."""
+    return place * _GOLDEN % 1

@@ -1,0 +1,504 @@
+"""``NvmeOptimizer``: any elementwise optimizer of torch, with its states on storage.
+
+A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
+The states have two places on storage. A step reads one and writes the other, so those of the step before are whole
+until the new ones are: what is written is the states once, what is needed is their space twice. ``States`` says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from nvme_ops import ranks
+from nvme_ops.errors import note
+from nvme_ops.file import shared_handle
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.optimizer import saved_states
+from nvme_ops.offload.optimizer.backward import BackwardPass
+from nvme_ops.offload.optimizer.chunks import MASTER, Chunk, Region, Version, divide, is_on_storage, outline, regions_of
+from nvme_ops.offload.optimizer.state_dicts import exported, load_states
+from nvme_ops.offload.optimizer.states import OptimizerStats, States
+from nvme_ops.offload.optimizer.updates import LOW, Updates, identities, require_elementwise, switches, trim_heap
+from nvme_ops.offload.weights.gradients import require_one_rank
+from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import MIB, size_words
+
+LEAST = 1 * MIB  # bytes of a budget
+
+Path = str | os.PathLike[str]
+
+
+class NvmeOptimizer(torch.optim.Optimizer):
+    """An elementwise ``torch.optim`` optimizer whose states are on storage.
+
+        optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
+
+    It is used as the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits. Only
+    ``optimizer.state`` has an empty dict for each parameter that has states: these are in ``state_dict``.
+
+    If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
+    step before or those of this one. The exception says how many are done; calling ``step`` again with the same
+    gradients updates the others.
+
+    Args:
+        params: parameters or groups of them, as of any optimizer.
+        optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
+        folder: where the states go; several, of one device each, share them by their measured rates.
+        memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
+        master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
+        reuse: leave the states to the next program that makes the same optimizer in this folder: it continues with the
+            last completed step, or the one before if the power failed. Its parameters are then to be those of that
+            step, see ``steps``.
+        name: tells apart the optimizers that are kept in one folder. Each rank has its own.
+        overlap: ``"backward"``: begin the step during the backward pass, for each chunk as soon as its gradients are
+            complete. ``step`` ends it. Gradients can then not be clipped or scaled between the two, and several
+            backward passes for one step need ``accumulate``.
+        free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
+            all in memory: the backward pass waits while those of more than ``memory_budget`` wait for their update.
+        checksums: keep a CRC-32C of each chunk and compare it when it comes back.
+        handle: moves the bytes; one for the whole process when None.
+        defaults: of ``optimizer_class``.
+
+    Raises:
+        TypeError: an optimizer that is not elementwise, such as ``LBFGS``.
+        ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``reuse``, states of
+            other parameters or of another optimizer, or a smaller budget than theirs; with ``overlap``, several ranks
+            whose parameters are no DTensors.
+        BlockingIOError: another program has these kept states.
+        OSError: what else can be wrong with the folder.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        folder: Path | Sequence[Path],
+        *,
+        memory_budget: int | str = "256M",
+        master_weights: bool = True,
+        reuse: bool = False,
+        name: str = "optimizer",
+        overlap: Literal["backward"] | None = None,
+        free_gradients: bool = False,
+        checksums: bool = False,
+        handle: aio_handle | None = None,
+        **defaults: Any,
+    ) -> None:
+        if isinstance(params, torch.nn.Module | type):
+            what = "a module" if isinstance(params, torch.nn.Module) else f"the class {params.__name__}"
+            raise TypeError(f"params must be parameters, not {what}: model.parameters()")
+        self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
+        if overlap not in (None, "backward"):
+            raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
+        budget = budget_of(memory_budget)
+        if budget < LEAST:
+            raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
+        self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
+        self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see switches
+        self._overlap = overlap is not None
+        self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
+        self._pass: BackwardPass | None = None
+        self._order: list[Chunk] = []  # of the last backward pass
+        self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
+        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # once gradients are to be freed
+        self._handle = handle or shared_handle()
+        super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+        with contextlib.ExitStack() as undo:
+            pinned = any(each.device.type != "cpu" for each in self._parameters())
+            self._states = States(
+                folder,
+                _ranked(name),
+                reuse=reuse,
+                budget=budget,
+                pinned=pinned,
+                checksums=checksums,
+                handle=self._handle,
+            )
+            undo.callback(self._states.close)
+            self._updates = Updates(self._class, defaults, self._states)
+            if free_gradients:
+                self._states.when_done = self._free_gradients
+                self._most_gradients = budget
+            record = self._states.committed()
+            self._buffer = self._states.buffer if record is None else self._fitting(record, name)
+            self._arrange()
+            if record is not None:
+                if record["made"] != self._made():
+                    raise ValueError(
+                        f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
+                    )
+                self._states.resume()
+                self._show_states(self._states.now)
+            undo.pop_all()
+
+    def _fitting(self, record: dict[str, Any], name: str) -> int:
+        """Returns the bytes of buffers for which kept chunks were made."""
+        wanted: int = record["buffer"]
+        if wanted > self._states.buffer:
+            raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {size_words(4 * wanted)}")
+        return wanted
+
+    def _made(self) -> list[Any]:
+        """Returns what kept states must have been made for."""
+        parameters = [
+            [[str(each.dtype), list(outline(each).shape)] for each in group["params"]] for group in self.param_groups
+        ]
+        regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
+        return [self._class.__name__, self._master, parameters, regions]
+
+    # What users call
+
+    @property
+    def steps(self) -> int:
+        """Steps completed; with ``reuse``, since the states were made."""
+        return self._states.stats.steps
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient.
+
+        Raises:
+            OSError: the device fails or is full; the note says what is done, and what can be done about it.
+            RuntimeError: a sparse gradient.
+            ValueError: the optimizer is closed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        begin = time.perf_counter()
+        states = self._states
+        self._require_open()
+        self._arrange()
+        self._require_room()
+        if self._pass is not None and self._pass.given_up:
+            self._give_up()
+        begun, concerned = self._pass, []
+        under_way = begun is not None  # chunks may be done
+        if not under_way:
+            states.check()
+        try:
+            if begun is None and not self._same_gradients():
+                states.begin()
+            under_way = True
+            concerned = [chunk for chunk in states.chunks if _has_gradient(chunk)]
+            if begun is not None:
+                self._order = begun.order()
+                begun.finish()
+                self._pass = None
+            self._updates.decide(self.param_groups)
+            waiting = [chunk for chunk in concerned if not states.is_done(chunk)]
+            with contextlib.closing(states.update(waiting)) as updates:
+                for chunk, buffer in updates:
+                    self._updates.update(self.param_groups, chunk, buffer)
+            for chunk in concerned:
+                states.when_done(chunk)  # those of an attempt that was interrupted
+            self._show_states(states.now)
+            states.commit(self._record(self.steps + (states.ended != states.attempt)))
+            if any(is_on_storage(each) for each in self._parameters()):
+                trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
+            states.stats.seconds += time.perf_counter() - begin
+            self._failed_with = []
+            return loss
+        except BaseException as error:
+            try:
+                self._give_up()
+            finally:
+                if under_way:
+                    self._failed_with = identities(self._parameters())
+                done = sum(states.is_done(chunk) for chunk in concerned)
+                text = (
+                    f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
+                    f"{len(concerned)} chunks of parameters are updated, the others are as they were; step() with the "
+                    "same gradients goes on with these"
+                )
+                note(error, text)
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients. A step that has begun during a backward pass, and was not ended, is given up."""
+        self._give_up()
+        super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Lets backward passes in the block add to the gradients, and begins no step there."""
+        before, self._overlap = self._overlap, False
+        try:
+            yield
+        finally:
+            self._overlap = before
+
+    def stats(self) -> OptimizerStats:
+        """Returns what it has moved until now."""
+        return self._states.measure()
+
+    def close(self) -> None:
+        """Removes the files, or leaves kept ones, durable, to the next program. Once or more. OSError: they are not."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._give_up()
+        self._states.close()
+
+    def __enter__(self) -> NvmeOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the states as the optimizer itself does, ``master_weights`` beside them.
+
+        The tensors are mapped from a nameless file beside the states: they take memory only while it is not needed
+        otherwise. They do not change with later steps.
+
+        Raises:
+            OSError: among others ENOSPC.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        found = exported(self._states, self._handle)
+        self.state.clear()
+        self.state.update(found)
+        try:
+            return super().state_dict()
+        finally:
+            self._show_states(self._states.now)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces the groups' options and all states, for example by those that the optimizer itself has saved.
+
+        Parameters are to be loaded before: where ``master_weights`` are missing they begin with these. If it fails, or
+        is interrupted, all options and states are those of before.
+
+        Raises:
+            ValueError: groups of other sizes; a state of another shape than its parameter, or one that is missing;
+                states or options, such as ``momentum``, for which this optimizer was made without room.
+            OSError: the device fails or is full.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        found, before = state_dict["state"], self.param_groups
+        versions: dict[Chunk, Version] | None = None
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+            self._require_room(ValueError)
+            numbers: dict[int, int] = {}
+            for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+                numbers.update(zip(map(id, group["params"]), saved["params"], strict=True))
+            versions = load_states(
+                self._states, lambda parameter: found.get(numbers[id(parameter)]), self.param_groups, self._needed
+            )
+            self._show_states(versions)
+            self._states.commit(self._record(self.steps), versions)
+        except BaseException:
+            if self._states.now is not versions:
+                self.param_groups = before
+                self._show_states(self._states.now)
+            raise
+
+    def save_states(self, path: Path, *, durable: bool = True) -> bool:
+        """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
+
+        It takes no time and no space where the file system can let files share blocks (XFS, Btrfs) and ``path`` is on
+        that of a single folder: the blocks are copied as the next steps write. Elsewhere all bytes are copied. The file
+        replaces one that is there only when it is complete. The parameters are not in it.
+
+        Args:
+            path: of the file.
+            durable: whether it is to survive a loss of power as soon as this returns.
+
+        Returns:
+            Whether it shares its blocks with the states.
+
+        Raises:
+            OSError: among others ENOSPC.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        self._states.renew()
+        record = self._states.described(self._record(self.steps))
+        return saved_states.save(self._states, os.fspath(path), record, durable, self._handle)
+
+    def load_states(self, path: Path) -> None:
+        """Replaces all states by those of ``save_states``, and continues to count ``steps`` from there.
+
+        Load parameters of the same step before or after. The options of the groups are not in the file: they are in
+        ``state_dict``, and in that of a scheduler.
+
+        Raises:
+            FormatError: a file that ``save_states`` has not written.
+            ValueError: states of other parameters, of another optimizer, or saved with another ``memory_budget``.
+            OSError: the device fails or is full. All states are then those of before.
+            RuntimeError: with ``overlap``, between the backward pass and ``step``.
+        """
+        self._require_idle()
+        self._arrange()
+        record, versions = saved_states.load(self._states, os.fspath(path), self._made())
+        self._states.commit(self._record(record["steps"]), versions)
+        self._show_states(self._states.now)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Raises TypeError: the states are in files of this optimizer."""
+        raise TypeError(
+            "an NvmeOptimizer cannot be copied or pickled: its states are in files, which have one owner. Use "
+            "state_dict() or save_states() for another NvmeOptimizer"
+        )
+
+    # A step
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        """Is called when a gradient is complete."""
+        if self._overlap:
+            if self._pass is not None and self._pass.given_up:
+                self._give_up()
+            if self._pass is None:
+                self._states.begin()
+                order = self._order or self._states.chunks[::-1]
+                self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
+                self._pass.start()
+            self._pass.arrived(parameter)
+
+    def _give_up(self) -> None:
+        """Ends a step that has begun in the backward pass. If it is interrupted, it is to be called again."""
+        if self._pass is not None:
+            self._pass.give_up()
+            self._pass = None
+
+    def _update_early(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        self._updates.update_early(self.param_groups, chunk, buffer)
+
+    def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
+        """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
+        self.state.clear()
+        for version in list(versions.values()):
+            self.state.update({each.parameter: {} for each in version.scalars})
+
+    def _record(self, steps: int) -> dict[str, Any]:
+        return {"steps": steps, "buffer": self._buffer, "made": self._made()}
+
+    def _free_gradients(self, chunk: Chunk) -> None:
+        """Frees the gradients of parameters of which all chunks are updated."""
+        if chunk.slices[0].parameter not in self._chunks_of:
+            found: dict[torch.Tensor, list[Chunk]] = {}
+            for other in self._states.chunks:
+                for each in other.slices:
+                    found.setdefault(each.parameter, []).append(other)
+            self._chunks_of = found
+        for each in chunk.slices:
+            gradient = each.parameter.grad
+            if gradient is not None and all(map(self._states.is_done, self._chunks_of[each.parameter])):
+                each.parameter.grad = None
+                if self._pass is not None:
+                    self._pass.freed(gradient.nbytes)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.param_groups for each in group["params"]]
+
+    def _arrange(self) -> None:
+        """Divides the groups that were added since into chunks."""
+        for number in range(self._states.groups, len(self.param_groups)):
+            group = self.param_groups[number]
+            found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
+            layouts = {}
+            for each in group["params"]:
+                kind = (each.dtype, each.device)
+                if kind not in found:
+                    found[kind] = self._regions(group, each)
+                layouts[each] = found[kind]
+            chunks = list(divide(group["params"], number, layouts, self._buffer))
+            if self._overlap:
+                require_one_rank(group["params"])
+                hook = _hook_of(weakref.ref(self))
+                for each in group["params"]:
+                    if each not in self._hooks:
+                        self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
+            self._switches[number] = switches(group)
+            self._order = []
+            self._states.add(chunks, number + 1)
+
+    def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
+        """Returns the elementwise states that the optimizer keeps of a parameter with the group's options of now."""
+        low = self._master and parameter.dtype in LOW
+        return regions_of(self._class, group, parameter, low)
+
+    def _needed(self, chunk: Chunk) -> Collection[str]:
+        """Returns the states without which the optimizer cannot update parameters that have any."""
+        if self._class is torch.optim.SGD:  # which begins with a momentum buffer at any step
+            return ()
+        regions = self._regions(self.param_groups[chunk.group], chunk.slices[0].parameter)
+        return [region.name for region in regions if region.name != MASTER]
+
+    def _require_room(self, error: type[Exception] = RuntimeError) -> None:
+        """Raises an error if options were changed so that there are states which the chunks have no room for."""
+        for number, group in enumerate(self.param_groups):
+            on, before = switches(group), self._switches[number]
+            if on == before:
+                continue
+            for chunk in self._states.chunks:
+                if chunk.group != number or set(self._regions(group, chunk.slices[0].parameter)) <= set(chunk.regions):
+                    continue
+                changed = ", ".join(
+                    f"{name}={group[name]!r}" for name, value in on.items() if value and not before.get(name)
+                )
+                raise error(
+                    f"a parameter group has {changed} now, and NvmeOptimizer has made no room for the states that "
+                    f"{self._class.__name__} keeps with it: give it that option when it is made"
+                )
+            self._switches[number] = on
+
+    def _same_gradients(self) -> bool:
+        """Whether the gradients are those of the step that failed."""
+        failed = self._failed_with
+        now = identities(self._parameters())
+        freed = self._most_gradients is not None  # by what was still at it
+        return len(failed) == len(now) and all(
+            (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
+            for old, new in zip(failed, now, strict=True)
+        )
+
+    def _require_idle(self) -> None:
+        self._require_open()
+        if self._pass is not None:
+            raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
+
+    def _require_open(self) -> None:
+        if self._states.closed:
+            raise ValueError("the NvmeOptimizer is closed")
+
+
+def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:
+    """Returns a hook of parameters, which does not keep the optimizer alive."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizer = reference()
+        if optimizer is not None:
+            optimizer._arrived(parameter)
+
+    return hook
+
+
+def _ranked(name: str) -> str:
+    """Returns the name of this rank's session."""
+    me = ranks.distributed()
+    return name if me is None else f"{name} of rank {me.rank} of {me.world_size}"
+
+
+def _has_gradient(chunk: Chunk) -> bool:
+    return any(each.parameter.grad is not None for each in chunk.slices)

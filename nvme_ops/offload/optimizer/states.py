@@ -1,0 +1,482 @@
+"""``States``: the values of chunks on storage, each in two places, and the step that is being taken.
+
+Which place counts is said by ``now`` while the program runs, and for the next program by a record. What either names is
+not written, nor what the record that a power failure would leave names: before a place is written the last step has
+become durable, on a thread that began when the step ended. So whatever ends badly anywhere, a step, a load or the
+program, leaves the states of before, or the new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.errors import FormatError, note
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.ring import Ring
+from nvme_ops.offload.optimizer.chunks import Chunk, Version
+from nvme_ops.offload.optimizer.records import Flush, Records, read_back, written
+from nvme_ops.storage.atomic import sync_above
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.store import TensorStore
+from nvme_ops.text import MIB
+
+_BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has fewer than _BUFFERS of these
+_BUFFERS = 4
+_SLOTS = 2  # places of a chunk's values
+_NOTHING = Version()
+
+
+@dataclass
+class OptimizerStats:
+    """What an optimizer has done since it was made."""
+
+    steps: int = 0  #: completed
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_stored: int = 0  #: the space that the states take, both places of each
+    seconds: float = 0.0  #: in ``step``
+    peak_bytes: int = 0  #: the most memory that was taken for states at once
+
+    @property
+    def bytes_written_per_step(self) -> float:
+        """Bytes written by each step, on average: times the steps of a day, to be compared with a drive's rating."""
+        return self.bytes_written / max(1, self.steps)
+
+
+class States:
+    """Reads, writes and commits chunks.
+
+    Args:
+        folders: of the session.
+        name: of the session.
+        reuse: leave the values to the next session of this name.
+        budget: bytes of memory for buffers.
+        pinned: whether an accelerator copies from them.
+        checksums: keep a checksum of each chunk.
+        handle: moves the bytes.
+    """
+
+    def __init__(
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        name: str,
+        *,
+        reuse: bool,
+        budget: int,
+        pinned: bool,
+        checksums: bool,
+        handle: aio_handle | None,
+    ) -> None:
+        self.chunks: list[Chunk] = []
+        self.groups = 0  #: of parameters, that are in chunks
+        self.now: dict[Chunk, Version] = {}  #: what counts
+        self.changed: dict[Chunk, torch.Tensor] = {}  #: whose parameters may not fit ``now``; the buffer has a backup
+        self.attempt = 0  #: at a step: chunks with a version of this number are done
+        self.ended: int | None = None  #: the attempt that was committed last
+        self.stats = OptimizerStats()
+        self.when_done: Callable[[Chunk], None] = lambda _: None  #: is called when a chunk is done, perhaps twice
+        self._named: dict[Chunk, int | None] = {}  # the slots that the durable record names
+        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of now, and the slots that it names
+        self._about: dict[str, Any] = {}  # of ``now``
+        self._doubted: dict[Chunk, Version] = {}  # those of now whose flush failed
+        self._process = os.getpid()
+        self._unsettled = False  # a pass is under way, or was interrupted
+        self._spare = False  # there are values in third places
+        self._pool = Pool(budget, pinned=pinned)
+        #: Bytes of a buffer.
+        self.buffer = min(_BUFFER, budget // _BUFFERS, self._pool.largest)
+        depth = max(_BUFFERS, budget // _BUFFER)
+        self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
+        self._transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those of the ring that may be under way
+        with contextlib.ExitStack() as undo:
+            self._session = undo.enter_context(Session(folders, name=name, reuse=reuse))
+            self._records = Records(self._session) if reuse else None
+            if self._records is not None:
+                undo.callback(self._records.close)
+            self._store = undo.enter_context(
+                TensorStore(self._session, checksums=checksums, handle=handle, journal=False)
+            )
+            if self._records is not None:
+                self._session.sync()  # the names of the store's files
+                for place in self._session.folders:
+                    sync_above(place)
+                self._find(self._records)
+            self._undo = undo.pop_all()
+
+    def add(self, chunks: Iterable[Chunk], groups: int) -> None:
+        """Takes chunks that nothing is stored of; those of so many groups are then here."""
+        new = list(chunks)
+        for number, chunk in enumerate(new, len(self.chunks)):
+            chunk.number = number
+        self.chunks, self.groups = [*self.chunks, *new], groups
+
+    def version(self, chunk: Chunk) -> Version:
+        """Returns what the chunk's states are now."""
+        return self.now.get(chunk, _NOTHING)
+
+    def begin(self) -> None:
+        """Begins a step, of which no chunk is done."""
+        self.attempt += 1
+
+    def is_done(self, chunk: Chunk) -> bool:
+        """Whether the step at hand has updated the chunk."""
+        return self.version(chunk).attempt == self.attempt
+
+    def update(self, chunks: Iterable[Chunk]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+        """Yields each chunk with its states, to be changed; close it, or exhaust it.
+
+        A chunk of which ``updated`` is not empty is written and then done. One whose states could not be written has
+        the values of its parameters put back.
+        """
+        return self._pass(chunks, self._read, self._write, self._ended)
+
+    def look(
+        self, chunks: Iterable[Chunk], write: Callable[[Chunk, torch.Tensor], IoFuture | None]
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+        """Yields each chunk that has states with these, and hands them to ``write``."""
+        stored = (chunk for chunk in chunks if self.version(chunk).slot is not None)
+        return self._pass(stored, self._read, write, lambda *_: None)
+
+    def fill(
+        self, read: Callable[[Chunk, torch.Tensor], IoFuture | None], versions: dict[Chunk, Version]
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+        """Yields each chunk with a buffer, and adds to ``versions`` what is then written beside its states of now.
+
+        What ``read`` brings, and the loop puts into the buffer, are states of the slices in ``chunk.scalars``. They
+        count once they are given to ``commit``, all or none.
+        """
+
+        def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            chunk.begin()
+            return read(chunk, buffer)
+
+        def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            if not chunk.scalars:
+                return None
+            self.settle()
+            chunk.pending = Version(self._free_slot(chunk), chunk.scalars)
+            return self._put(chunk, chunk.pending, buffer)
+
+        def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
+            if failure is None:
+                versions[chunk] = chunk.pending or _NOTHING
+
+        return self._pass(self.chunks, begin, write, ended)
+
+    def _pass(
+        self,
+        chunks: Iterable[Chunk],
+        read: Callable[[Chunk, torch.Tensor], IoFuture | None],
+        write: Callable[[Chunk, torch.Tensor], IoFuture | None],
+        ended: Callable[[Chunk, torch.Tensor, BaseException | None], None],
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+        def noted(
+            move: Callable[[Chunk, torch.Tensor], IoFuture | None],
+        ) -> Callable[[Chunk, torch.Tensor], IoFuture | None]:
+            def moved(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+                transfer = move(chunk, buffer)
+                if transfer is not None:
+                    self._transfers.append(transfer)
+                return transfer
+
+            return moved
+
+        self._recover()
+        self._unsettled = True
+        yield from self._ring.update(chunks, noted(read), noted(write), ended)
+        self._unsettled = False
+        self._transfers.clear()
+
+    def _recover(self) -> None:
+        """Completes what was interrupted: nothing may use the memory and the files that the next pass will use."""
+        if self._unsettled:
+            for transfer in list(self._transfers):
+                transfer.exception()
+            with contextlib.suppress(Exception):
+                self._store.wait()
+            for chunk, buffer in list(self.changed.items()):
+                self._restore(chunk, buffer)
+            self._unsettled = False
+
+    def _read(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+        chunk.begin()
+        slot = self.version(chunk).slot
+        if slot is None or not chunk.nbytes:
+            return None
+        self.stats.bytes_read += chunk.nbytes
+        return self._store.get(chunk.key(slot), buffer[: chunk.nbytes], priority=Priority.PREFETCH)
+
+    def _write(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+        if not chunk.updated:
+            return None
+        self.settle()
+        scalars = {**self.version(chunk).scalars, **chunk.scalars}
+        chunk.pending = Version(self._free_slot(chunk), scalars, self.attempt)
+        return self._put(chunk, chunk.pending, buffer)
+
+    def _put(self, chunk: Chunk, version: Version, buffer: torch.Tensor) -> IoFuture | None:
+        if version.slot is None or not chunk.nbytes:
+            return None
+        self._spare |= version.slot >= _SLOTS
+        self.stats.bytes_written += chunk.nbytes
+        return self._store.put(chunk.key(version.slot), buffer[: chunk.nbytes])
+
+    def _free_slot(self, chunk: Chunk) -> int:
+        """Returns where nothing is that is needed: neither the states of now nor those of the durable record.
+
+        These are the same, and two places do, except after a step that failed: the third is for its next attempt.
+        """
+        needed = (self.version(chunk).slot, self._named.get(chunk))
+        return next(slot for slot in range(_SLOTS + 1) if slot not in needed)
+
+    def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
+        """Takes the new states for the chunk's, or gives the parameters their old values. May be called again."""
+        if failure is not None:
+            if chunk in self.changed:
+                self._restore(chunk, buffer)
+        elif chunk.pending is not None:
+            self.now[chunk] = chunk.pending  # from here on it is done
+            self.changed.pop(chunk, None)
+            self.when_done(chunk)
+
+    def _restore(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Gives the parameters the values that belong to the states, unless they have these."""
+        if self.now.get(chunk) is not chunk.pending or chunk.pending is None:
+            backup = chunk.backup(buffer)
+            with contextlib.closing(chunk.borrowed(chunk.updated)) as parts:
+                for each in (each for slices in parts for each in slices):
+                    each.values().copy_(backup[each.place])
+        self.changed.pop(chunk, None)
+
+    def share(self, chunk: Chunk, target: int, place: int) -> bool:
+        """Has the states of a chunk in an open file by reference; see ``TensorStore.share``."""
+        slot = self.version(chunk).slot
+        return slot is not None and self._store.share(chunk.key(slot), target, place)
+
+    def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
+        """Returns ``about`` with what is kept of chunks beside their values; of these versions, or those of now."""
+        found = []
+        for chunk in self.chunks:
+            version = (self.now if versions is None else versions).get(chunk, _NOTHING)
+            found.append([version.slot, [written(version.scalars.get(each)) for each in chunk.slices]])
+        return {**about, "chunks": found}
+
+    def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
+        """Ends a step, or takes these versions for the states.
+
+        They are those to go on with, with ``about``, also after a crash of this process, and begin to become so after
+        one of the machine.
+        """
+        self._recover()
+        self.settle()
+        now, attempt = (self.now, self.attempt) if versions is None else (versions, self.attempt + 1)
+        flush = None
+        if self._records is not None:
+            if versions is None:
+                self.renew()
+            content = self.described(about, now)
+            stored = [chunk.key(version.slot) for chunk, version in now.items() if version.slot is not None]
+            content["places"] = self._store.described(key for key in stored if key in self._store)
+            self._records.write(content)
+            flush = self._flush_of(self._records, now, about)
+        self.now, self.stats.steps, self.attempt, self.ended, self._about, self._flush = (
+            now, about["steps"], attempt, self.attempt, about, flush
+        )  # fmt: skip
+        if flush is None:
+            self._free_spare()
+        else:
+            self._forget_doubted()
+            flush[0].start()
+
+    def _flush_of(
+        self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
+    ) -> tuple[Flush, dict[Chunk, int | None]]:
+        """Returns what makes these survive a power failure: first what the record names, then the record."""
+        store = self._store
+
+        def work() -> None:
+            try:
+                store.sync()
+                records.harden()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    records.settle()  # for the next program, which does not know of this
+                raise
+
+        flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
+        return flush, {chunk: version.slot for chunk, version in now.items()}
+
+    def check(self) -> None:
+        """Raises OSError if the last step is known not to have become durable. Once: the next commit does it anew."""
+        if self._flush is not None and self._flush[0].done:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until the last step is durable.
+
+        Raises OSError if it is not; the next commit writes anew what is not. Then, and not before, places that are not
+        those of now may be written to.
+        """
+        if self._records is None:
+            return
+        if self._process != os.getpid():
+            raise RuntimeError("these states are the parent's: a forked child makes an optimizer of its own")
+        if self._flush is not None:
+            flush, named = self._flush
+            flush.wait()
+            if flush.failure is None:
+                self._flush, self._named = None, named
+                self._free_spare()
+            else:
+                self._doubted = {chunk: each for chunk, each in self.now.items() if each.slot != self._named.get(chunk)}
+                self._flush = None
+                note(
+                    flush.failure,
+                    f"{flush.what} is not durable; the next step(), save_states() or close() writes its states anew",
+                )
+                raise flush.failure
+        self._records.settle()
+
+    def renew(self) -> None:
+        """Copies what a flush has failed for to other places: blocks that others may share with these are good."""
+        self.settle()
+        doubted = [chunk for chunk, version in self._doubted.items() if self.now.get(chunk) is version]
+        if not doubted:
+            return
+
+        def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            chunk.pending = replace(self.version(chunk), slot=self._free_slot(chunk))
+            return self._put(chunk, chunk.pending, buffer)
+
+        def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
+            if failure is None and chunk.pending is not None:
+                self.now[chunk] = chunk.pending
+
+        with contextlib.closing(self._pass(doubted, self._read, write, ended)) as chunks:
+            for _ in chunks:
+                pass
+
+    def _forget_doubted(self) -> None:
+        """Drops the values that a flush has failed for: the store would be right not to believe the next one."""
+        for chunk, version in self._doubted.items():
+            if version.slot is not None and version.slot != self.version(chunk).slot:
+                with contextlib.suppress(KeyError):
+                    self._store.drop(chunk.key(version.slot))
+        self._doubted = {}
+
+    def _free_spare(self) -> None:
+        """Drops the values in third places, and those that third places stand for."""
+        if not self._spare:
+            return
+        slots = {
+            chunk: (self.version(chunk).slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks
+        }
+        wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
+        with contextlib.suppress(OSError):
+            for key in self._store.keys():  # noqa: SIM118  # it is no mapping
+                if key not in wanted:
+                    self._store.drop(key)
+            self._spare = any(slot == _SLOTS for slot, *_ in slots.values())
+
+    def _find(self, records: Records) -> None:
+        """Takes over the values that an earlier program has left. Raises FormatError."""
+        both = [record for record in (records.durable, records.newest) if record.content]
+        try:
+            places = {entry["key"]: entry for record in both for entry in record.content["places"]}
+            self._store.adopt(places.values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            path = records.newest.path
+            raise FormatError(f"{path}: the record of an optimizer's step names what cannot be: {error}") from error
+
+    def committed(self) -> dict[str, Any] | None:
+        """Returns ``about`` of the last step that was committed here, perhaps by an earlier program, or None."""
+        return None if self._records is None else self._records.newest.content or None
+
+    def resume(self) -> None:
+        """Continues with the values of ``committed``, whose chunks are those of now. Raises FormatError."""
+        if self._records is None:
+            raise ValueError("states that are not kept cannot be resumed")
+        newest, durable = self._records.newest, self._records.durable
+        now = {}
+        try:
+            for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
+                scalars = {
+                    each: found
+                    for each, one in zip(chunk.slices, described, strict=True)
+                    if (found := read_back(one, chunk.device)) is not None
+                }
+                if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
+                    raise ValueError(f"no place of chunk {chunk.number}")
+                now[chunk] = Version(slot, scalars)
+            slots = [slot for slot, _ in durable.content.get("chunks", ())]
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
+        self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
+        self.now, self.stats.steps, self._spare = now, self._about["steps"], True
+        self._named = dict(zip(self.chunks, slots, strict=False))
+        if newest is durable:
+            self._free_spare()
+        else:  # the program before was killed before it had become durable
+            self._flush = self._flush_of(self._records, now, self._about)
+            self._flush[0].start()
+
+    def nameless(self, nbytes: int) -> int:
+        """Returns the descriptor of a new file without a name in the first folder, with its blocks allocated."""
+        fd = self._session.open(0, "state_dict")
+        try:
+            os.unlink(self._session.path(0, "state_dict"))
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._session.closed
+
+    def measure(self) -> OptimizerStats:
+        """Returns what was moved and is taken now."""
+        self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
+        return self.stats
+
+    def _end(self) -> None:
+        """Makes the last step durable. Raises OSError."""
+        self.settle()
+        if self._doubted:
+            if any(version.attempt > (self.ended or -1) for version in self.now.values()):  # not those of one step
+                raise OSError(
+                    errno.EIO,
+                    f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "
+                    "step, which was to write its states anew, was not completed",
+                    self._session.folders[0],
+                )
+            self.commit(self._about)
+            self.settle()
+
+    def close(self) -> None:
+        """Removes the files, or leaves kept ones to the next session: the last step is durable then. Once or more.
+
+        Raises OSError if it could not be made so; the next session has the step before.
+        """
+        failure: Exception | None = None
+        if not self.closed and self._process == os.getpid():
+            try:
+                self._end()
+            except Exception as error:
+                failure = error
+        self._undo.close()
+        if failure is not None:
+            raise failure

@@ -1,0 +1,1 @@
+"""What a model larger than memory will do on this machine, and what it does."""

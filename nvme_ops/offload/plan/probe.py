@@ -1,0 +1,354 @@
+"""What a plan needs to know of a model and a machine: its sizes, and rates and times that are measured in seconds.
+
+Computing is timed with a few layers on random weights in memory, which stand for all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+import nvme_ops
+from nvme_ops.errors import FormatError
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.limits import free_memory
+from nvme_ops.memory.ring import InFlight
+from nvme_ops.offload.plan.inference import Computing, Rates, Sizes, Streamed
+from nvme_ops.offload.weights.generation import decoder_config
+from nvme_ops.offload.weights.source import Source
+from nvme_ops.offload.weights.stored import StoredTensor
+from nvme_ops.offload.weights.streamed import StreamedModel, plain_class
+from nvme_ops.storage.session import Session
+from nvme_ops.text import MIB, size_words
+
+_PIECE, _IN_FLIGHT = 16 * MIB, 4
+_SECONDS = 0.5  # of a measurement
+_SCRATCH = 256 * MIB
+_WEIGHTS = 256 * MIB  # of the layers that are timed: more than caches hold
+_VOCABULARY, _LEAST_VOCABULARY = 1 << 15, 1 << 10
+_TOKENS = 256  # of a prompt that is timed
+_MOST_STEPS = 9
+
+
+def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
+    """Returns the sizes of a model that ``from_pretrained`` has made, and what describes it."""
+    text = decoder_config(model)
+    whole: dict[Source, list[torch.nn.Module]] = {}
+    sliced: dict[Source, int] = {}
+    resident: dict[int, int] = {}
+    for module in model.modules():
+        for value in [*module._parameters.values(), *module._buffers.values()]:
+            if isinstance(value, StoredTensor):
+                whole.setdefault(value.source, []).append(module)
+                if value.dim() == 3 and not isinstance(module, torch.nn.modules.conv._ConvNd):
+                    sliced[value.source] = value.shape[0]
+            elif value is not None:
+                resident[id(value)] = value.nbytes
+    tables = [source for source, users in whole.items() if all(isinstance(each, torch.nn.Embedding) for each in users)]
+    streamed: list[Streamed] = []
+    for source in whole:
+        if source in sliced:
+            experts = sliced[source]
+            used = min(experts, getattr(text, "num_experts_per_tok", None) or experts)
+            streamed += [Streamed(source.rows(row, row + 1).span, experts, used) for row in range(experts)]
+        elif source not in tables:
+            streamed.append(Streamed(source.span))
+    width: int = text.hidden_size
+    between: int = getattr(text, "intermediate_size", None) or 4 * width
+    item = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
+    sizes = Sizes(
+        model=sum(source.nbytes for source in whole) + sum(resident.values()),
+        memory=model._nvme_window.nbytes,
+        streamed=tuple(streamed),
+        tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
+        working=(4 * width + 3 * between) * item,
+        logits=4 * text.vocab_size,
+    )
+    about = {
+        "model": type(model).__name__,
+        "layers": text.num_hidden_layers,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "bytes": sizes.model,
+    }
+    return sizes, about
+
+
+def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rates:
+    """Measures the rates at which weights come from storage, and from host memory to an accelerator.
+
+    Args:
+        files: of the model, which are read.
+        folder: on the storage that is meant, where a file is written if it is not that of the model; None for that.
+        device: where it computes.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room.
+    """
+    if folder is None or os.stat(folder).st_dev == os.stat(files[0]).st_dev:
+        storage = read_rate(files)
+    else:
+        with Session(folder, name="plan") as session:
+            path = session.path(0, "scratch")
+            os.close(session.open(0, "scratch"))
+            _fill(path)
+            storage = read_rate([path])
+    if device.type == "cpu":
+        free = free_memory()
+        return Rates(storage, free, free)
+    there: Any = torch.get_device_module(device)
+    free, _ = there.mem_get_info(device)
+    return Rates(storage, free, free_memory(), _copy_rate(device))
+
+
+def read_rate(files: Sequence[str], cached: bool = False) -> float:
+    """Returns the bytes per second of large reads all over these files, which leave the page cache as it is.
+
+    ``cached``: what is in the page cache is read from there, as it is while a model runs; else all from the device.
+    """
+    pieces = [
+        (path, start, min(_PIECE, size - start))
+        for path in files
+        for size in [os.path.getsize(path)]
+        for start in range(0, size, _PIECE)
+    ]
+    if not pieces:
+        raise FormatError(f"{files[0]} is empty")
+    random.Random(0).shuffle(pieces)
+    buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]  # with all pages
+    with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+        reads = zip(itertools.cycle(pieces), itertools.cycle(buffers), strict=False)
+        return _rate(
+            in_flight, ((handle.submit_pread, buffer[:nbytes], path, start) for (path, start, nbytes), buffer in reads)
+        )
+
+
+def mixed_rate(folder: str) -> float:
+    """Returns the bytes per second that are read and written at once in a folder, together."""
+    with Session(folder, name="plan") as session:
+        path = session.path(0, "scratch")
+        os.close(session.open(0, "scratch"))
+        _fill(path)
+        buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]
+        with aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+            submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
+            places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
+            transfers = zip(submits, itertools.cycle(buffers), itertools.repeat(path), places, strict=False)
+            return _rate(in_flight, transfers)
+
+
+_Submit = Callable[[torch.Tensor, str, int], IoFuture]
+
+
+def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, str, int]]) -> float:
+    """Returns the bytes per second that the transfers move: as many as are submitted in ``_SECONDS``."""
+    moved, begin = 0, time.perf_counter()
+    for submit, memory, path, start in transfers:
+        in_flight.add(submit(memory, path, start))
+        moved += memory.nbytes
+        if time.perf_counter() - begin > _SECONDS:
+            break
+    in_flight.drain()
+    return moved / (time.perf_counter() - begin)
+
+
+def _fill(path: str) -> None:
+    piece = nvme_ops.empty(_PIECE, dtype=torch.uint8).random_()
+    with aio_handle() as handle:
+        for start in range(0, _SCRATCH, _PIECE):
+            handle.submit_pwrite(piece, path, start).result()
+
+
+def _copy_rate(device: torch.device) -> float:
+    here = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=device)
+    return here.nbytes / _least(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
+
+
+class Layers:
+    """Some layers of a model on random weights in memory, to time all of them.
+
+    Args:
+        model: that is meant; its configuration alone is used.
+        memory: bytes that the weights of the layers take at most, if not one takes more.
+        device: where they compute.
+        free: bytes of its memory of which one layer takes a half at most.
+
+    Raises:
+        ValueError: one layer takes more memory than there is, or the model has no list of its layers.
+    """
+
+    def __init__(self, model: Any, memory: int, device: torch.device, free: int) -> None:
+        self._device = device
+        text = decoder_config(model)
+        self._all, self._vocabulary = text.num_hidden_layers, text.vocab_size
+        layer = sum(each.nbytes for each in _layers(model, self._all)[0].parameters())
+        row = 2 * text.hidden_size * model.dtype.itemsize
+        most = max(memory, free // 2)
+        if layer + row > most:
+            raise ValueError(f"a layer takes {size_words(layer)}: too much to time one in {size_words(most)}")
+        self._count = max(1, min(self._all, memory * 3 // 4 // layer, _WEIGHTS // layer))
+        room = max(0, memory - self._count * layer)
+        self._rows = min(self._vocabulary, max(_LEAST_VOCABULARY, min(_VOCABULARY, room // row)))
+        config = _shortened(model.config, self._all, self._count, self._rows)
+        model_class: Any = plain_class(type(model))
+        with torch.device(device):
+            self._model = model_class._from_config(config, dtype=model.dtype, experts_implementation="eager")
+        self._model.eval()
+        self._config = config
+        self._in_layers = self._begin = 0.0  # seconds
+        layers = _layers(self._model, self._count)
+        layers[0].register_forward_pre_hook(self._note_begin)
+        layers[-1].register_forward_hook(self._note_end)
+        accepted = inspect.signature(self._model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
+
+    def cache_bytes(self) -> int:
+        """Returns the bytes of keys and values that a token has in all layers."""
+        cache = self._forward(1, 1)
+        mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return int(mine * self._all // self._count)
+
+    def computing(self, batch: int, prompt_length: int, context: int) -> Computing:
+        """Times a step of ``batch`` sequences of ``context`` tokens each, and a prompt."""
+        one = self._forward(batch, 1)
+        cache = self._new_cache()
+        for number, layer in enumerate(one.layers):
+            keys, values = (each.expand(-1, -1, context, -1).contiguous() for each in (layer.keys, layer.values))
+            cache.update(keys, values, number)
+        step = _least(lambda: self._seconds(batch, 1, cache))
+        length = min(prompt_length, _TOKENS)
+        rows = max(1, min(batch, _TOKENS // length))
+        sequences = batch / rows
+        prompt = _least(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
+        return Computing(step, prompt)
+
+    def training(self, length: int) -> tuple[float, int, int]:
+        """Returns what a training step takes for each token of such sequences.
+
+        These are seconds, bytes of activations, and bytes of those of the layer, or what follows on all, with most.
+        """
+        length = min(length, _TOKENS)
+        saved = {True: 0, False: 0}  # in the layers, and after them
+        inside = False
+        weights = {each.untyped_storage().data_ptr() for each in self._model.parameters()}
+        seen = set(weights)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                saved[inside] += storage.nbytes()
+            return tensor
+
+        def note(begins: bool) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                nonlocal inside
+                inside = begins
+
+            return hook
+
+        layers = _layers(self._model, self._count)
+        hooks = [layers[0].register_forward_pre_hook(note(True)), layers[-1].register_forward_hook(note(False))]
+        ids = torch.randint(self._rows, (1, length), device=self._device)
+
+        def step() -> None:
+            seen.intersection_update(weights)
+            saved.update({True: 0, False: 0})
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                logits = self._model(ids, use_cache=False).logits
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+            loss.backward()
+            self._model.zero_grad()
+
+        self._model.train()
+        try:
+            seconds = _least(lambda: _timed(step, self._device))
+        finally:
+            self._model.eval()
+            for hook in hooks:
+                hook.remove()
+        share = self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device))
+        share = min(1.0, share)
+        more = share * self._all / self._count + (1 - share) * self._vocabulary / self._rows
+        kept = saved[True] * self._all / self._count + saved[False] * self._vocabulary / self._rows
+        after = saved[False] * self._vocabulary / self._rows
+        return seconds * more / length, round(kept / length), round(max(saved[True] / self._count, after) / length)
+
+    def _seconds(
+        self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0
+    ) -> float:
+        """Times a forward: all layers, with so many times the tokens, and what follows on the last of each sequence."""
+        total = _timed(lambda: self._forward(batch, length, cache), self._device)
+        after = (total - self._in_layers) * self._vocabulary / self._rows
+        return float(self._in_layers * self._all / self._count * more_tokens + after * more_sequences)
+
+    def _forward(self, batch: int, length: int, cache: Any = None) -> Any:
+        ids = torch.randint(self._rows, (batch, length), device=self._device)  # as experts are chosen at random
+        cache = self._new_cache() if cache is None else cache
+        with torch.inference_mode():
+            self._model(ids, use_cache=True, **{self._cache_name: cache}, **self._last_logits)
+        return cache
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._config)
+
+    def _note_begin(self, *_: Any) -> None:
+        _synchronize(self._device)
+        self._begin = time.perf_counter()
+
+    def _note_end(self, *_: Any) -> None:
+        _synchronize(self._device)
+        self._in_layers = time.perf_counter() - self._begin
+
+
+def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers, of which some could be timed")
+
+
+def _shortened(config: Any, layers: int, count: int, vocabulary: int) -> Any:
+    """Returns a configuration of the same model with fewer layers and tokens."""
+    made = copy.deepcopy(config)
+    for each in {id(part): part for part in (made, made.get_text_config(decoder=True))}.values():
+        for name, value in vars(each).items():
+            if isinstance(value, list) and len(value) == layers:  # one entry for each layer
+                setattr(each, name, value[:count])
+        each.num_hidden_layers, each.vocab_size = count, vocabulary
+        each.pad_token_id = None
+    return made
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def _least(seconds: Callable[[], float]) -> float:
+    """Returns the shortest of several times: what other programs do on the machine makes the others longer."""
+    seconds()
+    begin, found = time.perf_counter(), [seconds()]
+    while len(found) < _MOST_STEPS and time.perf_counter() - begin < _SECONDS:
+        found.append(seconds())
+    return min(found)

@@ -1,0 +1,354 @@
+"""``StoredTensor``: a weight that is in a file, and comes into memory for as long as something computes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from nvme_ops.errors import FormatError
+from nvme_ops.formats.safetensors_format import Header
+from nvme_ops.offload.weights.quantized import expand
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.weights.window import Window, read_now
+from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
+
+aten = torch.ops.aten
+
+
+class Weights:
+    """What stored tensors of one model read through, once its window is there."""
+
+    def __init__(self) -> None:
+        self.window: Window | None = None
+
+    def fetch(self, source: Source) -> torch.Tensor:
+        """See ``Window.fetch``."""
+        return self._open().fetch(source)
+
+    def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
+        """See ``Window.rows``."""
+        return self._open().rows(source, indices)
+
+    def _open(self) -> Window:
+        if self.window is None:
+            raise RuntimeError("the weights of this model cannot be read before it is complete")
+        return self.window
+
+
+class StoredTensor(OffloadedTensor):
+    """A weight whose values are in a file. It cannot be changed, and takes no gradient; gradients flow through it.
+
+    Parts along the first dimension, other shapes, other dtypes and what is put together of stored tensors are stored
+    tensors again, of which nothing is read; of a part its own bytes alone are.
+
+    Args:
+        weights: read it.
+        source: where its values are.
+        dtype: what the stored ones are converted to; as they are when None.
+        device: where it is used.
+        scale: what the stored values, of 8 bits, are multiplied with.
+        outline: has shape and dtype of this tensor; those of ``source`` when None.
+        steps: from the values to this.
+    """
+
+    _weights: Weights
+    _source: Source
+    _device: torch.device
+    _converted: torch.dtype  # to which stored values are, before the steps
+    _scale: torch.Tensor | None
+    _is_part: bool  # of a weight, of which the rest is not read
+
+    writable = False
+    lazy: ClassVar[dict[Any, Callable[..., Any]]] = dict(OffloadedTensor.lazy)
+    instead: ClassVar[str] = "copy it by to_memory(), or the model by copy.deepcopy()"
+
+    @staticmethod
+    def __new__(
+        cls,
+        weights: Weights,
+        source: Source,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        scale: torch.Tensor | None = None,
+        outline: torch.Tensor | None = None,
+        steps: tuple[Step, ...] = (),
+    ) -> StoredTensor:
+        """Makes one; nothing is read."""
+        device, converted = device or torch.device("cpu"), dtype or source.dtype
+        if outline is None:
+            outline = torch.empty(source.shape, dtype=converted, device="meta")
+        made = cls._outlined(outline, steps, device)
+        made._weights, made._source, made._device, made._scale = weights, source, device, scale
+        made._converted, made._is_part = converted, False
+        return made
+
+    @property
+    def source(self) -> Source:
+        """Where its values are."""
+        return self._source
+
+    @property
+    def stored_at(self) -> Hashable:
+        """What is the same for all tensors over the same stored values."""
+        return id(self._source)
+
+    def to_memory(self) -> torch.Tensor:
+        """A usual tensor with its values, in memory of its own."""
+        (values,) = read_now([self._source])
+        return self.computed(values.to(self._device))
+
+    def in_window(self) -> torch.Tensor:
+        """The values, in memory that is used again when the last tensor over it is gone."""
+        return self.computed(self._weights.fetch(self._source))
+
+    def computed(self, values: torch.Tensor) -> torch.Tensor:
+        """What stored ``values`` are to whoever computes with them."""
+        if self._scale is not None:
+            values = expand(values, self._scale, self._converted)
+        elif values.dtype != self._converted:
+            values = values.to(self._converted)
+        for step in self._steps:
+            values = step(values)
+        return values
+
+    def is_plain(self) -> bool:
+        """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""
+        return not self._steps and self._scale is None
+
+    def like(self, source: Source, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None) -> StoredTensor:
+        """Another one of the same weights, without steps."""
+        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale)
+        made._is_part = self._is_part
+        return made
+
+    def part(self, source: Source, outline: torch.Tensor, scale: torch.Tensor | None = None) -> StoredTensor:
+        """A part of this one, of which its own ``source`` alone is read."""
+        made = StoredTensor(self._weights, source, self._converted, self._device, scale, outline)
+        made._is_part = True
+        return made
+
+    def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
+        of = (self._weights, self._source, self._converted, self._device, self._scale)
+        made = StoredTensor(*of, outline, (*self._steps, *steps))
+        made._is_part = self._is_part
+        return made
+
+    def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredTensor | list[StoredTensor]:
+        if self._is_part and func is aten.as_strided.default:  # which may reach beyond it
+            raise RuntimeError(f"{func}: of a part of a weight that is streamed: apply it to the whole weight")
+        return super()._viewed(func, args, kwargs)
+
+    def _lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
+        del uses, change
+        return self.in_window()
+
+    def _whole(self) -> StoredTensor:
+        return self if not self._steps else self.like(self._source, self._converted, self._scale)
+
+    def _copies(self) -> tuple[dict[Any, StorageWeakRef], Any]:
+        return self._source.copies, self._converted
+
+    def _require_writable(self, function: Any) -> None:
+        if self._converted != self._source.dtype and not isinstance(self, torch.nn.Parameter):
+            raise RuntimeError(
+                f"{function}: a converted copy of a weight that is streamed cannot be changed: clone() it"
+            )
+        raise RuntimeError(f"{function}: weights that are streamed from storage cannot be changed")
+
+    def _assign(self, value: torch.Tensor) -> None:
+        if not isinstance(value, StoredTensor) or value._weights is not self._weights:
+            raise RuntimeError("data: weights that are streamed from storage cannot be changed")
+        made = value._derived(value._outline)  # another view, or conversion, of what is stored
+        set_data: Any = torch._C.TensorBase.data
+        set_data.__set__(self, made)
+        vars(self).update(vars(made))
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls the function as it is, but for one that would expand a weight that takes no gradient.
+
+        ``matmul`` of an input of three dimensions that is not contiguous repeats the weight for each of the first
+        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
+        that the last bits may be others.
+        """
+        if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
+            made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
+            args = tuple(made.get(id(each), each) for each in args)  # attention asks whether its inputs are one tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def stored_tensors(
+    file: WeightFile, header: Header, weights: Weights, device: torch.device | None = None
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors of a safetensors file with their names. Raises FormatError where one is not all there."""
+    for name, entry in header.entries.items():
+        dtype, shape = entry.in_torch(file.path, name)
+        if entry.end > file.size:
+            raise FormatError(f"{file.path}: tensor {name!r} reaches beyond the end of the file")
+        source = Source([FileExtent(file, entry.start, entry.end - entry.start)], dtype, shape)
+        yield name, StoredTensor(weights, source, device=device)
+
+
+_MULTIPLYING = (
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
+    torch.nn.functional.linear, torch.nn.functional.multi_head_attention_forward,
+)  # fmt: skip
+
+
+def stored_in(tensor: Any) -> StoredTensor | None:
+    """Returns the stored tensor that this is, or that a ``DTensor`` has as this rank's part."""
+    found = offloaded_in(tensor)
+    return found if isinstance(found, StoredTensor) else None
+
+
+# Operations of which nothing, or a part, has to be read. Each returns NotImplemented for what it cannot do.
+
+
+def _lazily(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a function for weights that are plain; views of others are made by ``OffloadedTensor``."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def of_plain(*args: Any, **kwargs: Any) -> Any:
+            unusual = any(isinstance(each, StoredTensor) and not each.is_plain() for each in tree_leaves(args))
+            return NotImplemented if unusual else function(*args, **kwargs)
+
+        StoredTensor.lazy.update(dict.fromkeys(operators, of_plain))
+        return function
+
+    return add
+
+
+@_lazily(aten._to_copy.default)
+def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    device = options.pop("device", None)
+    options.pop("non_blocking", None)
+    elsewhere = device is not None and torch.device(device).type not in (tensor.device.type, "meta")
+    if tensor._weights.window is None:  # transformers puts all in host memory first
+        elsewhere, device = False, None
+    if elsewhere or any(value is not None for value in options.values()) or tensor.dtype != tensor.source.dtype:
+        return NotImplemented
+    if device is not None and torch.device(device).type == "meta":
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
+    return tensor.like(tensor.source, dtype)
+
+
+def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
+    """Reads one of the first dimension alone, which of packed experts is one: with its part of the scale."""
+    if (
+        tensor._steps
+        or not tensor.numel()
+        or dim % max(tensor.dim(), 1)
+        or not -tensor.shape[0] <= index < tensor.shape[0]
+    ):
+        return NotImplemented
+    index %= tensor.shape[0]
+    part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
+    scale = tensor._scale
+    if scale is not None and (scale.dim() != tensor.dim() or tensor.dim() < 3):
+        return NotImplemented
+    scale = None if scale is None else scale[index if scale.shape[0] > 1 else 0]
+    return tensor.part(part, tensor._outline.select(dim, index), scale)
+
+
+StoredTensor.lazy[aten.select.int] = _select
+
+
+@_lazily(aten.slice.Tensor)
+def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if not tensor.numel():
+        return NotImplemented
+    dim %= tensor.dim()
+    if dim and tensor._weights.window is not None:  # read compact it would be summed in another order
+        return NotImplemented
+    begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
+    part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
+    outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)
+    return NotImplemented if part is None else tensor.part(part, outline)
+
+
+@_lazily(aten.split.Tensor)
+def _split(tensor: StoredTensor, size: int, dim: int = 0) -> Any:
+    if size < 1:
+        return NotImplemented
+    parts = [_slice(tensor, dim, at, at + size) for at in range(0, tensor.shape[dim], size)]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
+
+
+@_lazily(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
+    return _reshaped(tensor, tensor._outline.view(tuple(shape)))
+
+
+@_lazily(aten.view.dtype)
+def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
+    """Bytes are written so, a part after the other."""
+    if tensor.dtype != tensor.source.dtype:
+        return NotImplemented
+    outline = tensor._outline.view(dtype)
+    source = tensor.source.view(tuple(outline.shape), dtype)
+    made = StoredTensor(tensor._weights, source, None, tensor._device, None, outline)
+    made._is_part = tensor._is_part
+    return made
+
+
+@_lazily(aten.unsqueeze.default)
+def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
+    return _reshaped(tensor, tensor._outline.unsqueeze(dim))
+
+
+def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
+    source = tensor.source.view(tuple(outline.shape))
+    made = StoredTensor(tensor._weights, source, tensor._converted, tensor._device, None, outline)
+    made._is_part = tensor._is_part
+    return made
+
+
+@_lazily(aten.stack.default)
+def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(each, StoredTensor) and each.shape == tensors[0].shape for each in tensors):
+        return NotImplemented
+    return _cat([_unsqueeze(each, dim) for each in tensors], dim)
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    found = None
+    if all(isinstance(each, StoredTensor) and each.is_plain() and each.dtype == tensors[0].dtype for each in tensors):
+        found = concatenated([each.source for each in tensors], dim)
+    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found)
+
+
+StoredTensor.lazy[aten.cat.default] = _cat
+
+
+@_lazily(aten.clone.default)
+def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = None) -> Any:
+    """What has a part of a weight made contiguous while a model is put together finds it so in the file."""
+    if tensor._weights.window is not None or memory_format is not torch.contiguous_format:
+        return NotImplemented
+    return tensor.part(tensor.source, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+@_lazily(aten.embedding.default)
+def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Reads the rows that are asked for alone, where these are few."""
+    usual = isinstance(weight, StoredTensor) and not isinstance(indices, StoredTensor) and weight.dim() == 2
+    if not usual:
+        return NotImplemented
+    unique, inverse = torch.unique(indices, return_inverse=True)
+    numbers = unique.tolist()
+    if not numbers or numbers[0] < 0 or numbers[-1] >= weight.shape[0]:
+        return NotImplemented  # torch says what is wrong
+    rows = weight._weights.rows(weight.source, numbers)
+    if rows is None:
+        return NotImplemented
+    return rows.to(weight.dtype)[inverse]

@@ -1,0 +1,280 @@
+"""``stream_weights``: a model in memory whose weights move to files, from which they are read while it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.file import shared_handle
+from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory.carve import is_dense
+from nvme_ops.memory.ring import InFlight
+from nvme_ops.offload.weights import quantized
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights
+from nvme_ops.offload.weights.streamed import StreamedModel, stream
+from nvme_ops.offloaded import Step, outline_of
+from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.session import Session
+from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.storage.values import to_store
+from nvme_ops.text import parse_size
+
+_AHEAD = 8  # weights that are being written at once
+_LEAST = 1 << 16  # elements of a matrix that is quantized
+
+Path = str | os.PathLike[str]
+
+
+def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budget") -> int:
+    """Return bytes. Raises ValueError for what is no size, or less than ``least``; ``name`` is of the argument."""
+    budget = parse_size(memory_budget, zero=True) if isinstance(memory_budget, str) else memory_budget
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(budget).__name__}")
+    if budget < least:
+        raise ValueError(f"{name} must be at least {least} byte{'s' * (least != 1)}, not {budget}")
+    return budget
+
+
+def stream_weights(
+    model: torch.nn.Module,
+    folder: Path | Sequence[Path],
+    *,
+    memory_budget: int | str,
+    device: str | torch.device | None = None,
+    exclude: str | Sequence[str] = (),
+    quantize: Literal["int8"] | None = None,
+    handle: aio_handle | None = None,
+) -> Any:  # both a StreamedModel and what it was, for which Python has no type
+    """Moves the weights of a model to storage, from where it reads them while it computes, in bounded memory.
+
+        model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
+
+    The same model is returned, in eval mode, with ``stats()`` and ``close()``, and is a context manager. The files are
+    removed when it is closed, at the latest when the program ends. If anything fails the model is as it was.
+
+    Streamed weights take no gradient. Where most of the parameters, by bytes, take none already, as after
+    ``peft.get_peft_model``, those that do take one stay what they are, in memory and trainable, and the model stays in
+    its mode. A model that is trained as a whole is streamed as a whole.
+
+    Args:
+        model: any module. Its parameters and buffers are in memory, on one device.
+        folder: where the weights go; several, of one device each, share them by their measured rates.
+        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
+            comes on top of it.
+        device: where it computes; where it is when None.
+        exclude: names of parameters and buffers that stay what they are, in memory, or patterns such as
+            ``"lm_head.*"`` (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied
+            weight stays if any of its names is among them.
+        quantize: ``"int8"`` stores matrices in 8 bits a value with a scale for each row, and expands them when they are
+            used: half the bytes to read of bfloat16, which is what limits a model that waits for storage. The output
+            changes: each value is off by up to 1/254 of the largest of its row. ``stats().quantization_error`` has
+            the relative error. Embeddings, vectors and what is small stay as they are.
+        handle: moves the weights; one for the whole process when None.
+
+    Raises:
+        ValueError: the budget is too small (the message says what is needed), the model is on several devices or has no
+            weights, it is streamed already, ``exclude`` names nothing, or torch's quantization has packed its weights.
+        OSError: ENOSPC: not enough room in the folder, and what else can be wrong with it.
+    """
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    budget = budget_of(memory_budget)
+    if any(isinstance(module, StreamedModel) for module in model.modules()):
+        raise ValueError("the weights of this model are streamed already")
+    kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
+    tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    devices = {each.device for each in tensors.values()}
+    if not devices:
+        raise ValueError("the model has no weights")
+    if len(devices) != 1:
+        raise ValueError(f"the model is on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
+    (own,) = devices
+    if own.type == "meta":
+        raise ValueError("the model has no weights: it is on the meta device")
+    target = own if device is None else device_of(device)
+    tensors = {key: each for key, each in tensors.items() if key not in kept}
+    if not tensors:
+        raise ValueError("exclude= leaves nothing to stream")
+    with contextlib.ExitStack() as undo:
+        session = undo.enter_context(Session(folder, name="weights"))
+        slabs = StripedSlabs(session, "weights", handle or shared_handle(), None)
+        undo.callback(slabs.close)
+        slabs.measure()
+        files = []
+        for path, its_handle in zip(slabs.paths, slabs.handles, strict=True):
+            fd = open_to_read(path)
+            files.append(WeightFile(fd, path, its_handle, checked=False))
+            undo.callback(files[-1].close)
+        weights = Weights()
+        matrices = _matrices(model) if quantize else set[int]()
+        stored, error = _write(slabs, files, tensors, matrices, weights, target)
+        before = _replace(model, stored)
+        try:
+            choose: Any = getattr(model, "set_experts_implementation", None)
+            if choose is not None:
+                choose("eager")  # which takes the experts that are asked for alone
+            _move(kept, target)
+            stream(model, weights, files, budget, target, kept, training)
+        except BaseException:
+            _put_back(before)
+            _move(kept, own)
+            raise
+        opened = undo.pop_all()
+    streamed = cast(StreamedModel, model)
+    streamed.on_close(opened.close)
+    streamed._nvme_window.note_error(error)
+    return model
+
+
+def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
+    """Moves tensors, which stay the same objects: an optimizer may have them already."""
+    for each in tensors.values():
+        if each.device != device:
+            gradient, each.grad = each.grad, None
+            moved = each.detach().to(device)
+            if torch._has_compatible_shallow_copy_type(each, moved):
+                each.data = moved
+            else:  # as for devices from outside of torch
+                is_parameter = isinstance(each, torch.nn.Parameter)
+                torch.utils.swap_tensors(each, torch.nn.Parameter(moved, each.requires_grad) if is_parameter else moved)
+            each.grad = None if gradient is None else gradient.to(device)
+
+
+def device_of(device: str | torch.device) -> torch.device:
+    """Returns a device with its number, as tensors have it."""
+    return torch.empty(0, device=device).device
+
+
+def _kept(model: torch.nn.Module, exclude: Sequence[str]) -> tuple[dict[int, torch.Tensor], bool]:
+    """Returns the tensors that stay in memory, by their ids, and whether they are there because they are trained."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    packed = _packed(model)
+    for pattern in exclude:
+        if not fnmatch.filter([*packed, *(name for name, _ in named)], pattern):
+            raise ValueError(f"exclude: the model has no parameter or buffer {pattern!r}")
+    if left := [name for name in packed if not _matches(name, exclude)]:
+        raise ValueError(
+            f"torch's quantization has packed the weights of this model ({left[0]}), which cannot be streamed then: "
+            "stream the model that it was made of, with quantize='int8', or exclude= them"
+        )
+    kept = {id(each): each for name, each in named if _matches(name, exclude)}
+    trained = {id(each): each for each in model.parameters() if each.requires_grad and id(each) not in kept}
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    training = 0 < sum(each.nbytes for each in trained.values()) < sum(each.nbytes for each in frozen)
+    if training:
+        kept |= trained
+    elif trained and frozen:
+        warnings.warn(
+            f"{len(trained)} parameters require a gradient, {len(frozen)} do not, and all are frozen, since the first "
+            "are the larger part: name in exclude= what is to be trained, or call requires_grad_(False)",
+            stacklevel=3,
+        )
+    if kept:  # and what lies in the same memory, as it changes with them
+        memory = {each.untyped_storage()._cdata for each in kept.values()}
+        kept |= {id(each): each for _, each in named if each.untyped_storage()._cdata in memory}
+    return kept, training
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _packed(model: torch.nn.Module) -> list[str]:
+    """Returns the names of weights that are no tensors of their modules, and would stay in memory unnoticed."""
+    return [
+        f"{name}.{attribute}".removeprefix(".")
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.ScriptObject) and not isinstance(value, torch._C.ScriptModule)
+    ]
+
+
+def _matrices(model: torch.nn.Module) -> set[int]:
+    """The parameters that may be quantized."""
+    embeddings = {
+        id(each)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        for each in module.parameters(recurse=False)
+    }
+    return {
+        id(each)
+        for each in model.parameters()
+        if each.dim() > 1 and each.is_floating_point() and each.numel() >= _LEAST and id(each) not in embeddings
+    }
+
+
+def _write(
+    slabs: StripedSlabs,
+    files: Sequence[WeightFile],
+    tensors: dict[int, torch.Tensor],
+    matrices: set[int],
+    weights: Weights,
+    device: torch.device,
+) -> tuple[dict[int, StoredTensor], float]:
+    """Writes all tensors, in their order; returns them, and the relative error of those that are quantized."""
+    stored: dict[int, StoredTensor] = {}
+    lost = there = 0.0
+    with InFlight(_AHEAD, abandon=True) as in_flight:
+        for key, tensor in tensors.items():
+            dtype, scale = tensor.dtype, None
+            if key in matrices:
+                values, scale = quantized.quantize(tensor)
+                lost += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
+                there += float(tensor.detach().float().pow(2).sum())
+                tensor = values
+            pieces = slabs.allocate(tensor.nbytes)
+            transfers: list[IoFuture] = []
+            slabs.move(pieces, to_store(tensor), transfers, write=True, priority=Priority.WRITEBACK)
+            for transfer in transfers:
+                in_flight.add(transfer)
+            extents = [FileExtent(files[piece.folder], piece.extent.start, piece.nbytes) for piece in pieces]
+            if tensor.is_contiguous() or not is_dense(tensor):
+                source = Source(extents, tensor.dtype, tensor.shape)
+                stored[key] = StoredTensor(weights, source, dtype, device, scale)
+            else:  # in the order of its memory
+                outline = outline_of(tensor.shape, tensor.stride(), dtype)
+                step = Step(torch.ops.aten.as_strided.default, (outline.shape, outline.stride()), {})
+                source = Source(extents, tensor.dtype, (tensor.numel(),))
+                stored[key] = StoredTensor(weights, source, dtype, device, scale, outline, (step,))
+    for file in files:
+        file.note_size()
+    return stored, (lost / there) ** 0.5 if there else 0.0
+
+
+Place = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[Place]:
+    """Puts stored tensors in the places of those in memory, and returns what was there."""
+    before: list[Place] = []
+    made: dict[int, Any] = {}  # tied ones stay tied
+    for module in model.modules():
+        places: dict[str, Any]
+        for places in (module._parameters, module._buffers):
+            for name, value in places.items():
+                if value is not None and id(value) in stored:
+                    before.append((module, name, value))
+                    put = stored[id(value)]
+                    is_parameter = isinstance(value, torch.nn.Parameter)  # a buffer may be one, too
+                    places[name] = made.setdefault(id(value), torch.nn.Parameter(put, False) if is_parameter else put)
+    return before
+
+
+def _put_back(before: Sequence[Place]) -> None:
+    for module, name, value in before:
+        if name in module._buffers:
+            module._buffers[name] = value
+        else:
+            module._parameters[name] = cast(torch.nn.Parameter, value)

@@ -1,0 +1,341 @@
+"""A model whose weights are streamed: what it can do beside being the model that it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from nvme_ops.offload.weights.source import Source, WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
+from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.text import size_words
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_SMALL = 1 << 20  # bytes up to which a weight stays in memory from the start, if the budget is no less than
+_SHARE = 4  # times all of those
+
+
+class StreamedModel(torch.nn.Module):
+    """What ``from_pretrained`` and ``stream_weights`` add to the class of a model.
+
+    As a context manager the model is closed at the end of the block.
+    """
+
+    _nvme_window: Window
+    _nvme_undo: contextlib.ExitStack
+
+    def stats(self) -> WindowStats:
+        """Return what was read of the weights, how long computation waited for them, and what they have of memory."""
+        return self._nvme_window.stats()
+
+    def close(self) -> None:
+        """Ends the streaming: files are closed and memory is given back. The model cannot be used any more."""
+        self._nvme_undo.close()
+
+    def on_close(self, function: Callable[[], object]) -> None:
+        """Has ``function`` called when the model is closed, before what it was told of earlier."""
+        self._nvme_undo.callback(function)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Like ``Module.requires_grad_``. Raises RuntimeError for True."""
+        if requires_grad:
+            raise RuntimeError("weights that are streamed from storage cannot be trained")
+        return super().requires_grad_(requires_grad)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like ``Module.state_dict``, with all weights in memory: as much of it as the whole model takes.
+
+        Of a model that is trained, or a part of another, each weight comes into memory when its values are first used:
+        who saves an adapter picks the few tensors of it out of a state dict of all.
+        """
+        found = super().state_dict(*args, **kwargs)
+        lazily = args or kwargs.get("destination") is not None or any(each.requires_grad for each in self.parameters())
+        made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+        for name, value in found.items():
+            if isinstance(value, StoredTensor) and not isinstance(value, _Entry):
+                if id(value.source) not in made:
+                    made[id(value.source)] = _Entry.of(value) if lazily else value.to_memory()
+                found[name] = made[id(value.source)]
+        return found
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
+    ) -> None:
+        """Refuses before anything is copied; ``assign=True`` copies nothing."""
+        if not local_metadata.get("assign_to_params_buffers"):
+            named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+            stored = [name for name, value in named if stored_in(value) is not None and prefix + name in state_dict]
+            if stored:
+                raise RuntimeError(
+                    f"weights that are streamed from storage cannot be loaded into ({prefix}{stored[0]}): load them "
+                    "into the model before it is streamed"
+                )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Is pickled as a model in memory, of the class that it had before."""
+        plain = plain_class(type(self))
+        twin = plain.__new__(plain)
+        twin.__dict__ = self._in_memory()
+        return twin.__reduce_ex__(1)  # protocol 2 insists on the class of this one
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What ``DistributedDataParallel`` must not broadcast at its start, by names here and below a model of peft."""
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        stored = [name for name, value in named if stored_in(value) is not None]
+        found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
+        return [*found, *self.__dict__.get("_nvme_ignored", ())]
+
+    @_ddp_params_and_buffers_to_ignore.setter
+    def _ddp_params_and_buffers_to_ignore(self, names: Sequence[str]) -> None:
+        self.__dict__["_nvme_ignored"] = list(names)
+
+    def __copy__(self) -> Self:
+        """Returns another model of the same weights, streamed as long as this one is not closed."""
+        made = type(self).__new__(type(self))
+        made.__dict__ = dict(self.__dict__)
+        return made
+
+    def _in_memory(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_nvme_")}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Returns a model in memory, of the class that it had before."""
+        plain = plain_class(type(self))
+        made = plain.__new__(plain)
+        memo[id(self)] = made
+        made.__dict__ = deepcopy(self._in_memory(), memo)
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Entry(StoredTensor):
+    """A weight in a state dict: it comes into memory when something needs its values, and stays there."""
+
+    _made: torch.Tensor | None = None
+
+    @staticmethod
+    def of(tensor: StoredTensor) -> _Entry:
+        """Returns an entry for a weight."""
+        of = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._scale)
+        return _Entry(*of, tensor._outline, tensor._steps)
+
+    def to_memory(self) -> torch.Tensor:
+        """Its values, the same tensor each time."""
+        if self._made is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._made = super().to_memory()
+        return self._made
+
+    in_window = to_memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Is pickled as its values, so that all that shares their memory is pickled once."""
+        return self.to_memory().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]  # see StoredTensor
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _ABOUT:
+            args, kwargs = tree_map(_values_of, (tuple(args), dict(kwargs or {})))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _values_of(value: Any) -> Any:
+    return value.to_memory() if isinstance(value, _Entry) else value
+
+
+#: What is asked of an entry without a need of its values.
+_ABOUT = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("itemsize", "requires_grad", "is_meta", "is_cuda", "is_sparse")),
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "element_size", "is_contiguous")),
+    *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "stride", "__len__")),
+}  # fmt: skip
+
+
+def plain_class(streamed: type) -> type[torch.nn.Module]:
+    """Returns the class that a streamed model had before."""
+    found: type[torch.nn.Module] = streamed.__mro__[2]
+    return found
+
+
+_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()  # by the class without streaming
+
+
+def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Returns the class that models of a class get: the same for all of them, as for ``torch.func``."""
+    found = _classes.get(plain)
+    if found is None:
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        _classes[plain] = found = type(plain.__name__, (StreamedModel, plain), names)
+    return found
+
+
+def stream(
+    model: torch.nn.Module,
+    weights: Weights,
+    files: Sequence[WeightFile],
+    budget: int,
+    device: torch.device,
+    kept: Container[int] = (),
+    training: bool = False,
+) -> None:
+    """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
+
+    Small weights come into memory, where they stay. Parameters whose id is in ``kept`` are left as they are, the others
+    take no gradient. Without ``training`` the model is set to eval mode. Raises ValueError for a budget that is too
+    small.
+    """
+    sliced: dict[Source, int] = {}
+    stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = OrderedDict()
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if (found := stored_in(value)) is not None:
+                stored.setdefault(found.source, []).append((module, name, found))
+                # weights of experts, of which some are used: not those of a convolution
+                if found.dim() == 3 and not found._steps and not isinstance(module, torch.nn.modules.conv._ConvNd):
+                    sliced[found.source] = found.shape[0]
+    others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
+    whole = [source for source in stored if source not in sliced]
+    buffers = [source for source in whole if any(name in module._buffers for module, name, _ in stored[source])]
+    weights_alone = [source for source in whole if source not in set(buffers)]
+    least = least_budget([*weights_alone, *others])
+    room = budget - sum(source.nbytes for source in buffers) - least
+    if room < 0:
+        raise ValueError(
+            f"a memory_budget of {size_words(budget)} is too small for this model: at least "
+            f"{size_words(budget - room)} are needed, {size_words(least)} of them for its largest weights"
+        )
+    small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
+    total_small = sum(source.nbytes for source in small)
+    foreseen = [source for source in whole if source not in set(small)]
+    window = Window(budget - total_small, device, foreseen, others)
+    try:
+        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        for source, values in zip(small, read_now(small), strict=True):
+            for module, name, value in stored[source]:
+                _replace(module, name, value, values.to(device), made)
+    except BaseException:
+        window.close()
+        raise
+    weights.window = window
+    if not training:
+        model.eval()
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.requires_grad_(False)
+    plain = type(model)
+
+    undo = contextlib.ExitStack()
+    for file in files:
+        undo.callback(file.close)
+    undo.callback(window.close)
+    _check_conversions()
+    model.__class__ = _streamed_class(plain)
+    model.__dict__.update(_nvme_window=window, _nvme_undo=undo)
+    weakref.finalize(model, undo.close)  # of a model that nobody has closed, at the end of the program at the latest
+
+
+def _small(sources: Sequence[Source], room: int) -> list[Source]:
+    """Returns the smallest weights, as far as there is room for them."""
+    found = []
+    for source in sorted(sources, key=lambda each: each.nbytes):
+        if source.nbytes > min(_SMALL, room):
+            break
+        found.append(source)
+        room -= source.nbytes
+    return found
+
+
+def _replace(
+    module: torch.nn.Module, name: str, value: StoredTensor, stored: torch.Tensor, made: dict[int, torch.Tensor]
+) -> None:
+    """Puts values in the place of a stored tensor: one tensor in all its places, with memory of its own."""
+    there: Any = module._buffers[name] if name in module._buffers else module._parameters[name]
+    if id(there) not in made:
+        tensor = value.computed(stored)
+        # or who saves it would save that of all; and torch has no detach_() of a view
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor._is_view():
+            tensor = tensor.clone()
+        made[id(there)] = torch.nn.Parameter(tensor, False) if isinstance(there, torch.nn.Parameter) else tensor
+    if there is not value and hasattr(there, "_local_tensor"):  # a DTensor
+        there._local_tensor = made[id(there)].detach()
+    elif name in module._buffers:
+        module._buffers[name] = made[id(there)]
+    else:
+        module._parameters[name] = made[id(there)]  # type: ignore[assignment]  # it is one
+
+
+class _Checked:
+    """What ``Module._apply`` does to each tensor, once it is known to leave those that are streamed as they are."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._function(tensor)
+
+
+def _check_conversions() -> None:
+    """Has ``Module.to`` and all that is like it refuse to change streamed weights before it has changed anything.
+
+    The model with these may be a part of another that is moved or converted, whose other parts come first: only what
+    all modules have in common sees that in time. Where no weight is streamed torch's own method is called.
+    """
+    usual: Any = torch.nn.Module._apply
+    if hasattr(usual, "_nvme_usual"):
+        return
+
+    @functools.wraps(usual)
+    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        if not isinstance(fn, _Checked):
+            with torch.no_grad():
+                found = [_beside_stored(module) for module in (self.modules() if recurse else [self])]
+                if any(_changes(fn, each) for tensors in found for each in tensors):
+                    raise RuntimeError(
+                        "a model whose weights are streamed cannot be moved, converted or shared: give device= and "
+                        "dtype= when it is made"
+                    )
+            fn = _Checked(fn)
+        if not _beside_stored(self):
+            return usual(self, fn, recurse)  # type: ignore[no-any-return]
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return self
+
+    apply._nvme_usual = usual  # type: ignore[attr-defined]
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
+    if stored_in(tensor) is not None:
+        small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)  # nothing is read for it
+        if function(small) is not small or (small.device.type == "cpu" and small.is_shared()):
+            return True
+    return function(tensor) is not tensor
+
+
+def _beside_stored(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors of a module itself, if any of them is stored; the stored ones first."""
+    own = [each for each in [*module._parameters.values(), *module._buffers.values()] if each is not None]
+    stored = [each for each in own if stored_in(each) is not None]
+    return [*stored, *(each for each in own if stored_in(each) is None)] if stored else []

@@ -1,0 +1,214 @@
+"""``swap_params``: the parameters of a module live on storage, and are in memory while they are computed with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nvme_ops.handle import aio_handle
+from nvme_ops.offload.weights.replaced import note_replaced
+from nvme_ops.offload.weights.resident import Resident, SwapStats, Use
+from nvme_ops.offload.weights.residents import Residents
+from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.offload.weights.swapped import SwappedTensor
+
+Path = str | os.PathLike[str]
+
+
+class SwappedParams:
+    """What ``swap_params`` returns; a context manager that closes it at the end."""
+
+    def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
+        self._module, self._residents = module, residents
+
+    @contextlib.contextmanager
+    def gathered(self, params: Iterable[torch.Tensor], *, change: bool = False) -> Iterator[list[torch.Tensor]]:
+        """Yields usual tensors with the values of some parameters, in memory for as long as the block takes.
+
+        Args:
+            params: of the module, swapped or not; all of those that are have to fit the budget at once.
+            change: whether the block writes to them.
+        """
+        with contextlib.ExitStack() as uses:
+            found = []
+            for each in params:
+                if isinstance(each, SwappedTensor):
+                    found.append(uses.enter_context(each.lent(change)))
+                    if change:
+                        torch.autograd.graph.increment_version(each)
+                else:
+                    found.append(each.detach())
+            yield found
+
+    def stats(self) -> SwapStats:
+        """Returns what was moved until now."""
+        return self._residents.stats()
+
+    def restore(self) -> None:
+        """Brings all parameters back into memory, as usual ones, and closes this. An optimizer is to be made anew."""
+        usual: dict[int, torch.nn.Parameter] = {}
+        for module, name, each in _places(self._module):
+            if isinstance(each, SwappedTensor):
+                if id(each) not in usual:
+                    usual[id(each)] = torch.nn.Parameter(each.to_memory(), each.requires_grad)
+                    usual[id(each)].grad = each.grad
+                setattr(module, name, usual[id(each)])
+                note_replaced([each])
+        self.close()
+
+    def close(self) -> None:
+        """Removes the files; the parameters cannot be used any more. Once or more."""
+        self._residents.close()
+
+    def __enter__(self) -> SwappedParams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def swap_params(
+    module: torch.nn.Module,
+    folder: Path | Sequence[Path],
+    *,
+    memory_budget: int | str,
+    device: str | torch.device | None = None,
+    min_bytes: int | str = "1M",
+    param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+    checksums: bool = False,
+    handle: aio_handle | None = None,
+) -> SwappedParams:
+    """Moves the parameters of a module to storage, from where each comes when forward or backward computes with it.
+
+        swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="1G")
+        optimizer = nvme_ops.offload.NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", lr=1e-4)
+
+    The module is trained as before. The parameters become others: an optimizer, ``DistributedDataParallel`` and hooks
+    of parameters are to be made afterwards. The order of uses is learned in the first step, and what comes next is read
+    meanwhile. Optimizers and ``torch.nn.init`` change what is on storage; only ``NvmeOptimizer`` does so without all
+    parameters in memory at once.
+
+    Parameters on the meta device, of a module larger than memory, come to be here: one module after the other has
+    memory for its own, and initializes them.
+
+    Args:
+        module: any module; its parameters are on one device, or on the meta device.
+        folder: where the parameters go; several, of one device each, share them by their measured rates.
+        memory_budget: bytes for parameters, or a size such as ``"1G"``; memory of ``device``.
+        device: where parameters on the meta device are used; the CPU when None.
+        min_bytes: smaller parameters stay in memory, beside the budget.
+        param_init_fn: is called with each module that has parameters or buffers of its own on the meta device, once
+            these have memory; ``reset_parameters`` of the module when None.
+        checksums: keep a CRC-32C of each parameter and compare it when it comes back.
+        handle: moves the bytes; one for the whole process when None.
+
+    Raises:
+        MemoryError: the budget is smaller than a parameter.
+        ValueError: parameters on several devices, none that is large enough, or some that are swapped already; a
+            module on the meta device that cannot initialize its parameters.
+        TypeError: a ``DTensor``: swap the parameters of a module that is not sharded.
+        OSError: ENOSPC: not enough room in the folder, and what else can be wrong with it. The module is then as it
+            was, unless it was on the meta device.
+    """
+    budget, least = budget_of(memory_budget), budget_of(min_bytes)
+    every = list(_places(module))
+    target = _device_of([each for _, _, each in every], device)
+    large = {id(each): each for _, _, each in every if each.nbytes >= least}
+    if not large:
+        raise ValueError("the module has no parameters, or none of min_bytes or more")
+    with contextlib.ExitStack() as undo:
+        residents = Residents(folder, "parameters", budget=budget, device=target, checksums=checksums, handle=handle)
+        undo.callback(residents.close)
+        made: dict[int, torch.nn.Parameter] = {}
+        for number, (key, each) in enumerate(large.items()):
+            resident = Resident(str(number), each, target)
+            residents.add(resident, None if each.is_meta else each.detach())
+            made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), each.requires_grad)
+        swapped: list[Any] = list(made.values())
+        forward: list[Use] = [(each.resident.place, "forward") for each in swapped]
+        backward: list[Use] = [(each.resident.place, "backward") for each in reversed(swapped)]
+        residents.foresee([*forward, *backward])
+        if any(each.is_meta for _, _, each in every):
+            _initialize(module, made, target, param_init_fn)
+        else:
+            for key, each in large.items():
+                made[key].grad = each.grad
+            residents.settle()
+            _put(every, made)
+        undo.pop_all()
+    return SwappedParams(module, residents)
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    for each in module.modules():
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None:
+                yield each, name, parameter
+
+
+def _put(
+    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]], made: dict[int, torch.nn.Parameter]
+) -> None:
+    note_replaced(each for _, _, each in places if id(each) in made)
+    for module, name, each in places:
+        if id(each) in made:
+            setattr(module, name, made[id(each)])  # as an RNN has to know of it
+
+
+def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | None) -> torch.device:
+    """Returns where the parameters are used. Raises for those that cannot be swapped."""
+    for each in parameters:
+        if isinstance(each, SwappedTensor):
+            raise ValueError("the parameters of this module are swapped already")
+        if hasattr(each, "to_local"):
+            raise TypeError("a DTensor cannot be swapped: swap the parameters of a module that is not sharded")
+    devices = {each.device for each in parameters}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the parameters are on {len(devices)} devices, not on one: {names}")
+    own = next(iter(devices), torch.device("cpu"))
+    if own.type == "meta":
+        return torch.device(device or "cpu")
+    if device is not None and torch.device(device) != own:
+        raise ValueError(f"the parameters are on {own}, not on {device}: move the module there")
+    return own
+
+
+@torch.no_grad()
+def _initialize(
+    module: torch.nn.Module,
+    made: dict[int, torch.nn.Parameter],
+    device: torch.device,
+    param_init_fn: Callable[[torch.nn.Module], object] | None,
+) -> None:
+    """Gives the parameters and buffers of one module after the other memory and values."""
+    buffers: dict[int, torch.Tensor] = {}
+    for each in module.modules():
+        concerned = False
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                concerned = True
+                note_replaced([parameter])
+                if id(parameter) not in made:
+                    usual = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = torch.nn.Parameter(usual, parameter.requires_grad)
+                setattr(each, name, made[id(parameter)])
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                concerned = True
+                each._buffers[name] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+        if not concerned:
+            continue
+        reset: Any = getattr(each, "reset_parameters", None)
+        if param_init_fn is not None:
+            param_init_fn(each)
+        elif reset is not None:
+            reset()
+        else:
+            raise ValueError(
+                f"{type(each).__name__} is on the meta device and has no reset_parameters: param_init_fn is needed"
+            )
