@@ -47,11 +47,11 @@ SUBPACKAGES: dict[str, set[str]] = {
     "formats": {"memory", "storage"},
     "checkpoint": {"memory", "storage", "formats"},
     "inspection": {"memory", "storage", "formats", "checkpoint"}
-    | {f"offload.{name}" for name in ("source", "stored", "window")},
+    | {f"offload.weights.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
     "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.atomic"}
-    | {f"offload.{name}" for name in ("optimizer", "save_on_nvme", "stream_weights", "updates")},
+    | {"offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
     "measuring": {"storage.mounts", "storage.owner"},
     "bench": {"measuring", "storage", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
