@@ -30,8 +30,6 @@ _ROWS = [
     ("read from the page cache, ordinary tensor that was in use", "cached", "nvme_ops, pageable"),
     ("16,384 random 4 KiB reads in one call", "random", "nvme_ops submit_preadv, nvme_ops.empty"),
 ]
-_CHECKPOINTS = {"save": "save, durably", "load": "load, cold, warm memory", "fresh": "load, cold, fresh process",
-                "cached": "load from the page cache"}  # fmt: skip
 
 Json = Mapping[str, Any]
 Results = Mapping[str, Json]  # by section, in the order of the page
@@ -52,7 +50,7 @@ def page(text: str, results: Results, pictures: str) -> str:
 
 
 def readme(text: str, results: Results) -> str:
-    """The README with its tables made anew."""
+    """The README with its table made anew."""
     try:
         block = _readme_block(results)
     except _DAMAGED as error:
@@ -74,7 +72,7 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 
 def _readme_block(results: Results) -> str:
-    raw_io, checkpoint, fresh = (_document(results, name) for name in ("raw_io", "checkpoint", "fresh"))
+    raw_io = _document(results, "raw_io")
     if not raw_io:
         return _part("section", {})
     notes = {row["note"] for found in raw_io["folders"].values() for table in found["tables"] for row in table["rows"]
@@ -82,16 +80,7 @@ def _readme_block(results: Results) -> str:
     lacks = "; ".join(sorted(note for note in notes if note and not note.startswith("failed")))
     known = results["raw_io"]["description"]["places"]
     places = "; ".join(f"{name.lower()} is {_storage(known.get(name, {}))}" for name in raw_io["folders"])
-    block = _part("readme", results["raw_io"], raw_io, lacks, places, _readme_rows(raw_io["folders"]))
-    if checkpoint:
-        place = next(iter(checkpoint["folders"]))
-        large = {
-            table["group"]: table for table in checkpoint["folders"][place]["tables"] if "; large:" in table["title"]
-        }
-        for table in next(iter(fresh["folders"].values()))["tables"] if fresh else []:
-            large |= {"fresh": table} if table["group"] == "load" else {}
-        block += _part("readme_checkpoints", results["checkpoint"], checkpoint, place, _checkpoint_rows(large))
-    return block
+    return _part("readme", results["raw_io"], raw_io, lacks, places, _readme_rows(raw_io["folders"]))
 
 
 def _document(results: Results, section: str) -> Json:
@@ -121,17 +110,6 @@ def _readme_rows(folders: Json) -> Iterator[Cells]:
             columns = {"{}, GB/s": rate, "{}: of fio's best": of, "{}: x DeepSpeed": times}
             cells |= {column.format(place.lower()): cell for column, cell in columns.items()}
         yield {**cells, "CPU s/GiB": cpu}
-
-
-def _checkpoint_rows(tables: Json) -> list[Cells]:
-    """Everybody's rates; those of a fresh process for who has others."""
-    rates: dict[str, Cells] = {}
-    for group in ("save", "load", "cached", "fresh"):
-        for row in tables.get(group, {"rows": []})["rows"]:
-            if row["spread"] and (group != "fresh" or row["name"] in rates):
-                rates.setdefault(row["name"], {})[group] = _median(row["spread"], 2)
-    return [{"": name, **{words: found.get(group, "-") for group, words in _CHECKPOINTS.items()}}
-            for name, found in rates.items()]  # fmt: skip
 
 
 def _rate(median: float, unit: str) -> str:

@@ -259,32 +259,6 @@ def test_the_readme_says_what_fio_lacked_and_leaves_gaps_where_rows_are_missing(
     assert list(random.values())[1:5] == ["235 kIOPS", "1.10", "-", "-"]
 
 
-def test_the_readme_gets_a_table_of_checkpoints_with_large_tensors_and_fresh_processes() -> None:
-    def measured(group: str, title: str, **rates: float | None) -> dict[str, Any]:
-        return table(group, "", [row(name, rate) for name, rate in rates.items()]) | {"title": title}
-
-    saved = [
-        measured("save", "save, durably; large: 32 tensors, 1 GiB", fio=4, ours=3.5, theirs=0.5),
-        measured("save", "save, durably; small: 20,000 tensors", fio=4, ours=1),
-        measured("load", "load; large: 32 tensors, 1 GiB", ours=1.875, loader=1.7, missing=None),
-    ]
-    loads = [measured("load", "load by a new process", ours=1.5, otherwise=1.4), measured("locked", "other", ours=9)]
-    results = {
-        "raw_io": stored(raw_io_document()),
-        "checkpoint": stored({"size": GIB, "rounds": 5, "folders": {"DISK": {"tables": saved}}}),
-        "fresh": stored({"folders": {"DISK": {"tables": loads}}}),
-    }
-    text = page_render.readme(README, results)
-    assert "5 rounds on the same disk" in " ".join(text.split())
-    columns = ("save, durably", "load, cold, warm memory", "load, cold, fresh process")
-    assert {each[""]: tuple(each[name] for name in columns) for each in tables(text)[1]} == {
-        "fio": ("4.00", "-", "-"),
-        "ours": ("3.50", "1.88", "1.50"),
-        "theirs": ("0.50", "-", "-"),
-        "loader": ("-", "1.70", "-"),
-    }
-
-
 @pytest.mark.parametrize(
     ("results", "said"),
     [
