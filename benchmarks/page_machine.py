@@ -19,7 +19,7 @@ from nvme_ops.bench import machine
 from nvme_ops.host import Host
 from nvme_ops.report.result import Status
 from nvme_ops.report.sections import collect
-from nvme_ops.storage.mounts import mount_of
+from nvme_ops.storage.device import mount_of
 
 # Of the report: what bears on the figures and is the same at the next run.
 _SETTINGS = {

@@ -160,7 +160,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             FileNotFoundError: the folder of ``path`` is missing.
             ValueError: as for the arguments; an unknown value of ``NVME_OPS_ADAPTIVE``.
         """
-        from nvme_ops.storage.identity import identify
+        from nvme_ops.storage.device import identify
         from nvme_ops.tuning.dictionary import dictionary_of
 
         handle = cls.tuned(path, way=way, **given)

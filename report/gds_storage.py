@@ -9,8 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from nvme_ops.storage.device import Device
-from nvme_ops.storage.mounts import Mount
+from nvme_ops.storage.device import Device, Mount
 
 from .result import Json, Result, Status
 

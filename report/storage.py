@@ -12,8 +12,7 @@ from dataclasses import asdict
 
 from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile
-from nvme_ops.storage.device import Device, devices_under, logical_block
-from nvme_ops.storage.mounts import MEMORY, NETWORK, mount_of
+from nvme_ops.storage.device import MEMORY, NETWORK, Device, devices_under, logical_block, mount_of
 
 from . import gds_storage, syscalls
 from .memory import GIB, size

@@ -14,8 +14,7 @@ from nvme_ops.host import Host
 from nvme_ops.measuring.files import NotUsable
 from nvme_ops.measuring.page_cache import cached_bytes
 from nvme_ops.report import syscalls
-from nvme_ops.storage import mounts
-from nvme_ops.storage.device import devices_under
+from nvme_ops.storage.device import MEMORY, NETWORK, Mount, devices_under, mount_of
 from nvme_ops.text import MIB, size_words
 
 _FIEMAP = 0xC020660B  # FS_IOC_FIEMAP, linux/fs.h
@@ -53,10 +52,10 @@ def is_folder(path: str) -> bool:
     return kind == stat.S_IFDIR
 
 
-def mount_of_device(path: str) -> mounts.Mount | None:
+def mount_of_device(path: str) -> Mount | None:
     """Returns the mount of ``path``. Raises NotUsable for a file system in memory."""
-    mount = mounts.mount_of(Host(), path)
-    if mount and mount.kind in mounts.MEMORY:
+    mount = mount_of(Host(), path)
+    if mount and mount.kind in MEMORY:
         raise NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
     return mount
 
@@ -103,9 +102,9 @@ def _refuse_cached_only(path: str) -> None:
         os.close(descriptor)
 
 
-def _device_words(path: str, mount: mounts.Mount | None) -> str:
+def _device_words(path: str, mount: Mount | None) -> str:
     found = devices_under(Host(), path, mount)
-    if not found and mount and mount.kind in mounts.NETWORK:
+    if not found and mount and mount.kind in NETWORK:
         return f"network file system from {mount.source}"
     return "; ".join(", ".join(filter(None, (device.name, device.kind, device.model))) for device in found)
 

@@ -1,7 +1,7 @@
 """Checkpoints: saves and loads tensors at the speed of the device, atomically, in the formats that people use.
 
 ``api`` is the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats; ``integrity`` keeps and
-compares checksums. The data move through ``nvme_ops.memory``, files are replaced by ``nvme_ops.storage.atomic``.
+compares checksums. The data move through ``nvme_ops.memory``, files are replaced by ``nvme_ops.storage.publication``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import read as read_header
 from nvme_ops.formats.sharded_index import read_index, shards_of
-from nvme_ops.storage import atomic, locks
+from nvme_ops.storage import locks, publication
 
 _INDEX = FORMATS["sharded"][1][0]
 
@@ -23,12 +23,12 @@ def leftovers(folder: str) -> list[str]:
     A shard counts only if its header says that it belongs to another save than the index. Data of a DCP checkpoint are
     left to the next save, which knows what ``.metadata`` names without unpickling it here.
     """
-    found = [path for path in [*atomic.litter(folder), *atomic.spares(folder)] if atomic.is_abandoned(path)]
+    found = [path for path in [*publication.litter(folder), *publication.spares(folder)] if locks.is_abandoned(path)]
     for name in os.listdir(folder):
         if name.endswith(_INDEX):
             with suppress(OSError, FormatError), locks.locked(os.path.join(folder, name)):
                 found += _unnamed(folder, name)
-    found += [path for path in locks.files(folder) if atomic.is_abandoned(path)]
+    found += [path for path in locks.files(folder) if locks.is_abandoned(path)]
     return sorted(found)
 
 
@@ -44,7 +44,7 @@ def _unnamed(folder: str, name: str) -> list[str]:
 def _save_of(path: str) -> str | None:
     """Returns the id of the save that a shard belongs to; None if it does not say."""
     try:
-        with atomic.opened(path) as fd:
+        with publication.opened(path) as fd:
             return read_header(fd, path).metadata.get(integrity.SAVE)
     except (OSError, FormatError):
         return None

@@ -27,7 +27,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import Kind
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.storage.atomic import opened, replacing
+from nvme_ops.storage.publication import opened, replacing
 
 
 @dataclass

@@ -31,7 +31,7 @@ from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import require_tensors
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_open import PICKLE
-from nvme_ops.durable import sync_folder
+from nvme_ops.durable import make_folder, sync_folder
 from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
@@ -48,7 +48,6 @@ from nvme_ops.formats.sharded_index import (
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import make_folder
 from nvme_ops.storage.locks import locked
 
 SUFFIXES = FORMATS["sharded"][1]

@@ -26,7 +26,7 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_pickle import Described, Other
 from nvme_ops.memory.carve import Kind, is_plain
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.storage.atomic import opened
+from nvme_ops.storage.publication import opened
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 

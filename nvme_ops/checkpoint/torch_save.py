@@ -29,7 +29,7 @@ from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.memory.ring import InFlight, Ring
 from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import PIECE
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.publication import replacing
 
 #: The folder in the archive; torch names it after the file.
 FOLDER = "archive/"

@@ -15,7 +15,8 @@ from nvme_ops.data.index import read_index
 from nvme_ops.durable import sync, sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import unlink
-from nvme_ops.storage.atomic import abandoned, content_of
+from nvme_ops.storage.locks import abandoned
+from nvme_ops.storage.publication import content_of
 from nvme_ops.text import parse_json
 
 _PREFIX = "samples-"

@@ -17,7 +17,7 @@ from nvme_ops._native import native
 from nvme_ops.data.index import DataFile
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.file_state import FileState
+from nvme_ops.storage.publication import FileState
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

@@ -30,7 +30,7 @@ from nvme_ops.data.columns import Columns
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.atomic import opened, replacing
+from nvme_ops.storage.publication import opened, replacing
 from nvme_ops.tensors import bytes_of, empty
 from nvme_ops.text import parse_json
 

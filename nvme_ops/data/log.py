@@ -15,8 +15,8 @@ from typing import Literal
 
 from nvme_ops import at_exit
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
+from nvme_ops.durable import make_last_folder
 from nvme_ops.storage import locks
-from nvme_ops.storage.atomic import make_last_folder
 from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record

@@ -19,7 +19,7 @@ from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import SampleIndex
 from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.storage.atomic import content_of, opened
+from nvme_ops.storage.publication import content_of, opened
 from nvme_ops.tensors import bytes_of
 from nvme_ops.text import parse_json
 

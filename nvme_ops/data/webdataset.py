@@ -18,7 +18,7 @@ from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import SampleIndex
 from nvme_ops.errors import FormatError
-from nvme_ops.storage.atomic import opened
+from nvme_ops.storage.publication import opened
 from nvme_ops.tensors import bytes_of
 
 KEY = "__key__"

@@ -20,13 +20,12 @@ from nvme_ops.data.claim import WriterClaim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.files import trailer
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
-from nvme_ops.durable import sync_folder
+from nvme_ops.durable import make_last_folder, sync_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
 from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.atomic import make_last_folder
 from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs

@@ -15,7 +15,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import HEAD, mistaken
 from nvme_ops.formats.safetensors_format import MOST_HEADER
-from nvme_ops.storage import atomic, unlink
+from nvme_ops.storage import publication, unlink
 
 # Files that a folder of save_pretrained may hold, in the order in which transformers looks for them.
 _IN_FOLDERS = (
@@ -54,7 +54,7 @@ class ShardedIndex:
 
 def read_index(path: str) -> ShardedIndex:
     """Parses an index. Raises FormatError with what is wrong with it."""
-    content = atomic.content_of(path, MOST_HEADER)
+    content = publication.content_of(path, MOST_HEADER)
     document = _parse(content, path)
     places = document.get("weight_map")
     if not isinstance(places, dict):
@@ -163,7 +163,7 @@ def text_of(document: Mapping[str, Any]) -> bytes:
 
 def write_index(path: str, content: bytes, durable: bool) -> None:
     """Replaces the index atomically."""
-    with atomic.replacing(path, durable) as file:
+    with publication.replacing(path, durable) as file:
         view = memoryview(content)
         while view:
             view = view[os.write(file.fd, view) :]

@@ -14,7 +14,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.storage.atomic import opened
+from nvme_ops.storage.publication import opened
 
 OnProgress = Callable[[int], None]  # how many bytes more were read
 

@@ -29,7 +29,7 @@ from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
 from nvme_ops.storage import locks
-from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.publication import open_to_read
 
 #: Bytes of the window that is read through, unless a tensor with gaps or transposed has more.
 BUDGET = 64 << 20

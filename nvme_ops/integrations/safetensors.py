@@ -14,7 +14,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
-from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.publication import open_to_read
 
 if TYPE_CHECKING:
     from typing_extensions import Self

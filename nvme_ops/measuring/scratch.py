@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from nvme_ops.host import Host
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable, require_space
-from nvme_ops.storage.mounts import mount_of
-from nvme_ops.storage.owner import boot_id
+from nvme_ops.storage.device import mount_of
+from nvme_ops.storage.locks import boot_id
 
 _PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
 _NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")

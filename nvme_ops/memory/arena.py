@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.memory.held import Held
 from nvme_ops.memory.holes import Holes
-from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.pool import Held, Pool
 from nvme_ops.settings import PAGE
 
 

@@ -1,17 +1,28 @@
-"""Blocks of memory between a stream and its file, which a program fills or reads sequentially."""
+"""Blocks of memory between a stream and its file, which a program fills or reads sequentially.
+
+``ReadAhead`` reads them before they are asked for, while reads follow each other. ``WriteBehind`` gathers writes in
+them, which go to the file while the next ones are filled.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
 
+from nvme_ops._native import native
+from nvme_ops.engine import Op, engine_of
+from nvme_ops.errors import naming
+from nvme_ops.handle import aio_handle
 from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
     from nvme_ops.engine import Engine, Op
     from nvme_ops.ops.async_io import OpenFile, Operation
+
 
 BLOCK, BLOCKS = 4 << 20, 4  # bytes of one, and how many a stream has in each direction
 PAGE = 4096  # pages of a block hold pages of the file, which is what direct I/O can do without a copy
@@ -105,3 +116,256 @@ class Blocks:
         """Waits until no transfer is in flight."""
         for block in self._all:
             block.failure()
+
+
+_AHEAD = 2  # blocks under way beyond the one that is being used
+_GAP = 64 << 10  # bytes that a read may skip and still follow the one before
+
+
+class ReadAhead:
+    """Parts of the file as they were some time ago: what else changes the file has to ``drop`` them."""
+
+    def __init__(self, handle: aio_handle, fd: int, file: OpenFile) -> None:
+        self._handle, self._fd, self._file = handle, fd, file
+        self._all = Blocks()
+        self._blocks: deque[Block] = deque()  # of them, without gaps; what the others read nobody waits for any more
+        self._expected = -1  # where the next read follows the last one
+
+    def read_into(self, data: memoryview, offset: int) -> int:
+        """Fills ``data``, unless the file ends before; returns how much."""
+        done, follows = 0, self._follows(offset)
+        while done < len(data):
+            block = self._block_at(offset + done)
+            if block is None and follows and self._begin(offset + done):
+                continue
+            if block is None:
+                done += self._read_directly(data[done:], offset + done)
+                break
+            if not self._has_arrived(block):
+                follows = False  # as if there had been no blocks; what is wrong is met again, by who asks for it
+                continue
+            part = block.part(offset + done, len(data) - done)
+            if len(data) >= BLOCK:
+                native().populate(data, done, done + len(part))
+            data[done : done + len(part)] = part
+            done += len(part)
+            self._go_on()
+        self._expected = offset + done
+        return done
+
+    def read(self, count: int, offset: int) -> bytes | None:
+        """The bytes where they lie in a block, else None."""
+        block = self._block_at(offset)
+        if block is None or offset + count > block.stop or not self._has_arrived(block):
+            return None
+        self._go_on()
+        self._expected = offset + count
+        return bytes(block.part(offset, count))
+
+    def peek(self, count: int, offset: int) -> bytes:
+        """Some bytes from there on, at most ``count``; none at the end of the file."""
+        block = self._block_at(offset)
+        if block is None and self._begin(offset):
+            block = self._block_at(offset)
+        if block is not None and self._has_arrived(block):
+            return bytes(block.part(offset, count))
+        with naming("read", self._fd):
+            return os.pread(self._fd, min(count, PAGE), offset)
+
+    def drop(self) -> None:
+        """Forgets what was read."""
+        self._blocks.clear()
+
+    def close(self) -> None:
+        """Returns when nothing is under way."""
+        self.drop()
+        self._all.settle()
+
+    def _follows(self, offset: int) -> bool:
+        return 0 <= offset - self._expected <= _GAP and self._expected >= 0
+
+    def _block_at(self, offset: int) -> Block | None:
+        """The block with this byte; those before it are not needed any more."""
+        for number, block in enumerate(self._blocks):
+            if block.start <= offset < block.stop:
+                for _ in range(number):
+                    self._blocks.popleft()
+                return block
+        return None
+
+    def _begin(self, offset: int) -> bool:
+        """Reads a block from there on; False at the end of the file."""
+        if offset >= os.fstat(self._fd).st_size:
+            return False
+        self.drop()
+        self._fetch(offset)
+        return True
+
+    def _go_on(self) -> None:
+        """Reads ahead of the first block."""
+        while 0 < len(self._blocks) <= _AHEAD and self._blocks[-1].full:
+            if self._blocks[-1].stop >= os.fstat(self._fd).st_size:
+                return
+            self._fetch(self._blocks[-1].stop)
+
+    def _fetch(self, offset: int) -> None:
+        block = self._take()
+        block.place(offset)
+        block.length = min(block.room, os.fstat(self._fd).st_size - offset)
+        block.submit(engine_of(self._handle), Op.READ, self._file)
+        self._blocks.append(block)
+
+    def _has_arrived(self, block: Block) -> bool:
+        """Waits for it; when that failed, all blocks are forgotten: the file may have been cut."""
+        if block.failure() is not None:
+            self.drop()
+            return False
+        return True
+
+    def _read_directly(self, data: memoryview, offset: int) -> int:
+        count = max(0, min(len(data), os.fstat(self._fd).st_size - offset))
+        if count < SMALL:
+            done = 0  # a read that returns less has met a page that cannot be read, or the end
+            with naming("read", self._fd):
+                while done < count and (got := os.preadv(self._fd, [data[done:count]], offset + done)):
+                    done += got
+            return done
+        lanes = self._handle.get_thread_count()
+        engine_of(self._handle).run(Op.READ, data[:count], self._file, offset, False, lanes > 1)
+        return count
+
+    def _take(self) -> Block:
+        """One that nothing is read into."""
+        block = self._all.take(self._blocks)
+        if block is None:  # what is under way in the others is of no use any more
+            self._all.settle()
+            block = self._all.take(self._blocks)
+        if block is None:
+            raise RuntimeError("every block of a stream is in use")
+        return block
+
+
+_LARGE = 64 << 20  # bytes of a write from which copying it first gains nothing
+
+
+class WriteBehind:
+    """What was written, one thing behind the other, and is not yet in the file. ``flush`` ends such a run.
+
+    What goes wrong is raised by the next call and every one after it. The file lacks what was here then. A call that is
+    interrupted by an exception, of a signal handler say, loses nothing of those before it: a block leaves what is under
+    way only when it is in the file.
+
+    Args:
+        handle: moves the blocks.
+        fd: of the file.
+        file: the same, kept open for the handle.
+        appends: the run begins at the end that the file has when its first bytes go there.
+    """
+
+    def __init__(self, handle: aio_handle, fd: int, file: OpenFile, appends: bool) -> None:
+        self._handle, self._fd, self._file, self._appends = handle, fd, file, appends
+        self._blocks = Blocks()
+        self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
+        self._failure: BaseException | None = None
+        self._was_raised = False  # whether that was raised
+        self._stop = 0
+
+    @property
+    def stop(self) -> int:
+        """Where the run ends."""
+        return self._under_way[-1].stop if self._under_way else self._stop
+
+    @property
+    def empty(self) -> bool:
+        """Whether all is in the file."""
+        return not self._under_way
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Takes a copy of ``data``, which ends in the file before it returns where it is very large."""
+        self.raise_failure()
+        if offset != self.stop:  # also when a call that was interrupted has added something
+            self.flush()
+            self._stop = offset
+        while len(data):
+            if len(data) >= _LARGE and not self._appends:
+                self.flush()
+                lanes = self._handle.get_thread_count()
+                engine_of(self._handle).run(Op.WRITE, data, self._file, self._stop, False, lanes > 1)
+                self._stop += len(data)
+                return
+            block = self._filling() or self._take(self.stop)
+            data = data[block.add(data) :]
+            if block.full:
+                self._send(block)
+
+    def flush(self) -> None:
+        """Returns when all is in the file. Raises what went wrong."""
+        block = self._filling()
+        if block is not None:
+            self._send(block)
+        while self._under_way:
+            self._settle()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises what went wrong before, if something did."""
+        if self._failure is not None:
+            self._was_raised = True
+            raise self._failure
+
+    def close(self) -> None:
+        """``flush``, which raises only what was not raised before."""
+        was_raised = self._was_raised
+        try:
+            self.flush()
+        except BaseException:
+            if not was_raised or not self.empty:
+                raise
+
+    def _filling(self) -> Block | None:
+        """The block that takes what is written next."""
+        block = self._under_way[-1] if self._under_way else None
+        return None if block is None or block.written or block.operations else block
+
+    def _send(self, block: Block) -> None:
+        """Starts to write it; a small one is in the page cache when it returns. Interrupted, it is sent again."""
+        if self._failure is None:
+            try:
+                self._start(block)
+            except (OSError, MemoryError, RuntimeError) as error:
+                self._fail(error)
+        block.written = not block.operations
+
+    def _start(self, block: Block) -> None:
+        if self._appends and block is self._under_way[0] and not block.placed:  # others may have appended meanwhile
+            block.start = os.fstat(self._fd).st_size
+        block.placed = True
+        if block.length >= SMALL:
+            block.submit(engine_of(self._handle), Op.WRITE, self._file)
+            return
+        offset = block.start
+        with naming("write", self._fd):
+            while offset < block.stop:
+                offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
+
+    def _take(self, offset: int) -> Block:
+        while True:
+            block = self._blocks.take(self._under_way)
+            if block is not None:
+                block.place(offset)
+                self._under_way.append(block)
+                return block
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the oldest block."""
+        block = self._under_way[0]
+        failure = block.failure()
+        if failure is not None:
+            self._fail(failure)
+        self._stop = block.stop
+        self._under_way.popleft()
+
+    def _fail(self, failure: BaseException) -> None:
+        if self._failure is None:
+            self._failure = failure

@@ -27,6 +27,7 @@ from nvme_ops.tensors import empty
 if TYPE_CHECKING:
     from nvme_ops.handle import FileName
 
+
 _Item = TypeVar("_Item")
 
 

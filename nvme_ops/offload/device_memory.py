@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 
 from nvme_ops.memory.arena import Arena
-from nvme_ops.memory.held import Held
-from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.pool import Held, Pool
 
 _HUGE = 2 << 20  # bytes in which a pool counts what is large
 

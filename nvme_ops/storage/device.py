@@ -1,13 +1,70 @@
-"""Finds the disks behind a device number, through partitions, device mapper, md and loop devices."""
+"""What lies under a path: its mount, the disks behind that, and an identity by what they are, not where they are.
+
+Disks are found through partitions, device mapper, md and loop devices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
-from dataclasses import dataclass
+import re
+import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nvme_ops.durable import no_folder
 from nvme_ops.host import Host
-from nvme_ops.storage.mounts import Mount
+from nvme_ops.text import size_words
+
+NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "glusterfs",
+    "fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs", "afs", "orangefs", "pvfs2",
+}  # fmt: skip
+MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: str
+    kind: str  # ext4, xfs, nfs4, ...
+    source: str
+    options: tuple[str, ...]  # of the mount and of the file system
+
+
+def mount_of(host: Host, folder: str) -> Mount | None:
+    """Returns the mount of ``folder``: the longest mount point above it, the last one if several are stacked."""
+    path = os.path.realpath(folder)
+    best: Mount | None = None
+    for line in host.read("/proc/self/mountinfo").splitlines():
+        mount = _mount_in(line)
+        if mount and _holds(mount.point, path) and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def _holds(point: str, path: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
+
+
+def _mount_in(line: str) -> Mount | None:
+    # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue     (proc(5))
+    before, separator, after = line.partition(" - ")
+    left, right = before.split(), after.split()
+    if not separator or len(left) < 6 or len(right) < 2:
+        return None
+    options = [*left[5].split(","), *(right[2].split(",") if len(right) > 2 else [])]
+    return Mount(_unescape(left[4]), right[0], _unescape(right[1]), tuple(dict.fromkeys(options)))
+
+
+def _unescape(text: str) -> str:
+    """Decodes blanks and the like in paths, written as a backslash and three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
+
 
 _MOST_LEVELS = 16  # stacks are two or three deep; a loop device may name a file on itself
 _BY_NAME = {"loop": "loop", "zram": "memory", "ram": "memory", "nbd": "network", "rbd": "network", "drbd": "network"}
@@ -106,3 +163,104 @@ def _kind(disk: Path, rotational: bool) -> str:
     if "/virtio" in place:  # reports rotational whatever the host has
         return "virtio"
     return "rotational" if rotational else "ssd"
+
+
+#: Between storage and CPU memory, GPU memory through page-locked memory, GPU memory through cuFile.
+WAYS = ("cpu", "gpu", "gds")
+BARE = "none"  # the file system of a path that is a block device itself
+_GET_UUID = 0x80111500  # FS_IOC_GETFSUUID = _IOR(0x15, 0, struct fsuuid2), linux/fs.h since 6.9
+_UUID_ANSWER = 17  # bytes: the length, and room for 16
+# The first that a disk has. The World Wide Identifier of NVMe and SCSI disks holds vendor, model and serial number.
+_NAMES = ("wwid", "device/wwid", "device/serial", "serial", "loop/backing_file")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tuned settings hold for. Two folders on one file system have the same."""
+
+    disks: tuple[str, ...]  # kind, model, serial number and size of each disk; empty for memory and networks
+    file_system: str  # ext4, xfs, nfs4, ...
+    file_system_id: str  # its UUID; on a network the server's name for it; empty for memory
+    kernel: str
+    processors: int  # that this process may use
+    way: str  # of WAYS
+    backend: str  # io_uring, libaio, threads
+    gpu: str = ""  # its name, unless way is cpu
+
+    @property
+    def key(self) -> str:
+        """A name for files: as good as unique."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:20]
+
+    def words(self) -> str:
+        """For a reader."""
+        return f"{self.file_system} on {' and '.join(self.disks) or self.file_system_id or 'memory'}"
+
+
+def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | None = None) -> Identity:
+    """The device of a file or folder, or of where it would be: in a folder that exists.
+
+    Raises:
+        FileNotFoundError: that folder is missing, and is named.
+    """
+    host, place, folder = host or Host(), nearest(path), os.path.dirname(os.path.abspath(path))
+    if not os.path.exists(path) and place != folder:
+        raise no_folder(folder)
+    status = os.stat(place)
+    if stat.S_ISBLK(status.st_mode):
+        found, kind, number = devices(host, status.st_rdev), BARE, ""
+    else:
+        try:
+            mount = mount_of(host, place)
+        except OSError:  # no /proc
+            mount = None
+        found, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
+        number = _file_system_id(place, mount)
+    disks = tuple(sorted(_named(host, device) for device in found))
+    processors, gpu = len(os.sched_getaffinity(0)), _gpu() if way != "cpu" else ""
+    return Identity(disks, kind, number, os.uname().release, processors, way, backend, gpu)
+
+
+def nearest(path: str | os.PathLike[str]) -> str:
+    """The path itself where it exists, else its nearest parent that does."""
+    place = os.path.abspath(os.fspath(path))
+    while not os.path.exists(place) and place != "/":
+        place = os.path.dirname(place)
+    return place
+
+
+def _named(host: Host, device: Device) -> str:
+    """Names of devices (nvme0n1, sda) change from one start to the next: only where there is nothing better."""
+    folder = Path("/sys/block", device.name)
+    serial = next((text for name in _NAMES if (text := host.read_or(str(folder / name)))), device.name)
+    sectors = host.read_or(str(folder / "size"), "0")
+    size = size_words(int(sectors) * 512) if sectors.isdigit() else ""
+    return " ".join(f"{device.kind} {device.model} {serial} {size}".split())
+
+
+def _file_system_id(place: str, mount: Mount | None) -> str:
+    if mount is not None and mount.kind in MEMORY:
+        return ""
+    if mount is not None and mount.kind in NETWORK:
+        return mount.source
+    number = os.statvfs(place).f_fsid
+    return _uuid(place) or (f"{number:x}" if number else "")
+
+
+def _uuid(place: str) -> str:
+    """The file system's own UUID; empty where kernel or file system do not tell."""
+    answer = bytearray(_UUID_ANSWER)
+    with contextlib.suppress(OSError):  # also for what may not be opened: a socket, or somebody else's
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fcntl.ioctl(descriptor, _GET_UUID, answer)
+        finally:
+            os.close(descriptor)
+    uuid = bytes(answer[1 : 1 + answer[0]])
+    return uuid.hex() if any(uuid) else ""
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

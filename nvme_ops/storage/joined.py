@@ -14,6 +14,7 @@ from nvme_ops.future import IoFuture
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
 
+
 Finish = Callable[..., object]
 
 

@@ -1,7 +1,8 @@
 """File locks between processes, in files beside what they protect.
 
 The kernel releases a lock (``flock``) when its process ends, however that happens. Where the file system has no locks,
-only one process at a time may save a checkpoint of several files.
+only one process at a time may save a checkpoint of several files. What its writer has locked is ``abandoned`` once that
+is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
+from pathlib import Path
 
 SUFFIX = ".nvme_ops-lock"
 _PATIENCE = 10.0  # seconds of waiting before a message says what for
@@ -146,3 +148,39 @@ def give_back(fd: int) -> None:
 def files(folder: str) -> list[str]:
     """The files of locks in a folder, held or not."""
     return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIX)]
+
+
+def is_abandoned(path: str) -> bool:
+    """Returns whether the writer of a temporary file is gone."""
+    try:
+        with abandoned(path):
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def abandoned(path: str) -> Iterator[None]:
+    """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        yield
+    finally:
+        give_back(fd)
+
+
+def boot_id() -> str:
+    """Another one after each start of the machine, the same in all containers; empty where the kernel does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def machine_id() -> str:
+    """Returns the id of the machine, or its host name if it has none."""
+    with suppress(OSError):
+        return Path("/etc/machine-id").read_text().strip()
+    return os.uname().nodename

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,17 +17,135 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense
+from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense, is_plain
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
-from nvme_ops.storage.claims import Claim, Claims
 from nvme_ops.storage.joined import JoinedOperation, as_operation
-from nvme_ops.storage.journal import Journal, entry_of, value_in
+from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.storage.unsynced import Unsynced
-from nvme_ops.storage.values import StoreFuture, Value, require_dense, to_store
 from nvme_ops.tensors import empty
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Operation
+
+
+class StoreFuture(IoFuture):
+    """The result of ``put`` and ``get``: bytes moved. ``tensor`` is what was, or will be, filled or stored."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, operation: Operation, tensor: torch.Tensor) -> None:
+        super().__init__(operation)
+        self.tensor = tensor
+
+
+def require_dense(tensor: Any) -> None:
+    """Raises TypeError for what is no tensor with memory of its own kind."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a dense torch.Tensor is needed, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TypeError(f"a dense torch.Tensor is needed, not one of {tensor.layout}, {tensor.dtype}, {tensor.device}")
+
+
+def to_store(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the bytes to store: the tensor itself or its memory where it is dense, else a copy.
+
+    Raises TypeError as above.
+    """
+    require_dense(tensor)
+    if is_plain(tensor):
+        return tensor
+    tensor = tensor.detach()
+    if not is_dense(tensor):
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        copy(made, tensor.resolve_conj())
+        tensor = made
+    return dense_bytes(tensor)
+
+
+_LOST = 0.1  # seconds until a claim that ended without a word is noticed
+
+
+class Claim:
+    """What a thread has claimed, for a ``with`` block.
+
+    It ends with the block; where Ctrl-C comes before the block or at its very end, with the frames that it ends.
+    """
+
+    def __init__(self, claims: Claims, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
+        self._claims, self._thing, self._before = claims, thing, before
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._claims._end(self._thing, self._before)
+
+
+class Claims:
+    """Things that one thread at a time claims, until ``close``, which waits for those that are claimed.
+
+    What the calling thread itself still claims is not waited for: it does so in a signal handler, or after Ctrl-C.
+
+    Args:
+        lock: held only briefly, also by users of this class.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock, self._changed = lock, threading.Condition(lock)
+        self._claimed: dict[Hashable, weakref.ref[Claim]] = {}  # a claim lives as long as whoever made it has it
+        self._waiting = 0
+        self._closed = False
+
+    def take(self, thing: Hashable) -> Claim:
+        """Claims a thing once no other thread does. Raises ValueError once closed."""
+        with self._lock:
+            while self._is_anothers(self._claimed.get(thing)) and not self._closed:
+                self._wait()
+            if self._closed:
+                raise ValueError("the store is closed")
+            claim = Claim(self, thing, self._claimed.get(thing))
+            self._claimed[thing] = weakref.ref(claim)
+            return claim
+
+    def close(self) -> bool:
+        """Refuses new claims, and waits until none is left. Returns False from the second call on."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            self._changed.notify_all()
+            try:
+                while any(map(self._is_anothers, self._claimed.values())):
+                    self._wait()
+            except BaseException:  # Ctrl-C
+                self._closed = False
+                raise
+            return True
+
+    def _end(self, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
+        """The next thread may take it, unless this one had claimed it before."""
+        with self._lock:
+            if before is not None and before() is not None:
+                self._claimed[thing] = before
+                return
+            self._claimed.pop(thing, None)
+            if self._waiting:
+                self._changed.notify_all()
+
+    def _is_anothers(self, claimed: weakref.ref[Claim] | None) -> bool:
+        claim = None if claimed is None else claimed()
+        return claim is not None and claim.thread != threading.get_ident()
+
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait(_LOST)
+        finally:
+            self._waiting -= 1
+
 
 _SLAB, _INDEX = "slab", "index"
 _MEASURE, _SYNC, _TRIM = object(), object(), object()  # what a thread is busy with

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nvme_ops import at_exit
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.read_ahead import ReadAhead
-from nvme_ops.memory.write_behind import WriteBehind
+from nvme_ops.memory.blocks import ReadAhead, WriteBehind
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

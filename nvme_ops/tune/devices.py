@@ -22,7 +22,7 @@ from nvme_ops.measuring.page_cache import cached_share, handles_read_it
 from nvme_ops.measuring.scratch import scratch_folder
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import Identity, identify
+from nvme_ops.storage.device import Identity, identify
 from nvme_ops.text import MIB, share_words, size_words
 from nvme_ops.tune.duel import Rates
 from nvme_ops.tune.options import DROP_CACHES

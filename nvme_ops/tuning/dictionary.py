@@ -13,7 +13,7 @@ from typing import Any
 from nvme_ops import at_exit
 from nvme_ops.engine import AUTOMATIC
 from nvme_ops.keywords import CACHE
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.text import rate_words, size_words
 from nvme_ops.tuning import store
 

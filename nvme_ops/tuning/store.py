@@ -14,12 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.durable import make_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
 from nvme_ops.storage import locks
-from nvme_ops.storage.atomic import content_of, make_folder, replacing
-from nvme_ops.storage.identity import Identity, identify
+from nvme_ops.storage.device import Identity, identify
+from nvme_ops.storage.publication import content_of, replacing
 from nvme_ops.text import parse_json
 
 #: Of the files; those of another one are ignored. Also a new one where the engine comes to move bytes in other ways.

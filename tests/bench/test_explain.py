@@ -19,7 +19,7 @@ from nvme_ops.bench import explain, explain_place, explain_rows
 from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
 from nvme_ops.host import Host
 from nvme_ops.measuring import files, page_cache
-from nvme_ops.storage import mounts
+from nvme_ops.storage import device
 from nvme_ops.text import GIB, MIB
 from tests.conftest import give_up_root, in_child, open_to_all
 
@@ -129,8 +129,8 @@ def test_a_folder_that_cannot_be_written_is_refused(folder: Path) -> None:
 
 
 def test_a_file_in_memory_is_refused() -> None:
-    mount = mounts.mount_of(Host(), "/dev/shm")
-    if mount is None or mount.kind not in mounts.MEMORY or not os.access("/dev/shm", os.W_OK):
+    mount = device.mount_of(Host(), "/dev/shm")
+    if mount is None or mount.kind not in device.MEMORY or not os.access("/dev/shm", os.W_OK):
         pytest.skip("/dev/shm is no tmpfs that can be written")
     path = Path(f"/dev/shm/nvme_ops-explain-{os.getpid()}")
     path.write_bytes(b"x" * MIB)

@@ -16,7 +16,7 @@ import pytest
 
 from nvme_ops.measuring import files, scratch
 from nvme_ops.measuring.scratch import scratch_folder, sweep
-from nvme_ops.storage.owner import boot_id
+from nvme_ops.storage.locks import boot_id
 from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, open_to_all
 
 NAME = "nvme_ops-bench-0123456789abcdef"

@@ -13,7 +13,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.inspection.cli import main
-from nvme_ops.storage import atomic
+from nvme_ops.storage import publication
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -88,7 +88,7 @@ def test_clean_gives_the_room_back(path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_is_read_is_not_written_over(path: Path) -> None:
     first = save(path)
-    with atomic.opened(str(path)) as fd:
+    with publication.opened(str(path)) as fd:
         save(path, NEW)
         before = os.pread(fd, 1 << 20, 0)
         save(path, NEW)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import nvme_ops
 from nvme_ops.checkpoint import new_tensors, torch_load, torch_read, torch_save, torch_zip
 from nvme_ops.inspection.contents import compare, contents, damaged
-from nvme_ops.storage.atomic import opened as opened_for_reading
+from nvme_ops.storage.publication import opened as opened_for_reading
 from tests.checkpoint.torch_files import (
     OBJECTS,
     bytes_read,

@@ -14,7 +14,7 @@ import pytest
 
 from nvme_ops.data import SampleStore
 from nvme_ops.errors import FormatError
-from nvme_ops.storage.file_state import FileState
+from nvme_ops.storage.publication import FileState
 from tests.data.test_foreign import ENCODINGS, SIZES, mds_bytes, mds_sample, same_mds, shard, write_mds
 
 

@@ -20,7 +20,7 @@ from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.claim import settle_abandoned
 from nvme_ops.data.convert import open_source
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.tuning import store as tuning_store
 from nvme_ops.tuning.dictionary import SECTION, Dictionary
 from tests.faults import hostile_checkpoints as checkpoints

@@ -28,7 +28,7 @@ from nvme_ops.op_builder import cache
 from nvme_ops.op_builder.recipe import Recipe
 from nvme_ops.settings import Settings
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.tuning import dictionary
 from nvme_ops.tuning import store as tuning_store
 from tests.faults import promises_keep

@@ -51,7 +51,7 @@ BESIDES = {  #: what calls return, and what few need
     "nvme_ops.checkpoint.background.release_memory",
     "nvme_ops.data.store.Read",
     "nvme_ops.memory.pool.Lease",
-    "nvme_ops.storage.values.StoreFuture",
+    "nvme_ops.storage.store.StoreFuture",
 }
 
 

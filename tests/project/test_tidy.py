@@ -35,7 +35,7 @@ BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 # What the modules of each part may import of the package.
 PARTS = {
     "op_builder": {"op_builder"},
-    "report": {"op_builder", "report", "arguments", "host", "storage.device", "storage.mounts", "text"},
+    "report": {"op_builder", "report", "arguments", "host", "storage.device", "text"},
 }
 
 # What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
@@ -50,16 +50,16 @@ SUBPACKAGES: dict[str, set[str]] = {
     | {f"offload.weights.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measuring.energy"},
-    "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.atomic"}
+    "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.publication"}
     | {"offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
-    "measuring": {"storage.mounts", "storage.owner"},
+    "measuring": {"storage.device", "storage.locks"},
     "bench": {"measuring", "storage", "data"}
     | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
-    "tune": {"measuring", "storage.identity", "tuning.store"},
+    "tune": {"measuring", "storage.device", "tuning.store"},
     "tuning": {"storage"},
 }
 # What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
-OF_SINGLE_MODULES = {"dcp": {"checkpoint.dcp"}, "file": {"stream"}, "handle": {"tuning", "storage.identity"}}
+OF_SINGLE_MODULES = {"dcp": {"checkpoint.dcp"}, "file": {"stream"}, "handle": {"tuning", "storage.device"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {

@@ -6,8 +6,7 @@ import pytest
 
 from nvme_ops.report import gds_storage
 from nvme_ops.report.result import Status
-from nvme_ops.storage.device import Device
-from nvme_ops.storage.mounts import Mount
+from nvme_ops.storage.device import Device, Mount
 
 
 def mount(kind: str, *options: str) -> Mount:

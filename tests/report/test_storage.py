@@ -18,7 +18,7 @@ import pytest
 from nvme_ops.host import Host
 from nvme_ops.report import storage, syscalls
 from nvme_ops.report.result import Result, Status
-from nvme_ops.storage import mounts
+from nvme_ops.storage import device
 from nvme_ops.storage.device import devices, logical_block
 
 ROOT = Path(__file__).parents[2]
@@ -325,12 +325,12 @@ def test_the_mount_is_the_longest_and_the_last(tmp_path: Path) -> None:
         "not a line of mountinfo\n"
     )
     host = Host(tmp_path)
-    stacked = mounts.mount_of(host, "/mnt/folder")
+    stacked = device.mount_of(host, "/mnt/folder")
     assert stacked is not None
     assert (stacked.kind, stacked.options) == ("tmpfs", ("ro", "noatime"))
-    blank = mounts.mount_of(host, "/mnt two/x")
+    blank = device.mount_of(host, "/mnt two/x")
     assert blank is not None
     assert blank.kind == "xfs"
-    other = mounts.mount_of(host, "/mntx")
+    other = device.mount_of(host, "/mntx")
     assert other is not None
     assert (other.kind, other.source) == ("ext4", "/dev/sda1")

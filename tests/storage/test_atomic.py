@@ -19,7 +19,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops._native import native
-from nvme_ops.storage.atomic import replacing
+from nvme_ops.storage.publication import replacing
 from tests.conftest import KIB, MIB, give_up_root, in_child, in_threads, open_to_all
 from tests.crashing_save import (
     ERRORS,

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from nvme_ops.storage.claims import Claims
+from nvme_ops.storage.store import Claims
 from tests.conftest import in_threads
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from nvme_ops.host import Host
-from nvme_ops.storage import identity
-from nvme_ops.storage.identity import Identity, identify, nearest
+from nvme_ops.storage import device
+from nvme_ops.storage.device import Identity, identify, nearest
 from tests.conftest import LoopDevice
 
 
@@ -110,7 +110,7 @@ def test_way_backend_kernel_and_processors_tell_apart(tmp_path: Path, monkeypatc
 
 
 def test_the_gpu_counts_only_for_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_gpu", lambda: "made-up GPU")
+    monkeypatch.setattr(device, "_gpu", lambda: "made-up GPU")
     assert known(tmp_path).gpu == ""
     assert known(tmp_path, way="gpu").gpu == "made-up GPU"
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_ops import aio_handle
-from nvme_ops.storage import Session, TensorStore, stripe
+from nvme_ops.storage import Session, TensorStore, striped
 from nvme_ops.storage.slab import Slab
-from nvme_ops.storage.stripe import Part, Striping, measured
+from nvme_ops.storage.striped import Part, Striping, measured
 from tests.conftest import KIB, MIB, in_threads, pattern
 
 PAGE = 4 * KIB
@@ -99,7 +99,7 @@ def test_rates_are_measured_once_at_the_first_put(places: list[Path], monkeypatc
         return measured(*arguments)
 
     monkeypatch.setattr("nvme_ops.storage.striped.measured", counted)
-    monkeypatch.setattr(stripe, "_SECONDS", 0.01)
+    monkeypatch.setattr(striped, "_SECONDS", 0.01)
     with Session(places[:2], name="job") as session, TensorStore(session) as store:
         assert calls == []
         in_threads(lambda number: store.put(str(number), pattern(9 * MIB, number)).result(), 3)

@@ -17,11 +17,11 @@ import torch
 
 import nvme_ops
 from nvme_ops import file as file_module
-from nvme_ops.memory import blocks, read_ahead, write_behind
+from nvme_ops.memory import blocks
 from nvme_ops.stream import stream
 from tests.conftest import KIB, MIB, in_child, in_threads, pattern
 
-MODULES = (file_module, stream, blocks, read_ahead, write_behind)
+MODULES = (file_module, stream, blocks)
 CODE = tuple(str(module.__file__) for module in MODULES)
 RECORD = 10_000
 
@@ -33,9 +33,7 @@ class Interrupt(BaseException):
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK", 64 * KIB)
-    monkeypatch.setattr(read_ahead, "BLOCK", 64 * KIB)
-    for module in (write_behind, read_ahead):
-        monkeypatch.setattr(module, "SMALL", 16 * KIB)
+    monkeypatch.setattr(blocks, "SMALL", 16 * KIB)
 
 
 @contextmanager
@@ -202,15 +200,15 @@ def test_an_interrupted_close_is_gone_on_with(folder: Path, monkeypatch: pytest.
     path, data = folder / "file", pattern(300 * KIB).numpy().tobytes()
     file = nvme_ops.open(path, "w")
     file.write(data)
-    inner, calls = write_behind.WriteBehind.flush, []
+    inner, calls = blocks.WriteBehind.flush, []
 
-    def flush(behind: write_behind.WriteBehind) -> None:
+    def flush(behind: blocks.WriteBehind) -> None:
         calls.append(1)
         if len(calls) == 1:
             raise TimeoutError("from a signal handler")
         inner(behind)
 
-    monkeypatch.setattr(write_behind.WriteBehind, "flush", flush)
+    monkeypatch.setattr(blocks.WriteBehind, "flush", flush)
     with pytest.raises(TimeoutError):
         file.close()
     assert not file.closed

@@ -19,7 +19,7 @@ from nvme_ops import aio_handle
 from nvme_ops.measuring.page_cache import cached_share
 from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.tune import cli, devices, options, report
 from nvme_ops.tune.devices import Tuned, TuneResult
 from nvme_ops.tune.search import Outcome

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.text import MIB
 from nvme_ops.tune import options, report
 from nvme_ops.tune.devices import Tuned, TuneResult

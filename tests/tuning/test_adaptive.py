@@ -21,7 +21,7 @@ import nvme_ops
 from nvme_ops import Priority, aio_handle
 from nvme_ops._native import native
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import identify
+from nvme_ops.storage.device import identify
 from nvme_ops.tuning import store as kept
 from nvme_ops.tuning.dictionary import MODE, SECTION, forget
 from tests.conftest import KIB, MIB, contents, in_child, in_threads, pattern, round_trip, run_python, store

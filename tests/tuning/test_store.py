@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import Identity
+from nvme_ops.storage.device import Identity
 from nvme_ops.tuning import store
 from tests.conftest import NOBODY, give_up_root, in_child, in_threads, open_to_all
 

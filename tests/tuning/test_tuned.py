@@ -9,7 +9,7 @@ import pytest
 
 from nvme_ops import aio_handle
 from nvme_ops.settings import Settings
-from nvme_ops.storage.identity import identify
+from nvme_ops.storage.device import identify
 from nvme_ops.tuning import store
 from tests.conftest import round_trip
 

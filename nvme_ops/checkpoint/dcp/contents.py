@@ -21,7 +21,7 @@ from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, w
 from nvme_ops.checkpoint.dcp.frame import CHECKSUM
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
-from nvme_ops.storage.atomic import opened
+from nvme_ops.storage.publication import opened
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (

@@ -20,9 +20,9 @@ from typing import Any
 from nvme_ops.checksums import checksums_of
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.pieces import CHECKSUM
-from nvme_ops.storage import atomic, unlink
-from nvme_ops.storage.atomic import open_to_read, opened, replacing
+from nvme_ops.storage import publication, unlink
 from nvme_ops.storage.locks import Lock
+from nvme_ops.storage.publication import open_to_read, opened, replacing
 from nvme_ops.whole import read_whole
 
 #: Of the whole checkpoint, and of one rank where ranks save without each other.
@@ -48,7 +48,7 @@ def remove_others(path: str, kept: Collection[str], prefix: str = "") -> None:
 
     Not for ranks that save independently: this rank cannot know which files the others refer to.
     """
-    atomic.remove_litter(path)  # never that of a running save
+    publication.remove_litter(path)  # never that of a running save
     names = os.listdir(path)
     alone = not prefix and any(_OF_A_RANK.fullmatch(name) for name in names)
     together = prefix and METADATA in names

@@ -17,7 +17,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.settings import PAGE, PIECE
-from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.publication import open_to_read
 
 _LOCAL = struct.Struct("<26x2H")  # of a zip member's head, the lengths of the name and the extra field behind it
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200

@@ -26,6 +26,7 @@ from nvme_ops.checkpoint.dcp import folder, frame
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.dcp.frame import CHECKSUM
 from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.durable import make_folder
 from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
@@ -33,7 +34,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import is_plain_on_host
 from nvme_ops.memory.ring import InFlight
-from nvme_ops.storage.atomic import make_folder, replacing
+from nvme_ops.storage.publication import replacing
 
 _T = TypeVar("_T")
 _SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighbours

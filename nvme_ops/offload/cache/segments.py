@@ -13,8 +13,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.errors import note
 from nvme_ops.future import IoFuture
 from nvme_ops.storage.slab import NO_ROOM, Extent
-from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.storage.values import Piece
+from nvme_ops.storage.striped import Piece, StripedSlabs
 from nvme_ops.text import size_words
 
 _AHEAD = 8 << 20  # bytes of keys, at most, that are given room beyond what is written

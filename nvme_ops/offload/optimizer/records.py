@@ -25,8 +25,8 @@ import torch
 
 from nvme_ops.errors import FormatError
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.storage.atomic import replacing
-from nvme_ops.storage.owner import boot_id
+from nvme_ops.storage.locks import boot_id
+from nvme_ops.storage.publication import replacing
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import parse_json

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.durable import sync_above
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
@@ -23,7 +24,7 @@ from nvme_ops.offload.optimizer.chunks import Chunk, Version
 from nvme_ops.offload.optimizer.records import read_back, required
 from nvme_ops.offload.optimizer.states import States
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.atomic import opened, replacing, sync_above
+from nvme_ops.storage.publication import opened, replacing
 from nvme_ops.text import parse_json
 
 _METADATA = "nvme_ops.optimizer"

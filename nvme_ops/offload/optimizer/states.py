@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.durable import sync_above
 from nvme_ops.engine import Priority
 from nvme_ops.errors import FormatError, note
 from nvme_ops.future import IoFuture
@@ -26,7 +27,6 @@ from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.optimizer.chunks import Chunk, Version
 from nvme_ops.offload.optimizer.records import Flush, Records, read_back, written
-from nvme_ops.storage.atomic import sync_above
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import MIB

@@ -23,7 +23,7 @@ from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensor
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.offload.weights.window import read_now
-from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.publication import open_to_read
 
 Path = str | os.PathLike[str]
 

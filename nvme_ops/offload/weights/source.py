@@ -13,7 +13,7 @@ from nvme_ops._native import native
 from nvme_ops.errors import FormatError
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.file_state import FileState
+from nvme_ops.storage.publication import FileState
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

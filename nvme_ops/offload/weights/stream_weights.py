@@ -22,10 +22,10 @@ from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream
 from nvme_ops.offloaded import Step, outline_of
-from nvme_ops.storage.atomic import open_to_read
+from nvme_ops.storage.publication import open_to_read
 from nvme_ops.storage.session import Session
+from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.storage.values import to_store
 from nvme_ops.text import parse_size
 
 _AHEAD = 8  # weights that are being written at once

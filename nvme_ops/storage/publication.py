@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nvme_ops.durable import sync, sync_folder
+from nvme_ops.durable import no_folder, sync
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import locks, unlink
+from nvme_ops.storage.locks import abandoned
 from nvme_ops.whole import read_whole
 
 _MARK = ".nvme_ops-tmp"
@@ -153,62 +155,6 @@ def opened(path: str) -> Iterator[int]:
             yield fd
     finally:
         os.close(fd)
-
-
-def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
-    """Makes a folder and its parents, where they are missing; ``durable``: their names are on the device then."""
-    missing, above = [], os.path.abspath(path)
-    while not os.path.lexists(above):
-        missing.append(above)
-        above = os.path.dirname(above)
-    for made in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(made, mode)
-    os.makedirs(path, exist_ok=True)  # raises what else can be wrong
-    if durable:
-        for made in missing:
-            sync_folder(os.path.dirname(made))
-
-
-def no_folder(path: str, words: str = "no such folder") -> FileNotFoundError:
-    """Returns the error for a folder that is missing, which names the first one of its path that is."""
-    while not os.path.lexists(os.path.dirname(path)):
-        path = os.path.dirname(path)
-    return FileNotFoundError(errno.ENOENT, f"{words}; is a disk not mounted?", path)
-
-
-def make_last_folder(path: str) -> None:
-    """Makes a folder, durably, in one that exists, unless it is there.
-
-    Raises:
-        FileNotFoundError: the folder that it would be in is missing, and is named: a disk may not be mounted.
-        NotADirectoryError: there is something else.
-    """
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-    except OSError as error:
-        if os.path.isdir(path):  # on a file system that cannot be written
-            return
-        above = os.path.dirname(os.path.abspath(path))
-        if not isinstance(error, FileNotFoundError) or os.path.lexists(above):
-            raise
-        raise no_folder(above, "no such folder, and only the last one of a path is made") from None
-    else:
-        with suppress(PermissionError):  # a folder that may be written to and not read
-            sync_folder(os.path.dirname(os.path.abspath(path)))
-
-
-def sync_above(folder: str) -> None:
-    """Makes the names of a folder, and of those that it is in, durable: on its device, as far as they can be opened."""
-    folder = os.path.realpath(folder)
-    device = os.stat(folder).st_dev
-    while os.stat(above := os.path.dirname(folder)).st_dev == device and above != folder:
-        with suppress(PermissionError):
-            sync_folder(above)
-        folder = above
 
 
 def content_of(path: str, most: int) -> bytes:
@@ -353,23 +299,46 @@ def litter(folder: str) -> list[str]:
     return []
 
 
-def is_abandoned(path: str) -> bool:
-    """Returns whether the writer of a temporary file is gone."""
-    try:
-        with abandoned(path):
-            return True
-    except OSError:
-        return False
+class FileState:
+    """Recognises a file by device, inode, size, and the times of its last modification and change.
+
+    Whoever writes to a file can put its modification time back, as ``rsync --inplace -t`` does, but not the time of its
+    change. That, however, also tells of what leaves the bytes as they are: a link more or less (a file that is open
+    stays what it was when another takes its name), another owner or mode, another name. Where one of these explains
+    a new time of change, the file is held to be the same. An explanation is asked for, not proven.
+
+    Args:
+        status: of the file as it is first seen.
+        fd: an open descriptor of it, if there is one.
+    """
+
+    def __init__(self, status: os.stat_result, fd: int = -1) -> None:
+        self._file, self._change = _file(status), status.st_ctime_ns
+        self._attributes, self._name = _attributes(status), _name(fd)
+
+    def holds(self, status: os.stat_result, fd: int = -1) -> bool:
+        """Returns whether it is the same file with the same bytes."""
+        if _file(status) != self._file:
+            return False
+        name = _name(fd) if status.st_ctime_ns != self._change or not self._name else self._name
+        if status.st_ctime_ns != self._change:
+            if _attributes(status) == self._attributes and (name == self._name or not name or not self._name):
+                return False
+            self._change, self._attributes = status.st_ctime_ns, _attributes(status)
+        self._name = name
+        return True
 
 
-@contextmanager
-def abandoned(path: str) -> Iterator[None]:
-    """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(fd).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        yield
-    finally:
-        locks.give_back(fd)
+def _file(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _attributes(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_nlink, status.st_mode, status.st_uid, status.st_gid
+
+
+def _name(fd: int) -> str:
+    """Returns the name that an open file has now; empty where nothing tells."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else ""
+    return ""
