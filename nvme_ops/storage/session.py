@@ -303,8 +303,12 @@ class Session:
     def _close_places(self) -> None:
         with self._lock:
             places, self._places = self._places, []
-        for place in places:
-            place.close(remove=not self.reuse)
+        try:
+            for place in places:
+                place.close(remove=not self.reuse)
+        except BaseException:  # Ctrl-C: the next call goes on with it
+            self._places = places
+            raise
 
     def __enter__(self) -> Session:
         return self

@@ -29,21 +29,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
 from nvme_ops._native import native
-from tests.faults import capabilities, capabilities_offload, faulty_controls
-from tests.faults.capabilities import Capability, WrongResultError
+from tests.contract.adapters import Capability, WrongResultError
+from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, forget_pages, named, settled
+from tests.faults import faulty_controls
 from tests.faults.faulty_disk import FaultyDisk, end_with_parent
-from tests.faults.test_leaks import threads
 
 STALL, LATE = 0.2, 4.0  # seconds of a stall; after which Ctrl-C has not come through
 LIMIT = 900  # seconds of a process
-SLACK = {"memory": 4 << 20}  # bytes that an allocator may keep
 UNMET = "no such request"
 WHATS = "read", "write", "flush"
 FAULTS = [
@@ -53,13 +51,6 @@ FAULTS = [
 ]
 DATA = 300_000  # bytes from which on a read is no system call, which the kernel does not interrupt
 WATCH = os.WEXITED | os.WNOHANG | os.WNOWAIT
-NEEDS = {"Pretrained": "transformers", "KeyValues": "transformers"}
-
-
-def named(*modules: ModuleType) -> dict[str, type[Capability]]:
-    """Returns the capabilities of modules by name."""
-    found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
-    return {each.__name__: each for each in found if issubclass(each, Capability) and each is not Capability}
 
 
 @dataclass
@@ -69,11 +60,6 @@ class Outcome:
     how: str = UNMET
     words: str = ""
     wrong: list[str] = field(default_factory=list)
-
-
-def cause_of(failure: BaseException) -> BaseException:
-    """Returns what DCP has wrapped, whatever it is, or the exception itself."""
-    return next(iter(failure.failures.values()))[0] if isinstance(failure, CheckpointException) else failure
 
 
 def judge(failure: BaseException) -> str | None:
@@ -89,40 +75,6 @@ def judge(failure: BaseException) -> str | None:
         return f"names {failure.filename}"
     operation = str(failure.strerror).replace(os.strerror(failure.errno), "")
     return None if len(operation.strip(" :")) > 2 else "names no operation"
-
-
-def held() -> dict[str, int]:
-    """Returns what this process has."""
-    gc.collect()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threads(),
-        "memory": native().pool_statistics()["live_bytes"],
-    }
-
-
-def settled() -> dict[str, int]:
-    """Returns the same, once it does not change any more."""
-    found, deadline = held(), time.monotonic() + 2
-    while time.monotonic() < deadline:
-        time.sleep(0.01)
-        now = held()
-        if now == found:
-            break
-        found = now
-    return found
-
-
-def forget_pages(folder: Path) -> None:
-    """Has the files read from the device, as far as they are on it."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                fd = os.open(os.path.join(parent, name), os.O_RDONLY)
-                with contextlib.suppress(OSError):
-                    os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
 
 
 class Cells:
@@ -405,7 +357,7 @@ def main() -> int:
     parser.add_argument("--fault", default="", help="faults that begin so")
     parser.add_argument("--quiet", action="store_true", help="print what is wrong alone")
     options = parser.parse_args()
-    kinds = named(capabilities, capabilities_offload)
+    kinds = ADAPTERS
     if options.only:
         every = {**kinds, **named(faulty_controls)}
         kinds = {name: every[name] for name in options.only.split(",")}

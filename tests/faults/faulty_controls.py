@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 
-from tests.faults.capabilities import Capability, require
+from tests.contract.adapters import Capability, require
 
 
 class Plain(Capability):

@@ -1,4 +1,4 @@
-"""``Capability`` for stores, weights, gradients, states, activations and caches on storage."""
+"""Adapters for stores, weights, gradients, states, activations and caches on storage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from nvme_ops.offload import (
     swap_params,
 )
 from nvme_ops.storage import Session, TensorStore
-from tests.faults.capabilities import Capability, require, same, tensors
+from tests.contract.adapters import Capability, require, same, tensors
 
-WIDTH = 500  # a layer has 1 MB, and no whole number of pages
+WIDTH = 290  # a layer has 340 KB, and no whole number of pages
 
 
 def model(layers: int = 4) -> torch.nn.Sequential:
@@ -52,7 +52,7 @@ class Store(Capability):
 
     def start(self) -> None:
         self.session = Session(self.folder, name="faults", reuse=self.keep)
-        self.store = TensorStore(self.session, checksums=True)
+        self.store = TensorStore(self.session, checksums=True, handle=self.handle)
 
     def do(self, version: int) -> None:
         for name, tensor in tensors(version).items():
@@ -65,6 +65,9 @@ class Store(Capability):
         future = self.store.get(name)
         future.result()
         return future.tensor
+
+    def opened(self) -> Any:
+        return self.store
 
     def close(self) -> None:
         with contextlib.ExitStack() as both:
@@ -94,7 +97,10 @@ class Streamed(Capability):
 
     def do(self, version: int) -> None:
         made: Any = model()
-        with torch.no_grad(), self.ending(stream_weights(made, self.folder, memory_budget="3M")) as streamed:
+        with (
+            torch.no_grad(),
+            self.ending(stream_weights(made, self.folder, memory_budget="1M", handle=self.handle)) as streamed,
+        ):
             found = streamed(batch(version))
         require(torch.equal(found, model()(batch(version))), "another output")
 
@@ -103,11 +109,14 @@ class StreamedOn(Capability):
     """The same model, used on and on."""
 
     def start(self) -> None:
-        self.streamed: Any = stream_weights(model(), self.folder, memory_budget="3M")
+        self.streamed: Any = stream_weights(model(), self.folder, memory_budget="1M", handle=self.handle)
 
     def do(self, version: int) -> None:
         with torch.no_grad():
             require(torch.equal(self.streamed(batch(version)), model()(batch(version))), "another output")
+
+    def opened(self) -> Any:
+        return self.streamed
 
     def close(self) -> None:
         self.streamed.close()
@@ -124,7 +133,7 @@ class Pretrained(Capability):
             self.expected = made(self._words()).logits
 
     def _made(self) -> Any:
-        return from_pretrained(self.path, memory_budget="6M")
+        return from_pretrained(self.path, memory_budget="6M", handle=self.handle)
 
     def _words(self) -> torch.Tensor:
         return torch.arange(10)[None]
@@ -139,7 +148,8 @@ class Swapped(Capability):
 
     def start(self) -> None:
         self.usual, self.module = model(), model()
-        self.swapped = swap_params(self.module, self.folder, memory_budget="3M", min_bytes="100K")
+        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "handle": self.handle}
+        self.swapped = swap_params(self.module, self.folder, **options)
 
     def do(self, version: int) -> None:
         with torch.no_grad():
@@ -148,6 +158,9 @@ class Swapped(Capability):
                 with self.swapped.gathered([parameter], change=True) as (values,):
                     values.copy_(usual)
         require(equal(gradients(self.module, version), gradients(self.usual, version)), "other gradients")
+
+    def opened(self) -> Any:
+        return self.swapped
 
     def close(self) -> None:
         self.swapped.close()
@@ -160,7 +173,8 @@ class SwappedAnew(Capability):
 
     def do(self, version: int) -> None:
         module = model()
-        with self.ending(swap_params(module, self.folder, memory_budget="3M", min_bytes="100K")) as swapped:
+        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "handle": self.handle}
+        with self.ending(swap_params(module, self.folder, **options)) as swapped:
             require(equal(gradients(module, version), gradients(model(), version)), "other gradients")
             module.zero_grad()
             swapped.restore()
@@ -172,11 +186,14 @@ class Gradients(Capability):
 
     def start(self) -> None:
         self.module = model()
-        options: Any = {"memory_budget": "6M", "min_bytes": "100K"}
+        options: Any = {"memory_budget": "2M", "min_bytes": "100K", "handle": self.handle}
         self.swapped = swap_gradients(self.module.parameters(), self.folder, **options)
 
     def do(self, version: int) -> None:
         require(equal(gradients(self.module, version), gradients(model(), version)), "other gradients")
+
+    def opened(self) -> Any:
+        return self.swapped
 
     def close(self) -> None:
         self.swapped.close()
@@ -186,7 +203,9 @@ class Activations(Capability):
     """``save_on_nvme``."""
 
     def start(self) -> None:
-        self.saving = save_on_nvme(self.folder, min_bytes="100K", memory_budget="200K")
+        self.saving = save_on_nvme(
+            self.folder, min_bytes="50K", memory_budget="100K", checksums=True, handle=self.handle
+        )
 
     def do(self, version: int) -> None:
         module = model(6)
@@ -197,6 +216,9 @@ class Activations(Capability):
         usual(batch(version)).tanh().exp().square().sum().backward()
         found, wanted = ([each.grad for each in one.parameters() if each.grad is not None] for one in (module, usual))
         require(equal(found, wanted), "other gradients")
+
+    def opened(self) -> Any:
+        return self.saving
 
     def close(self) -> None:
         self.saving.close()
@@ -213,7 +235,13 @@ class Optimizer(Capability):
         self.reference = torch.optim.AdamW(self.usual.parameters())
         parameters: Any = self.module.parameters()
         self.optimizer = NvmeOptimizer(
-            parameters, torch.optim.AdamW, self.folder, memory_budget="2M", reuse=self.keep, checksums=True
+            parameters,
+            torch.optim.AdamW,
+            self.folder,
+            memory_budget="1M",
+            reuse=self.keep,
+            checksums=True,
+            handle=self.handle,
         )
         self.stepped = 0
 
@@ -232,6 +260,9 @@ class Optimizer(Capability):
         right = all(torch.equal(found[at][key], wanted[at][key]) for at in wanted for key in wanted[at])
         require(right, "other states")
 
+    def opened(self) -> Any:
+        return self.optimizer
+
     def close(self) -> None:
         self.optimizer.close()
 
@@ -247,12 +278,12 @@ class KeyValues(Capability):
 
     def do(self, version: int) -> None:
         made = torch.Generator().manual_seed(version)
-        parts = [torch.rand(1, 4, 500, 64, generator=made) for _ in range(8)]
-        with self.ending(NvmeCache(self.folder, "3M")) as cache:
+        parts = [torch.rand(1, 4, 200, 64, generator=made) for _ in range(8)]
+        with self.ending(NvmeCache(self.folder, "1500K", handle=self.handle)) as cache:
             for number, part in enumerate(parts):
                 cache.update(part, part + 1, number)
             for number, part in enumerate(parts):
                 more = part[:, :, :1]
                 keys, values = cache.update(more, more + 1, number)
-                right = torch.equal(keys[:, :, :500], part) and torch.equal(values[:, :, :500], part + 1)
+                right = torch.equal(keys[:, :, :200], part) and torch.equal(values[:, :, :200], part + 1)
                 require(right, "other keys and values")

@@ -1,4 +1,4 @@
-"""What the package does with storage, one class for each thing, in a form in which it can be done again and again."""
+"""What the package does with storage, an adapter for each capability that can be done again and again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 import nvme_ops
-from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
+from nvme_ops.data import AsyncLog, Loader, SampleStore, SampleWriter
+from nvme_ops.integrations.safetensors import safe_open
 
-SHAPE = 500, 900  # a tensor has 1.8 MB and no whole number of pages
+SHAPE = 300, 510  # a tensor has 612 KB and no whole number of pages
 
 
 class WrongResultError(Exception):
@@ -45,13 +46,19 @@ class Capability:
     Attributes:
         waits: what a stalled device has to answer before Ctrl-C comes through: read, write, flush. The docs say so.
         more_files: the most files that failures may leave.
+        kept: what was completed is there for the next program: ``found`` has it.
+        verified: damage is found by its checksums.
+        handle: what it works with, where that can be chosen.
     """
 
     waits: ClassVar[Sequence[str]] = ()
     more_files: ClassVar[int] = 0
+    kept: ClassVar[bool] = False
+    verified: ClassVar[bool] = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, handle: nvme_ops.aio_handle | None = None) -> None:
         self.folder = folder
+        self.handle: Any = handle
         self.version = 0  # of what was completed
         self.noticed: Callable[[], object] = lambda: None  # is called once Ctrl-C has come through
         self.start()
@@ -69,6 +76,16 @@ class Capability:
 
     def check(self) -> None:
         """Raises WrongResultError unless what was completed is there, or what was begun after it, on a well disk."""
+
+    @classmethod
+    def found(cls, folder: Path, version: int) -> Capability:
+        """Returns what another program has completed in ``folder``, for ``check``."""
+        one = cls.__new__(cls)
+        vars(one).update(folder=folder, handle=None, path=folder / getattr(cls, "name", "file"), version=version)
+        return one
+
+    def opened(self) -> Any:
+        """Returns the object that a program has open and closes, or None."""
 
     def leave(self) -> None:
         """Does it, for a program that ends at once: what returns before it is done is not waited for."""
@@ -100,6 +117,7 @@ class Capability:
 class Save(Capability):
     """``save``, read by ``load``."""
 
+    kept = verified = True
     name: ClassVar[str] = "checkpoint.safetensors"
     options: ClassVar[dict[str, Any]] = {}
 
@@ -108,7 +126,7 @@ class Save(Capability):
         self.do(0)
 
     def do(self, version: int) -> None:
-        nvme_ops.save(tensors(version), self.path, **self.options)
+        nvme_ops.save(tensors(version), self.path, handle=self.handle, **self.options)
 
     def check(self) -> None:
         found = nvme_ops.load(self.path, verify=True)
@@ -125,7 +143,7 @@ class SaveSharded(Save):
     """The same, in several files."""
 
     name = "folder"
-    options: ClassVar[dict[str, Any]] = {"max_shard_size": 2_000_000}
+    options: ClassVar[dict[str, Any]] = {"max_shard_size": 700_000}
 
 
 class SaveRecycled(Save):
@@ -138,7 +156,7 @@ class SaveAsync(Save):
     """``save_async``."""
 
     def do(self, version: int) -> None:
-        nvme_ops.save_async(tensors(version), self.path).result()
+        nvme_ops.save_async(tensors(version), self.path, handle=self.handle).result()
 
     def leave(self) -> None:
         nvme_ops.save_async(tensors(1), self.path)
@@ -158,7 +176,7 @@ class Load(Capability):
         nvme_ops.save(tensors(0), self.path, **self.options)
 
     def do(self, version: int) -> None:
-        require(same(nvme_ops.load(self.path), tensors(0)), "other tensors than were saved")
+        require(same(nvme_ops.load(self.path, handle=self.handle), tensors(0)), "other tensors than were saved")
 
 
 class LoadTorch(Load):
@@ -171,7 +189,18 @@ class LoadSharded(Load):
     """The same, from several files."""
 
     name = "folder"
-    options: ClassVar[dict[str, Any]] = {"max_shard_size": 2_000_000}
+    options: ClassVar[dict[str, Any]] = {"max_shard_size": 700_000}
+
+
+class SafeOpen(Load):
+    """``safe_open``, as safetensors has it: the tensors one by one, and in parts."""
+
+    def do(self, version: int) -> None:
+        with self.ending(safe_open(self.path, framework="pt", handle=self.handle)) as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+            part = file.get_slice("tensor0")[100:200]
+        require(same(found, tensors(0)), "other tensors than were saved")
+        require(torch.equal(part, tensors(0)["tensor0"][100:200]), "another part than was asked for")
 
 
 class LoadInto(Load):
@@ -181,19 +210,22 @@ class LoadInto(Load):
 
     def do(self, version: int) -> None:
         found = {name: torch.zeros(SHAPE) for name in tensors(0)}
-        nvme_ops.load(self.path, into=found)
+        nvme_ops.load(self.path, into=found, handle=self.handle)
         require(same(found, tensors(0)), "other tensors than were saved")
 
 
 class DcpSave(Capability):
     """``dcp.save``."""
 
+    kept = verified = True
+    name: ClassVar[str] = "checkpoint"
+
     def start(self) -> None:
-        self.path = self.folder / "checkpoint"
+        self.path = self.folder / self.name
         self.do(0)
 
     def do(self, version: int) -> None:
-        nvme_ops.dcp.save(dict(tensors(version)), self.path)
+        nvme_ops.dcp.save(dict(tensors(version)), self.path, handle=self.handle)
 
     def check(self) -> None:
         found = {name: torch.zeros(SHAPE) for name in tensors(0)}
@@ -205,6 +237,7 @@ class DcpLoad(DcpSave):
     """``dcp.load``, into the caller's own memory."""
 
     waits = ("read",)
+    kept = verified = False
 
     def start(self) -> None:
         super().start()
@@ -213,7 +246,7 @@ class DcpLoad(DcpSave):
     def do(self, version: int) -> None:
         if version:
             found = {name: torch.zeros(SHAPE) for name in tensors(0)}
-            nvme_ops.dcp.load(found, self.path)
+            nvme_ops.dcp.load(found, self.path, handle=self.handle)
             require(same(found, tensors(0)), "other tensors than were saved")
 
     def check(self) -> None:
@@ -226,8 +259,15 @@ class Handle(Capability):
     waits: ClassVar[Sequence[str]] = ("read", "write", "flush")  # a flush is the program's own
 
     def start(self) -> None:
-        self.handle = nvme_ops.aio_handle()
+        self.handle = self.handle or self.made()
         self.path = self.folder / "file"
+
+    def made(self) -> nvme_ops.aio_handle:
+        """Returns a new one."""
+        return nvme_ops.aio_handle()
+
+    def opened(self) -> Any:
+        return self.handle
 
     def do(self, version: int) -> None:
         (data,) = tensors(version, 1).values()
@@ -273,6 +313,20 @@ class Pending(Handle):
         require(torch.equal(back, data), "other bytes than were written")
 
 
+class Tuned(Futures):
+    """``aio_handle.tuned``."""
+
+    def made(self) -> nvme_ops.aio_handle:
+        return nvme_ops.aio_handle.tuned(self.folder)
+
+
+class Adaptive(Futures):
+    """``aio_handle.adaptive``."""
+
+    def made(self) -> nvme_ops.aio_handle:
+        return nvme_ops.aio_handle.adaptive(self.folder)
+
+
 class File(Capability):
     """``nvme_ops.open``: written in parts of any size, made durable, and read, which is what blocks."""
 
@@ -284,9 +338,9 @@ class File(Capability):
     def do(self, version: int) -> None:
         (data,) = tensors(version, 1).values()
         content = memoryview(data.numpy().data).cast("B")
-        with self.ending(nvme_ops.open(self.path, "w+")) as file:
-            for start in range(0, len(content), 700_000):
-                file.write(content[start : start + 700_000])
+        with self.ending(nvme_ops.open(self.path, "w+", handle=self.handle)) as file:
+            for start in range(0, len(content), 250_000):
+                file.write(content[start : start + 250_000])
             file.sync()
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
@@ -327,6 +381,9 @@ class Log(Capability):
     def left(self) -> bool:
         return b"left" * 100_000 in list(AsyncLog.read(self.folder / "log"))
 
+    def opened(self) -> Any:
+        return self.log
+
     def close(self) -> None:
         self.log.close()
 
@@ -335,28 +392,31 @@ class Samples(Capability):
     """``SampleWriter``, read by ``SampleStore``. The files of a store whose index could not be read stay."""
 
     more_files = 2
+    kept = verified = True
 
     def start(self) -> None:
         self.do(0)
 
     def do(self, version: int) -> None:
-        with self.ending(SampleWriter(self.folder, bytes, shard_bytes="1M", overwrite=True)) as writer:
+        with self.ending(SampleWriter(self.folder, bytes, shard_bytes="500K", overwrite=True)) as writer:
             writer.extend(_samples(version))
 
     def check(self) -> None:
-        store = SampleStore(self.folder)
-        found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
+        with SampleStore(self.folder, verify=True) as store:
+            found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
         require(any(found == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
 
 
 class SamplesRead(Samples):
     """``SampleStore``."""
 
+    kept = verified = False
+
     def start(self) -> None:
         super().do(0)
 
     def do(self, version: int) -> None:
-        with self.ending(SampleStore(self.folder)) as store:
+        with self.ending(SampleStore(self.folder, handle=self.handle)) as store:
             found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
         require(found == _samples(0), "other samples than were written")
 
@@ -364,8 +424,18 @@ class SamplesRead(Samples):
         pass
 
 
+class Batches(SamplesRead):
+    """``Loader``."""
+
+    def do(self, version: int) -> None:
+        with self.ending(SampleStore(self.folder, handle=self.handle)) as store:
+            batches = list(Loader(store, 4, memory_budget="600K"))
+        found = [sample.numpy().tobytes() for batch in batches for sample in batch]
+        require(found == _samples(0), "other samples than were written")
+
+
 def _samples(version: int) -> list[bytes]:
-    return [bytes([(version + number) % 256]) * 200_000 for number in range(10)]
+    return [bytes([(version + number) % 256]) * 100_000 for number in range(10)]
 
 
 @contextlib.contextmanager

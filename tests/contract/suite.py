@@ -1,0 +1,80 @@
+"""What the suite knows of all adapters: their names, what they need, and what a process holds while they work."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from pathlib import Path
+from types import ModuleType
+
+from torch.distributed.checkpoint import CheckpointException
+
+from nvme_ops._native import native
+from tests.contract import adapters, adapters_offload
+from tests.contract.adapters import Capability
+
+
+def named(*modules: ModuleType) -> dict[str, type[Capability]]:
+    """Returns the adapters of modules by name."""
+    found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
+    return {each.__name__: each for each in found if issubclass(each, Capability) and each is not Capability}
+
+
+ADAPTERS = named(adapters, adapters_offload)
+NEEDS = {"Pretrained": "transformers", "KeyValues": "transformers"}
+SLACK = {"memory": 4 << 20}  # bytes that an allocator may keep
+
+
+def cause_of(failure: BaseException) -> BaseException:
+    """Returns what DCP has wrapped, whatever it is, or the exception itself."""
+    return next(iter(failure.failures.values()))[0] if isinstance(failure, CheckpointException) else failure
+
+
+def threads() -> int:
+    """Returns how many this process has, without io_uring's: the kernel starts and ends those as it sees fit."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append((task / "comm").read_text())
+    return sum(not name.startswith("iou-") for name in names)
+
+
+def held() -> dict[str, int]:
+    """Returns what this process has."""
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threads(),
+        "memory": native().pool_statistics()["live_bytes"],
+    }
+
+
+def settled() -> dict[str, int]:
+    """Returns the same, once it does not change any more."""
+    found, deadline = held(), time.monotonic() + 2
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+        now = held()
+        if now == found:
+            break
+        found = now
+    return found
+
+
+def files(folder: Path) -> int:
+    """Returns how many files there are in it and below."""
+    return sum(len(names) for _, _, names in os.walk(folder))
+
+
+def forget_pages(folder: Path) -> None:
+    """Has the files read from the device, as far as they are on it."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                fd = os.open(os.path.join(parent, name), os.O_RDONLY)
+                with contextlib.suppress(OSError):
+                    os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
