@@ -40,15 +40,14 @@ from nvme_ops.formats.sharded_index import (
     names_for,
     read_index,
     refuse,
-    remove_old,
     resolved,
+    shards_of,
     text_of,
-    write_index,
 )
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage import unlink
-from nvme_ops.storage.locks import locked
+from nvme_ops.storage.publication import Publication
 
 SUFFIXES = FORMATS["sharded"][1]
 
@@ -72,8 +71,8 @@ class ShardedPlan:
         index = self.target(path)
         folder = os.path.dirname(index)
         make_folder(folder, durable)
-        with locked(index):
-            self._write(index, durable, handle, borrowed)
+        with Publication(index, durable) as publication:
+            self._write(publication, handle, borrowed)
             if not path.endswith(SUFFIXES):  # the folder's previous model, which readers would prefer
                 with suppress(FileNotFoundError):
                     unlink.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
@@ -87,8 +86,8 @@ class ShardedPlan:
             raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
         return index
 
-    def _write(self, index: str, durable: bool, handle: aio_handle, borrowed: Borrowed | None) -> None:
-        folder, name = os.path.split(index)
+    def _write(self, publication: Publication, handle: aio_handle, borrowed: Borrowed | None) -> None:
+        folder, name = os.path.split(publication.manifest)
         stem = name.removesuffix(SUFFIXES[0])
         names = names_for(folder, name, stem, len(self.shards))
         counts = [len(shard.header.entries) for shard in self.shards]
@@ -103,12 +102,12 @@ class ShardedPlan:
         try:
             for shard, target in work:
                 begun.append(target)
-                shard.write(target, durable=durable, handle=handle, borrowed=borrowed)
-            write_index(index, self._index(names), durable)
+                shard.write(target, durable=publication.durable, handle=handle, borrowed=borrowed)
+            publication.publish(self._index(names))
         except BaseException:
-            _remove_unnamed(index, begun)
+            _remove_unnamed(publication.manifest, begun)
             raise
-        remove_old(folder, stem, names)
+        publication.sweep(shards_of(folder, stem), names)
 
     def _index(self, names: Sequence[str]) -> bytes:
         places = {name: file for shard, file in zip(self.shards, names, strict=True) for name in shard.header.entries}

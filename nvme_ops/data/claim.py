@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
 from io import FileIO
 
@@ -15,7 +13,7 @@ from nvme_ops.data.index import read_index
 from nvme_ops.durable import sync, sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage import unlink
-from nvme_ops.storage.locks import abandoned
+from nvme_ops.storage.locks import abandoned, hold, take
 from nvme_ops.storage.publication import content_of
 from nvme_ops.text import parse_json
 
@@ -91,28 +89,8 @@ def settle_abandoned(index: str) -> None:
 def _locked(path: str) -> FileIO:
     """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    while True:
-        file, kept = FileIO(os.open(path, flags, 0o600), "r+"), False
-        try:
-            if _is_locked(file):
-                kept = os.fstat(file.fileno()).st_nlink > 0
-                if kept:
-                    return file
-        finally:
-            if not kept:
-                file.close()
-
-
-def _is_locked(file: FileIO) -> bool:
-    """Locks a claim; False, after a moment, where somebody is checking whether it is abandoned."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.001)
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+    # patient: somebody may be checking for a moment whether it is abandoned
+    return hold(path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: take(fd, patient=True))
 
 
 def _settle(index: str, path: str) -> None:

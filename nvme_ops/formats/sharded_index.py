@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,7 +14,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import HEAD, mistaken
 from nvme_ops.formats.safetensors_format import MOST_HEADER
-from nvme_ops.storage import publication, unlink
+from nvme_ops.storage import publication
 
 # Files that a folder of save_pretrained may hold, in the order in which transformers looks for them.
 _IN_FOLDERS = (
@@ -138,15 +137,6 @@ def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
     return [f"{stem}{mark}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
 
 
-def remove_old(folder: str, stem: str, names: Iterable[str]) -> None:
-    """Removes all shards of this index except these."""
-    kept = set(names)
-    for name in shards_of(folder, stem):
-        if name not in kept:
-            with suppress(OSError):
-                unlink.unlink(os.path.join(folder, name))
-
-
 def shards_of(folder: str, stem: str) -> list[str]:
     """Returns the names of files that are, or were, shards of this index."""
     return [name for name in os.listdir(folder) if _pattern(stem).fullmatch(name)]
@@ -159,11 +149,3 @@ def _pattern(stem: str) -> re.Pattern[str]:
 def text_of(document: Mapping[str, Any]) -> bytes:
     """Returns the JSON of an index, with its checksum if its metadata have a placeholder."""
     return integrity.sealed((json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n").encode(), [])
-
-
-def write_index(path: str, content: bytes, durable: bool) -> None:
-    """Replaces the index atomically."""
-    with publication.replacing(path, durable) as file:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file.fd, view) :]

@@ -13,7 +13,7 @@ import os
 import stat
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -48,15 +48,7 @@ class Lock:
         folder, name = os.path.split(os.path.abspath(path))
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{SUFFIX}")
         self._pid = os.getpid()
-        while self._file is None:
-            file = _open(self.path)
-            try:
-                held = _wait_for(file.fileno(), self.path)
-                if not held or is_at(self.path, file.fileno()):  # whoever held it last has removed it
-                    self._file = file
-            finally:
-                if self._file is not file:
-                    file.close()
+        self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
 
     def release(self) -> None:
         """Releases the lock. Further calls do nothing. In a forked child only closes it: the lock is the parent's."""
@@ -75,8 +67,28 @@ class Lock:
         self.release()
 
 
+def hold(path: str, opening: Callable[[str], FileIO], lock: Callable[[int], object]) -> FileIO:
+    """Opens and locks a file, again and again until what is locked is what has the name.
+
+    Whoever held it before may have removed it, or put another one in its place.
+
+    Args:
+        path: of the file.
+        opening: opens it, as an object that is closed with its last reference.
+        lock: locks what is open; returns after an attempt, successful or not, or raises.
+    """
+    while True:
+        file = opening(path)
+        try:
+            if lock(file.fileno()) and is_at(path, file.fileno(), follow=True):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
 def _open(path: str) -> FileIO:
-    """Opens the file of a lock as an object, which is closed with its last reference, too."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666))
@@ -91,7 +103,7 @@ def _open(path: str) -> FileIO:
 
 
 def _wait_for(fd: int, path: str) -> bool:
-    """Waits for the lock; returns False if the file system has no locks."""
+    """Waits for the lock; returns True, at once if the file system has no locks."""
     try:
         deadline, pause = time.monotonic() + _PATIENCE, 0.001
         while True:
@@ -103,19 +115,18 @@ def _wait_for(fd: int, path: str) -> bool:
                     break
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-        warnings.warn(f"waiting for another process that saves here and holds {path}", RuntimeWarning, stacklevel=6)
+        warnings.warn(f"waiting for another process that saves here and holds {path}", RuntimeWarning, stacklevel=8)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        return True
     except OSError as error:
-        if error.errno in _WITHOUT_LOCKS:
-            return False
-        raise
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+    return True
 
 
-def is_at(path: str, fd: int) -> bool:
-    """Whether what is open still has this name."""
+def is_at(path: str, fd: int, follow: bool = False) -> bool:
+    """Whether what is open still has this name; ``follow``: or what the link of this name points to."""
     try:
-        there = os.stat(path, follow_symlinks=False)
+        there = os.stat(path, follow_symlinks=follow)
     except FileNotFoundError:
         return False
     return os.path.samestat(there, os.fstat(fd))

@@ -1,4 +1,10 @@
-"""Replaces files atomically: at any moment, readers find the complete old file or the complete new one."""
+"""Publishes files: at any moment, and after a power failure, readers find all of the old or all of the new.
+
+``replacing`` does so for one file. A ``Publication`` consists of several and a manifest that names them. The order is
+always the same: the files, each flushed; the manifest that names them, flushed; the folder that names the manifest.
+What no manifest names, because a writer was killed or a newer one was published, is removed by the next writer, unless
+a reader has a ``Lease`` on the manifest that names it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,10 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 
 from nvme_ops.durable import no_folder, sync
 from nvme_ops.errors import FormatError, naming
@@ -22,6 +29,7 @@ from nvme_ops.whole import read_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
+_REPLACED = ".replaced-"  # behind the name of a manifest, before a number
 _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 
 
@@ -119,6 +127,115 @@ def replacing(
             if error.filename2 is not None:  # rename has two
                 del error.filename2
         raise
+
+
+def publish(path: str, content: bytes, durable: bool = True, mode: int | None = None) -> None:
+    """Replaces a file by one with this content, and perhaps another ``mode``. Raises as ``replacing``."""
+    with replacing(path, durable) as file:
+        if mode is not None:
+            os.fchmod(file.fd, mode)
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file.fd, view) :]
+
+
+class Publication:
+    """Several files and the manifest that names them, which readers find together.
+
+    Publications of one manifest take turns, in all processes and threads, from here to ``end``.
+    Write new files beside those that the present manifest names, then ``publish`` a new one, then ``sweep``.
+
+    Args:
+        manifest: its path. A link stays one: the file it points to is replaced.
+        durable: each step is on the device before the next one begins.
+    """
+
+    def __init__(self, manifest: str, durable: bool = True) -> None:
+        self.manifest, self.durable = os.path.abspath(manifest), durable
+        self.folder = os.path.dirname(self.manifest)
+        self._lock = locks.Lock(os.path.realpath(manifest))
+
+    def publish(self, content: bytes, leases: bool = False) -> None:
+        """Replaces the manifest; with ``leases`` the old one stays for ``leased``, under another name."""
+        if leases:
+            with suppress(OSError):  # there is none, or the file system has no hard links
+                os.link(self.manifest, f"{self.manifest}{_REPLACED}{os.urandom(8).hex()}")
+        publish(self.manifest, content, self.durable)
+
+    def leased(self, names_in: Callable[[str, int], Iterable[str]]) -> set[str]:
+        """Returns what readers of replaced manifests may need. Removes those manifests that nobody reads.
+
+        ``names_in``: returns the files that a manifest names, given its path and a descriptor.
+        """
+        found: set[str] = set()
+        beginning = f"{os.path.basename(self.manifest)}{_REPLACED}"
+        for name in os.listdir(self.folder):
+            if name.startswith(beginning):
+                path = os.path.join(self.folder, name)
+                with suppress(OSError, FormatError), opened(path) as fd:
+                    if locks.take(fd):  # nobody reads it, or there are no locks here
+                        os.unlink(path)
+                    else:
+                        found.update(names_in(path, fd))
+        return found
+
+    def sweep(self, names: Iterable[str], kept: Collection[str]) -> None:
+        """Removes those of the files in the manifest's folder that are not to be kept, as far as that is possible."""
+        for name in names:
+            if name not in kept:
+                with suppress(OSError):
+                    unlink.unlink(os.path.join(self.folder, name))
+
+    def end(self) -> None:
+        """Lets the next publication begin. Further calls do nothing."""
+        self._lock.release()
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.end()
+        finally:
+            self.end()  # which a signal handler may have ended by what it raised
+
+
+class Lease:
+    """A manifest that is being read, until ``end`` or until the object is freed: what it names is kept meanwhile."""
+
+    def __init__(self, path: str) -> None:
+        self._process = os.getpid()
+        self._file = locks.hold(path, _open_to_lease, _share)
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        return self._file.fileno()
+
+    def end(self) -> None:
+        """Ends it. Further calls do nothing."""
+        if not self._file.closed and self._process == os.getpid():
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # children of a fork have it open too
+        self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.end()
+
+
+def _open_to_lease(path: str) -> FileIO:
+    fd = open_to_read(path)
+    try:
+        return FileIO(fd)
+    except OSError as error:  # a folder
+        os.close(fd)
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def _share(fd: int) -> bool:
+    with suppress(OSError):  # without locks readers are not protected
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    return True
 
 
 def _is_ours(error: OSError, path: str, folder: str) -> bool:

@@ -20,7 +20,7 @@ from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
 from nvme_ops.storage import locks
 from nvme_ops.storage.device import Identity, identify
-from nvme_ops.storage.publication import content_of, replacing
+from nvme_ops.storage.publication import content_of, publish
 from nvme_ops.text import parse_json
 
 #: Of the files; those of another one are ignored. Also a new one where the engine comes to move bytes in other ways.
@@ -115,9 +115,7 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
         document, _ = _read(path)
         yield document
         document.update(format=FORMAT, identity=asdict(identity))
-        with replacing(path) as new, open(new.fd, "w", encoding="utf-8", closefd=False) as file:
-            os.fchmod(new.fd, 0o600)
-            file.write(json.dumps(document, indent=2) + "\n")
+        publish(os.fspath(path), (json.dumps(document, indent=2) + "\n").encode(), mode=0o600)
     finally:
         locks.give_back(lock)
 

@@ -224,7 +224,7 @@ def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     with (path / ".metadata").open("rb") as file:
         metadata = dcp_folder.read_metadata(str(path), file.fileno())
     change(metadata)
-    dcp_folder.write_metadata(str(path / ".metadata"), metadata, False)
+    (path / ".metadata").write_bytes(dcp_folder.written(metadata))
 
 
 def test_metadata_cut_anywhere_are_the_same_or_an_error(tmp_path: Path) -> None:

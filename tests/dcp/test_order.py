@@ -111,8 +111,8 @@ def test_threads_wait_for_each_other(tmp_path: Path) -> None:
     assert saver.is_alive()
     over.set()
     thread.join()
-    assert first._lock is not None
-    first._lock.end()
+    assert first._saving is not None
+    first._saving.end()
     saver.join()
     assert number_in(tmp_path) == 1
 

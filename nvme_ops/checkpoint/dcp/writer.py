@@ -77,10 +77,10 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         self.overwrite = overwrite
         self._checksums = checksums
         self._handle = handle
-        self._lock: folder.Saving | None = None  # from the plan to the end, on the rank that coordinates
+        self._saving: folder.Saving | None = None  # from the plan to the end, on the rank that coordinates
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None, "_lock": None}
+        return {**self.__dict__, "_handle": None, "_saving": None}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the folder. Raises FileExistsError for a checkpoint that must not be replaced."""
@@ -93,7 +93,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Waits for other saves of the folder, on the coordinator, before any rank writes."""
-        self._lock = folder.Saving(os.path.join(self.path, self._metadata_name()))
+        self._begin()
         try:
             self._require_that_it_may_be_replaced()
             if self._rank_that_saves_alone() is not None:  # its prefix is in the plan already
@@ -136,19 +136,22 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         metadata.storage_data = {result.index: result.storage_data for ranks in results for result in ranks}
         metadata.storage_meta = self.storage_meta()
         alone = self._rank_that_saves_alone()
-        path, prefix = os.fspath(self.path), "" if alone is None else f"__{alone}"
         try:
-            file = os.path.join(path, self._metadata_name())
-            folder.keep(file)
-            folder.write_metadata(file, metadata, self.sync_files)
-            kept = {info.relative_path for info in metadata.storage_data.values()} | folder.being_read(path)
-            folder.remove_others(path, kept, f"{prefix}_" if prefix else "")
+            self._saving = self._saving or folder.Saving(
+                os.path.join(self.path, self._metadata_name()), self.sync_files
+            )
+            self._saving.complete(metadata, "" if alone is None else f"__{alone}_")
         finally:
             self._end()
 
+    def _begin(self) -> folder.Saving:
+        self._saving = folder.Saving(os.path.join(self.path, self._metadata_name()), self.sync_files)
+        return self._saving
+
     def _end(self) -> None:
-        if self._lock is not None:
-            self._lock.end()
+        if self._saving is not None:
+            self._saving.end()
+            self._saving = None
 
     def _metadata_name(self) -> str:
         alone = self._rank_that_saves_alone()
