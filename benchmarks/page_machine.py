@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.command import ROOT
 from nvme_ops.bench import machine
-from nvme_ops.host import Host
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report.cli import collect
 from nvme_ops.report.result import Status
-from nvme_ops.report.sections import collect
 from nvme_ops.storage.device import mount_of
 
 # Of the report: what bears on the figures and is the same at the next run.

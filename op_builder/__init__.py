@@ -6,11 +6,7 @@ Importing this package probes nothing, compiles nothing and prints nothing, and 
 if __name__ == "op_builder":  # a checkout is on sys.path, and DeepSpeed looks for a package of its own by this name
     raise ImportError("this is nvme_ops.op_builder")
 
-from .all_ops import ALL_OPS
-from .async_io import AsyncIOBuilder
-from .builder import OpBuilder
-from .gds import GDSBuilder
-from .pin_memory import PinMemoryBuilder
+from .builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, PinMemoryBuilder
 
 __all__ = ["ALL_OPS", "AsyncIOBuilder", "GDSBuilder", "OpBuilder", "PinMemoryBuilder"]
 

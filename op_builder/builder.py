@@ -1,7 +1,8 @@
-"""``OpBuilder``: what every op's builder can do. The op's own module defines what the op consists of."""
+"""The builders: what every one can do (``OpBuilder``), and what each op consists of and needs of the machine."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import shutil
@@ -10,14 +11,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from . import cache, compiler, jit, prebuilt, probes, sources
+from . import cache, cufile, jit, machine, prebuilt
 from .console import say, warn, working
-from .recipe import Recipe, requirements
+from .recipe import CSRC, UNITED, Recipe, compiled, headers, requirements
 
 if TYPE_CHECKING:
     from setuptools import Extension
+
+    from .modules import AsyncIOModule, GDSModule, PinMemoryModule
+
+#: -O2 because the CPU's part is small; no -march, so that a prebuilt op runs on any CPU of its architecture.
+CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 NO_NINJA = "ninja is not installed; fix: pip install ninja"
 
@@ -64,7 +70,7 @@ class OpBuilder:
 
     def source_root(self) -> Path:
         """Returns the folder of the native code; all headers below it are inputs of the build."""
-        return sources.CSRC
+        return CSRC
 
     def sources(self) -> list[str]:
         """Returns absolute paths of the files to compile."""
@@ -131,14 +137,14 @@ class OpBuilder:
         verbose: bool = False,
     ) -> bool:
         """Returns whether a program that calls ``funcname`` compiles and links with ``libraries``."""
-        problem = probes.has_function(funcname, libraries, library_dirs or ())
+        problem = machine.has_function(funcname, libraries, library_dirs or ())
         if problem and verbose:
             self.warning(f"{self.name}: {funcname} cannot be linked: {problem}")
         return not problem
 
     def command_exists(self, cmd: str) -> bool:
         """Returns whether ``cmd``, or one of several separated by ``|``, is on the PATH."""
-        return any(shutil.which(name.strip()) is not None for name in cmd.split("|"))
+        return any(shutil.which(name.strip()) for name in cmd.split("|"))
 
     def cpu_arch(self) -> str:
         """Returns the compiler flag for this CPU. No op uses it: a prebuilt one must run on other machines."""
@@ -219,18 +225,18 @@ class OpBuilder:
         return Recipe(
             name=self.name,
             sources=tuple(self._sources()),
-            united=tuple(tuple(map(Path, group)) for group in self.united_sources()),
-            headers=tuple(sources.headers(self.source_root())),
+            united=tuple([tuple(map(Path, group)) for group in self.united_sources()]),
+            headers=tuple(headers(self.source_root())),
             include_paths=tuple(self.strip_empty_entries(self.include_paths())),
-            cxx_args=tuple(self.strip_empty_entries([*self.cxx_args(), *compiler.compile_flags()])),
+            cxx_args=tuple(self.strip_empty_entries([*self.cxx_args(), *machine.compile_flags()])),
             nvcc_args=tuple(self.strip_empty_entries(self.nvcc_args())),
-            ldflags=tuple(self.strip_empty_entries([*self.extra_ldflags(), *compiler.link_flags()])),
-            compiler=compiler.find(),
+            ldflags=tuple(self.strip_empty_entries([*self.extra_ldflags(), *machine.link_flags()])),
+            compiler=machine.find_compiler(),
         )
 
     def strip_empty_entries(self, args: Iterable[str]) -> list[str]:
         """Returns ``args`` without empty strings, which a compiler would take for files."""
-        return [arg for arg in args if arg]
+        return list(filter(None, args))
 
     def warning(self, msg: str) -> None:
         """Prints ``msg`` on stderr as a warning."""
@@ -240,7 +246,7 @@ class OpBuilder:
         return [Path(path) for path in self.strip_empty_entries(self.sources())]
 
     def _requirements(self) -> dict[str, str]:
-        return requirements([*self._sources(), *sources.headers(self.source_root())])  # asks no compiler
+        return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
@@ -285,11 +291,174 @@ class OpBuilder:
 
     def toolchain_problem(self) -> str | None:
         """Returns why nothing can be compiled here, with the fix; None if it can."""
-        found = compiler.find()
+        found = machine.find_compiler()
         if found is None:
-            wanted = os.environ.get("CXX") or ", ".join(compiler.DEFAULT_COMMANDS)
+            wanted = os.environ.get("CXX") or ", ".join(machine.DEFAULT_COMMANDS)
             return f"no C++ compiler was found ({wanted}); fix: install one (apt-get install g++), or set CXX"
-        problem = compiler.why_not_working(found, compiler.compile_flags())
+        problem = machine.why_not_working(found, machine.compile_flags())
         if problem:
             return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
-        return probes.python_header() or (NO_NINJA if probes.ninja_directory() is None else None)
+        return machine.python_header() or (NO_NINJA if machine.ninja_directory() is None else None)
+
+
+# The ops
+
+
+class EngineOpBuilder(OpBuilder):
+    """Needs only a C++ compiler to build; libaio is used if its header is found."""
+
+    def __init__(self) -> None:
+        super().__init__(self.NAME)
+        self.build_for_cpu = True
+
+    def sources(self) -> list[str]:
+        """Returns the op's files in all layers of the native code."""
+        return [str(path) for path in compiled(self.NAME, self.source_root())]
+
+    def united_sources(self) -> list[list[str]]:
+        """Returns the layers of each group of ``UNITED``."""
+        root = self.source_root()
+        return [[str(path) for path in compiled(self.NAME, root, group)] for group in UNITED]
+
+    def cxx_args(self) -> list[str]:
+        """Returns the op's flags, and the define for the libaio backend if the header is found."""
+        found = self._libaio_flags()
+        return [*CXX_ARGS] if found is None else [*CXX_ARGS, "-DNVME_OPS_HAVE_LIBAIO=1", *found]
+
+    def is_buildable(self, verbose: bool = False) -> bool:
+        """Does what the base class does; a missing libaio header is a warning."""
+        self.warnings.clear()
+        if machine.find_compiler() is not None and self._libaio_flags() is None:
+            self._note_missing_libaio()
+        if verbose:
+            for text in self.warnings:
+                self.warning(text)
+        return super().is_buildable(verbose)
+
+    def check_for_libaio_pkg(self) -> bool:
+        """Returns whether libaio's headers are installed; if not, ``warnings`` gets the package to install."""
+        installed, package = machine.libaio_package()
+        if not installed and package:
+            self.warnings.append(f"{self.NAME}: please install the {package}")
+        return installed
+
+    def _libaio_flags(self) -> list[str] | None:
+        found = machine.find_compiler()
+        if found is None:
+            return None
+        return machine.header_flags("libaio.h", machine.include_directories(found, cache.roots()))
+
+    def _note_missing_libaio(self) -> None:
+        self.warnings.append(f"{self.NAME} requires the dev libaio .so object and headers but these were not found.")
+        self.check_for_libaio_pkg()
+        self.warnings.append(
+            "If libaio is already installed (perhaps from source), try setting the CFLAGS and LDFLAGS environment "
+            "variables to where it can be found."
+        )
+
+
+class AsyncIOBuilder(EngineOpBuilder):
+    """Builds ``async_io``, whose handle is ``aio_handle``."""
+
+    BUILD_VAR: ClassVar[str] = "NVME_BUILD_AIO"
+    NAME: ClassVar[str] = "async_io"
+
+    if TYPE_CHECKING:
+
+        def load(self, verbose: bool = False) -> AsyncIOModule: ...  # noqa: D102
+        def jit_load(self, verbose: bool = True) -> AsyncIOModule: ...  # noqa: D102
+
+
+class GDSBuilder(EngineOpBuilder):
+    """Builds ``gds``, whose handle is ``gds_handle``. Neither CUDA's toolkit nor cuFile is needed to build it."""
+
+    BUILD_VAR: ClassVar[str] = "NVME_BUILD_GDS"
+    NAME: ClassVar[str] = "gds"
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Has the files that tell of GPU, driver and cuFile.
+        self.host = machine.Host()
+
+    def pieces(self) -> list[cufile.Requirement]:
+        """Returns what the op requires beyond a compiler, the GPU first; what is optional comes last."""
+        import torch
+
+        return cufile.pieces(str(torch.__version__), torch.version.cuda, self.host)
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Returns whether the op can be built and used here; ``load`` needs no more than ``is_buildable``.
+
+        On False ``error_log`` names everything that is missing, a line each, with its fix. What the op can do without
+        is added to ``warnings``. Only reads files: neither CUDA nor cuFile's driver is used.
+        """
+        problems = [] if self.is_buildable(verbose) else [str(self.error_log)]
+        missing = [(piece.needed, f"{piece.missing}; fix: {piece.fix}") for piece in self.pieces() if not piece.found]
+        problems += [text for needed, text in missing if needed]
+        hints = [text for needed, text in missing if not needed]
+        self.error_log = "\n".join(problems) or None
+        self.warnings += [f"{self.NAME}: {hint}" for hint in hints]
+        if verbose:
+            for text in [*problems, *hints]:
+                self.warning(f"{self.NAME}: {text}")
+        return not problems
+
+    if TYPE_CHECKING:
+
+        def load(self, verbose: bool = False) -> GDSModule: ...  # noqa: D102
+        def jit_load(self, verbose: bool = True) -> GDSModule: ...  # noqa: D102
+
+
+class PinMemoryBuilder(OpBuilder):
+    """Loads ``pin_memory``, whose handle is ``pin_handle``, and compiles nothing: the memory is that of ``async_io``.
+
+    It is not in ``ALL_OPS``, the table of what is compiled.
+    """
+
+    BUILD_VAR: ClassVar[str] = AsyncIOBuilder.BUILD_VAR
+    NAME: ClassVar[str] = "pin_memory"
+
+    def __init__(self) -> None:
+        super().__init__(self.NAME)
+        self.build_for_cpu = True
+        self._compiled = AsyncIOBuilder()
+
+    def absolute_name(self) -> str:
+        """Returns the name of the module that ``load`` returns."""
+        return "nvme_ops.pin_memory"
+
+    def is_buildable(self, verbose: bool = False) -> bool:
+        """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
+        found = self._compiled.is_buildable(verbose)
+        self.error_log, self.warnings = self._compiled.error_log, self._compiled.warnings
+        return found
+
+    def is_installed(self) -> bool:
+        """Returns whether ``async_io`` was built ahead of time and fits."""
+        return self._compiled.is_installed()
+
+    def is_cached(self) -> bool:
+        """Returns whether ``async_io`` is in the cache."""
+        return self._compiled.is_cached()
+
+    def load(self, verbose: bool = False) -> PinMemoryModule:
+        """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""
+        self._compiled.load(verbose)
+        return self._module()
+
+    def jit_load(self, verbose: bool = True) -> PinMemoryModule:
+        """Does what ``load`` does, ignoring a prebuilt ``async_io``."""
+        self._compiled.jit_load(verbose)
+        return self._module()
+
+    def builder(self) -> Extension:
+        """Returns ``async_io`` as an extension module for setuptools."""
+        return self._compiled.builder()
+
+    def _module(self) -> PinMemoryModule:
+        self.jit_mode = self._compiled.jit_mode
+        return cast("PinMemoryModule", importlib.import_module(self.absolute_name()))
+
+
+#: Op name -> its builder, for every op that is compiled: what is added here is known to the report, setup.py and tests.
+ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in (AsyncIOBuilder(), GDSBuilder())}

@@ -52,7 +52,7 @@ class CacheEntry:
         """Returns why others may have written the entry; an empty string if they cannot have, or none exists."""
         if not os.path.lexists(self.folder):
             return ""
-        return next(filter(None, map(trust.why_not, (self.folder, self.library, self.folder / RECORD))), "")
+        return trust.why_not(self.folder, self.library, self.folder / RECORD)
 
     def record(self) -> dict[str, object] | None:
         """Returns what the op was made from; None without a finished build that only this user can have written."""
@@ -96,7 +96,8 @@ def shared_fallback_root() -> Path | None:
 
 def roots() -> list[Path]:
     """Returns where a finished op may be, best first: only folders that no other user can write to."""
-    found = [] if _why_not_trusted(default_root()) else [default_root()]
+    root = default_root()
+    found = [] if _why_not_trusted(root) else [root]
     fallback = None if os.environ.get("TORCH_EXTENSIONS_DIR") else shared_fallback_root()
     if fallback is not None and _is_private(fallback.parent) and not trust.why_not(fallback):
         found.append(fallback)

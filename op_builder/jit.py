@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from . import cache, probes, trust
+from . import cache, machine, trust
 from .console import usable_streams
 from .recipe import Recipe
 
@@ -158,7 +158,7 @@ def import_library(name: str, library: Path) -> ModuleType:
 def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
     """Makes torch find ninja wherever pip put it, and the compiler that the recipe names."""
     changes = {"PATH": os.environ.get("PATH", os.defpath)}
-    ninja = probes.ninja_directory()
+    ninja = machine.ninja_directory()
     if ninja is not None and shutil.which("ninja") is None:
         changes["PATH"] += os.pathsep + ninja
     if recipe.compiler is not None:

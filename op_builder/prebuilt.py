@@ -1,4 +1,10 @@
-"""Ahead-of-time built ops: which ones to build at install time, how, and whether one fits at load time."""
+"""Ahead-of-time built ops: which ones to build at install time, how, and whether one fits at load time.
+
+Those in wheels are built once for each minor version of torch, for every Python from 3.11 on, whatever torch's build.
+torch's C++ interface differs from one minor version to the next, so there is one library for each, compiled against
+that version's own headers and not linked with anything of torch: its symbols are those in the process. Python's side is
+its limited API.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,37 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import platform
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cache, jit, portable, sources, trust
-from .recipe import Recipe
+from . import cache, jit, trust
+from .recipe import PACKAGE, Recipe, content_hash, headers
 
 if TYPE_CHECKING:
     from .builder import OpBuilder
+    from .machine import Compiler
 
 #: The package that prebuilt ops are installed in.
-OPS = sources.PACKAGE / "ops"
+OPS = PACKAGE / "ops"
 
 #: Asks for every op that this machine can build.
 BUILD_ALL = "NVME_BUILD_OPS"
+
+#: The oldest Python that has all of the limited API that csrc uses, as Py_LIMITED_API spells it.
+_LIMITED_API = "0x030b0000"
+_PYTHON = "abi3 of 3.11"
+_SUFFIX = ".abi3.so"
+#: In a record: such an op has no other Python or build of torch to match.
+MARK = "portable"
+
+# What the op is loaded beside. Stand-ins of these names make the linker note that they are needed.
+_TORCH_LIBRARIES = ("c10", "torch_cpu")
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
         with contextlib.suppress(ImportError):  # others say that there is no torch
             import torch
 
-            fitting.append(folder / portable.file_name(name, portable.minor(str(torch.__version__))))
+            fitting.append(folder / file_name(name, minor(str(torch.__version__))))
     for library in [*fitting, *others]:
         if library.is_file():
             try:
@@ -56,8 +75,7 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
 
 def record_path(library: Path) -> Path:
     """Returns the file beside a prebuilt op that says what it was made from."""
-    stem = portable.stem(library.name) or library.name.partition(".")[0]
-    return library.with_name(f"{stem}.{cache.RECORD}")
+    return library.with_name(f"{stem(library.name) or library.name.partition('.')[0]}.{cache.RECORD}")
 
 
 def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
@@ -66,8 +84,8 @@ def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
         return problem
     if not found.record:
         return f"{record_path(found.library).name} is missing"
-    if found.record.get(portable.MARK):
-        requirements = portable.requirements(requirements)
+    if found.record.get(MARK):
+        requirements = portable_requirements(requirements)
     differences = [
         f"{name}: built for {found.record.get(name)}, here {wanted}"
         for name, wanted in requirements.items()
@@ -86,8 +104,7 @@ def _why_not_trusted(library: Path) -> str:
             continue
         if facts.st_uid not in (0, os.geteuid(), package.st_uid):
             return f"{path} belongs to another user"
-        writers = trust.writable_by_others(facts)
-        if writers and facts.st_mode & ~package.st_mode & 0o022:
+        if facts.st_mode & ~package.st_mode & 0o022 and (writers := trust.writable_by_others(facts)):
             return f"{path} can be written by {writers} (fix: chmod go-w '{path}')"
     return ""
 
@@ -134,3 +151,97 @@ def obstacle(op: OpBuilder) -> str | None:
             "and ninja first, then run: pip install --no-build-isolation ..."
         )
     return op.toolchain_problem() if op.is_buildable() else op.error_log
+
+
+# In wheels
+
+
+def file_name(op: str, torch_minor: str) -> str:
+    """Returns the name of such a library: ``async_io.torch2.13.abi3.so``."""
+    return f"{op}.torch{torch_minor}{_SUFFIX}"
+
+
+def stem(name: str) -> str:
+    """Returns ``async_io.torch2.13`` for such a library's name; an empty string for any other name."""
+    return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) and ".torch" in name else ""
+
+
+def minor(version: str) -> str:
+    """Returns ``2.13`` for ``2.13.0+cpu``."""
+    from packaging.version import Version  # not at the top: setup.py loads this where only setuptools may be
+
+    return "{}.{}".format(*Version(version).release)
+
+
+def portable_requirements(exact: Mapping[str, str]) -> dict[str, str]:
+    """Returns what such an op must match, in place of the ``exact`` match of an op prebuilt for one machine."""
+    here = _PYTHON if _SUFFIX in importlib.machinery.EXTENSION_SUFFIXES else "one without abi3"
+    return {
+        "sources": exact["sources"],
+        "torch": minor(exact["torch"]),
+        "cxx11_abi": exact["cxx11_abi"],
+        "machine": exact["machine"],
+        "python": here,
+    }
+
+
+def portable_record(op: OpBuilder, torch_version: str) -> dict[str, object]:
+    """Returns what is kept beside an op that ``compile_portable`` made."""
+    return {
+        MARK: True,
+        "name": op.name,
+        "sources": content_hash([*map(Path, op.sources()), *headers(op.source_root())]),
+        "torch": minor(torch_version),
+        "cxx11_abi": "True",
+        "machine": platform.machine(),
+        "python": _PYTHON,
+    }
+
+
+def compile_portable(
+    op: OpBuilder, compiler: Compiler, torch_version: str, torch_include: Path, python_include: Path, folder: Path
+) -> Path:
+    """Compiles ``op`` against the headers of a torch that need not be installed; returns the library in ``folder``.
+
+    Raises:
+        RuntimeError: the compiler failed; the message is what it said.
+    """
+    work = folder / f"{op.name}.{torch_version}.work"
+    work.mkdir(parents=True)
+    for library in _TORCH_LIBRARIES:
+        _run(
+            compiler, "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,lib{library}.so", "-o", f"{work}/lib{library}.so"
+        )
+    units = []
+    for number, group in enumerate(op.united_sources()):
+        units.append(str(work / f"unit{number}.cpp"))
+        Path(units[-1]).write_text("".join(f'#include "{path}"\n' for path in group))
+    together = {path for group in op.united_sources() for path in group}
+    units += [path for path in op.sources() if path not in together]
+    target = folder / file_name(op.name, minor(torch_version))
+    includes = [
+        *op.include_paths(),
+        str(torch_include),
+        str(torch_include / "torch/csrc/api/include"),
+        str(python_include),
+    ]
+    _run(
+        compiler,
+        *op.cxx_args(),
+        *("-std=c++20", "-fPIC", "-shared", "-pthread"),
+        *("-D_GLIBCXX_USE_CXX11_ABI=1", f"-DPy_LIMITED_API={_LIMITED_API}"),
+        *(word for path in includes for word in ("-isystem" if path != str(op.source_root()) else "-I", path)),
+        *units,
+        *("-Wl,--no-as-needed", f"-L{work}", *(f"-l{library}" for library in _TORCH_LIBRARIES), "-Wl,-s"),
+        *("-o", str(target)),
+    )  # fmt: skip
+    kept = target.with_name(f"{stem(target.name)}.{cache.RECORD}")
+    kept.write_text(json.dumps(portable_record(op, torch_version), indent=2, sort_keys=True) + "\n")
+    return target
+
+
+def _run(compiler: Compiler, *arguments: str) -> None:
+    command = [*compiler.command, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}")

@@ -14,26 +14,26 @@ import stat
 from pathlib import Path
 
 
-def why_not(path: Path) -> str:
-    """Returns why others may decide what is at ``path``; an empty string if only this user and root can.
+def why_not(*paths: Path) -> str:
+    """Returns why others may decide what is at one of ``paths``; an empty string if only this user and root can.
 
-    Links are followed first, so use ``os.path.realpath`` of ``path`` from then on. For a path that does not exist yet
-    the folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
+    Links are followed first, so use ``os.path.realpath`` of a path from then on. For one that does not exist yet the
+    folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
     """
-    real = Path(os.path.realpath(path))
-    for place in (real, *real.parents):
+    real = list(map(Path, map(os.path.realpath, paths)))
+    for place in dict.fromkeys([place for each in real for place in (each, *each.parents)]):
         try:
             facts = os.lstat(place)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             return str(error)
-        above = place != real
+        above = place not in real
         if facts.st_uid not in (0, os.geteuid()) and not (above and facts.st_uid == _owner_of_the_unmapped()):
             return f"{place} belongs to {_user(facts.st_uid)}"
         if above and facts.st_mode & stat.S_ISVTX:
             continue
-        if loose := writable_by_others(facts):
+        if facts.st_mode & 0o022 and (loose := writable_by_others(facts)):
             return f"{place} can be written by {loose} (fix: chmod go-w '{place}')"
     return ""
 

@@ -7,15 +7,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 
 from nvme_ops.arguments import command, say
-from nvme_ops.host import Host
 from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder.machine import Host
 
-from . import driver, ops, render, storage, torch_info
-from .result import Status
-from .screen import as_screen
-from .sections import collect
+from . import gds, kernel, ops, render, storage
+from .result import Checks, Result, Status, run_checks
 
 _DESCRIPTION = """\
 Shows which ops of nvme_ops are installed and which can be built here, which
@@ -56,11 +55,39 @@ def parser() -> argparse.ArgumentParser:
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
     words = "also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its own"
-    add("--open-driver", action="store_true", help=f"{words}, for {driver.LIMIT:.0f} seconds at most")
+    add("--open-driver", action="store_true", help=f"{words}, for {gds.LIMIT:.0f} seconds at most")
     add("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
     add("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
-    add("--version", action="version", version=f"nvme-report {torch_info.PACKAGE_VERSION}")
+    add("--version", action="version", version=f"nvme-report {ops.PACKAGE_VERSION}")
     return made
+
+
+def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
+    """Runs every check that needs no folder; section name -> results. Opens cuFile only if ``open_driver``."""
+    look = cache(ops.built)
+    environment: Checks = {
+        "torch": ops.torch,
+        "nvme_ops": ops.package,
+        "ops compiled with": lambda: ops.compiled_with(look),
+        "C++ compiler": lambda: ops.if_needed(ops.compiler, look),
+        "Python headers": lambda: ops.if_needed(ops.python_headers, look),
+        "CUDA": lambda: ops.cuda(host),
+        "kernel": lambda: kernel.version(host),
+        "io_uring sysctl": lambda: kernel.io_uring_sysctl(host),
+        "seccomp": lambda: kernel.seccomp(host),
+        "aio-max-nr": lambda: kernel.aio_limit(host),
+        "memlock limit": lambda: kernel.memlock(host),
+        "huge pages (hugetlb)": lambda: kernel.reserved(host),
+        "transparent huge pages": lambda: kernel.transparent(host),
+        "shared memory (/dev/shm) size": lambda: kernel.shared(host),
+    }
+    return {
+        "build": run_checks({"ninja": ops.ninja}),
+        "ops": run_checks({name: partial(ops.row, builder, look) for name, builder in ALL_OPS.items()}),
+        "backends": kernel.backends(host, look),
+        "cufile": gds.section(host) + (run_checks({"cuFile driver": gds.open_driver}) if open_driver else ()),
+        "environment": run_checks(environment),
+    }
 
 
 @command("nvme-report")
@@ -73,13 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders = {folder: storage.inspect(host, folder) for folder in options.path}
     unusable = ops.unusable(sections["ops"], options.strict or ())
     if options.json:
-        text = render.as_json(torch_info.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
+        text = render.as_json(ops.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
     else:
         hidden = render.OPERATORS if options.hide_operator_status else ()
         shown = {name: results for name, results in sections.items() if name not in hidden}
         style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
-        about = ", ".join(torch_info.versions())
-        text = render.as_text(shown, folders, style) if options.verbose else as_screen(about, shown, folders, style)
+        about = ", ".join(ops.versions())
+        text = (
+            render.as_text(shown, folders, style) if options.verbose else render.as_screen(about, shown, folders, style)
+        )
     _write(text)
     if options.strict is None:
         return 0

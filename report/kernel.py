@@ -1,17 +1,25 @@
-"""The kernel: its version, and whether it, sysctl and seccomp permit io_uring and AIO."""
+"""The kernel: what it, sysctl and seccomp permit, which backend that leaves to a handle, and what memory it gives."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import re
+import resource
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from nvme_ops.host import Host
+from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder.machine import Host
 
-from . import syscalls
-from .result import Json, Result, Status
+from . import ops
+from .result import Json, Result, Status, run_checks
 
+ORDER = ("io_uring", "libaio", "threads")  # as csrc/backends/registry.cpp
+OVERRIDE = "NVME_OPS_BACKEND"
 _FEAT_RW_CUR_POS = 1 << 3  # came with Linux 5.6, as did the opcodes IORING_OP_READ and IORING_OP_WRITE
 _SYSCTL = "/proc/sys/kernel/io_uring_disabled"
 _ALLOW = (
@@ -62,7 +70,7 @@ def seccomp_mode(host: Host) -> int | None:
 def io_uring(host: Host) -> Result:
     """Reports whether a real ``io_uring_setup`` succeeds, and if not, what forbids it."""
     try:
-        features = syscalls.io_uring_setup(8)
+        features = io_uring_setup(8)
     except OSError as error:
         return _forbidden(host, error)
     data = {"features": features}
@@ -120,7 +128,7 @@ def aio_limit(host: Host) -> Result:
 def aio_context(events: int = _EVENTS) -> tuple[str, str]:
     """Returns why a real ``io_setup`` fails and the fix; two empty strings if it succeeds."""
     try:
-        syscalls.io_setup(events)
+        io_setup(events)
     except OSError as error:
         symbol = errno.errorcode.get(error.errno or 0, str(error.errno))
         if error.errno == errno.EAGAIN:
@@ -134,7 +142,7 @@ def aio_context(events: int = _EVENTS) -> tuple[str, str]:
     return "", ""
 
 
-def libaio() -> str | None:
+def libaio_name() -> str | None:
     """Returns the name under which the backend will load libaio; None if it is not installed."""
     for soname in LIBAIO:
         try:
@@ -143,3 +151,212 @@ def libaio() -> str | None:
             continue
         return soname
     return None
+
+
+# The backends
+
+
+def backends(host: Host, look: ops.Look) -> tuple[Result, ...]:
+    """Returns every backend in order of preference, then the one that a handle would choose."""
+    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(look), "threads": threads})
+    return results + run_checks({"chosen": lambda: chosen(results)})
+
+
+def libaio(look: ops.Look) -> Result:
+    """Checks its header, if the op is compiled here, its library, and the kernel's AIO."""
+    compiled_in = ops.has_libaio(ALL_OPS["async_io"], look)
+    library = libaio_name()
+    data = {"compiled_in": compiled_in, "library": library}
+    if not compiled_in:
+        words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
+        return Result("libaio", Status.NO, words, ops.install_command("libaio"), data)
+    if library is None:
+        return Result("libaio", Status.NO, f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio"), data)
+    reason, fix = aio_context()
+    if reason:
+        return Result("libaio", Status.NO, reason, fix, data)
+    return Result("libaio", Status.OKAY, f"{library}, io_setup succeeds", data=data)
+
+
+def threads() -> Result:
+    """Returns a result that is always OKAY: pread and pwrite on threads."""
+    return Result("threads", Status.OKAY, "pread and pwrite, always there")
+
+
+def chosen(results: Sequence[Result]) -> Result:
+    """Returns the first usable backend, unless the environment names another."""
+    usable = [result.name for result in results if result.status is Status.OKAY]
+    wanted = os.environ.get(OVERRIDE, "")
+    data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
+    if wanted not in ("", "auto", *ORDER):
+        words = f"{OVERRIDE}={wanted} is not one of auto, {', '.join(ORDER)}"
+        return Result("chosen", Status.NO, words, f"unset {OVERRIDE}", data)
+    if wanted in ORDER and wanted not in usable:
+        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted} is not usable here", f"unset {OVERRIDE}", data)
+    if wanted in ORDER:
+        return Result("chosen", Status.OKAY, f"{wanted} ({OVERRIDE})", data={**data, "backend": wanted})
+    data["backend"] = backend = usable[0]
+    if backend == ORDER[-1]:
+        words = f"{backend}: neither of the faster ones is usable"
+        return Result("chosen", Status.WARNING, words, next(filter(None, (result.fix for result in results))), data)
+    return Result("chosen", Status.OKAY, backend, data=data)
+
+
+# Memory: what may be locked, huge pages, and the shared memory of DataLoader workers
+
+MIB = 1 << 20
+GIB = 1 << 30
+_MEMLOCK_WANTED = 64 * MIB  # the staging ring of a busy default handle
+_RAISE_MEMLOCK = (
+    "docker run --ulimit memlock=-1 ...  # or '* - memlock unlimited' in /etc/security/limits.conf and a new login"
+)
+_SHM_WANTED = 512 * MIB  # below this ds_report warns too
+_CAP_IPC_LOCK = 14  # linux/capability.h
+_TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
+
+
+def size(count: int) -> str:
+    """Formats a number of bytes: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / (1 << 10 * power):.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
+
+
+def memlock(host: Host) -> Result:
+    """Reports how much memory may be locked; io_uring's registered buffers need as much as the staging memory."""
+    name = "memlock limit"
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    privileged = _may_lock_anything(host)
+    limits = [None if each == resource.RLIM_INFINITY else each for each in (soft, hard)]
+    data = {"soft": limits[0], "hard": limits[1], "privileged": privileged}
+    words = "unlimited" if unlimited else size(soft)
+    if privileged and not unlimited:
+        words += ", not binding (CAP_IPC_LOCK)"
+    if unlimited or privileged or soft >= _MEMLOCK_WANTED:
+        return Result(name, Status.OKAY, words, data=data)
+    words += ", staging buffers may stay unregistered and tensors unlocked"
+    enough = hard == resource.RLIM_INFINITY or hard >= _MEMLOCK_WANTED
+    fix = f"ulimit -l {_MEMLOCK_WANTED // 1024}" if enough else _RAISE_MEMLOCK
+    return Result(name, Status.WARNING, words, fix, data)
+
+
+def _may_lock_anything(host: Host) -> bool:
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
+    return bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def transparent(host: Host) -> Result:
+    """Reports whether the kernel gives huge pages on request (``madvise``) or to all (``always``)."""
+    name = "transparent huge pages"
+    text = host.read_or(_TRANSPARENT)
+    found = re.search(r"\[(\w+)\]", text)
+    mode = found[1] if found else ""
+    data = {"mode": mode}
+    if mode in ("always", "madvise"):
+        return Result(name, Status.OKAY, mode, data=data)
+    asked = os.environ.get("NVME_OPS_HUGETLB", "0") not in ("", "0")
+    if asked and _reserved(host, "nr_hugepages"):
+        return Result(name, Status.INFO, f"{mode or 'not in this kernel'}, the reserved ones serve", data=data)
+    if mode:
+        fix = f"echo madvise > {_TRANSPARENT}"
+    else:
+        mode, fix = "not in this kernel", "sysctl -w vm.nr_hugepages=64; export NVME_OPS_HUGETLB=1"
+    return Result(name, Status.WARNING, f"{mode}: staging buffers lie in small pages, which is slower", fix, data)
+
+
+def reserved(host: Host) -> Result:
+    """Reports the reserved 2 MiB pages (hugetlb), used only with ``NVME_OPS_HUGETLB=1``; none are needed."""
+    total, free = _reserved(host, "nr_hugepages"), _reserved(host, "free_hugepages")
+    words = f"{free} of {total} free, 2 MiB each" if total else "none reserved"
+    return Result("huge pages (hugetlb)", Status.INFO, words, data={"total": total, "free": free})
+
+
+def _reserved(host: Host, count: str) -> int:
+    text = host.read_or(f"/sys/kernel/mm/hugepages/hugepages-2048kB/{count}")
+    return int(text) if text.isdigit() else 0
+
+
+def shared(host: Host) -> Result:
+    """Reports the size of /dev/shm, through which DataLoader workers and collective libraries pass tensors."""
+    name = "shared memory (/dev/shm) size"
+    try:
+        stat = os.statvfs(host.path("/dev/shm"))
+    except OSError as error:
+        return Result(name, Status.WARNING, str(error), "mount -t tmpfs -o size=1G tmpfs /dev/shm")
+    total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    data = {"total": total, "free": free}
+    if total < _SHM_WANTED:
+        fix = "docker run --shm-size=1g ...  # or: mount -o remount,size=1G /dev/shm"
+        return Result(name, Status.WARNING, f"{size(total)}, too small for DataLoader workers", fix, data)
+    return Result(name, Status.OKAY, f"{size(total)}, {size(free)} free", data=data)
+
+
+# System calls that Python does not offer, through ctypes. Each raises OSError with the kernel's errno.
+
+# Numbers from the kernel's unistd.h; architectures that came after 2012 share one table.
+_GENERIC = {"io_setup": 0, "io_destroy": 1, "statx": 291, "io_uring_setup": 425}
+_NUMBERS = {
+    "x86_64": {"io_setup": 206, "io_destroy": 207, "statx": 332, "io_uring_setup": 425},
+    "ppc64le": {"io_setup": 227, "io_destroy": 228, "statx": 383, "io_uring_setup": 425},
+    "s390x": {"io_setup": 243, "io_destroy": 244, "statx": 379, "io_uring_setup": 425},
+    "aarch64": _GENERIC,
+    "riscv64": _GENERIC,
+    "loongarch64": _GENERIC,
+}
+_IO_URING_PARAMS_BYTES = 120  # sizeof(struct io_uring_params), linux/io_uring.h
+_FEATURES_OFFSET = 20
+_STATX_BYTES = 256  # sizeof(struct statx), linux/stat.h
+_STATX_DIOALIGN = 0x2000
+_DIOALIGN_OFFSET = 0x98  # stx_dio_mem_align, then stx_dio_offset_align
+_AT_EMPTY_PATH = 0x1000
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What direct I/O on a file requires, in bytes; both 0 if the file does not support it."""
+
+    memory: int
+    offset: int
+
+
+def _call(name: str, *arguments: object) -> int:
+    number = _NUMBERS.get(platform.machine(), {}).get(name)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"{name}: no number known for {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    result = int(libc.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return result
+
+
+def io_uring_setup(entries: int) -> int:
+    """Sets up an io_uring and closes it; returns the feature bits that the kernel reports."""
+    params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
+    os.close(_call("io_uring_setup", ctypes.c_long(entries), params))
+    return int(struct.unpack_from("=I", params, _FEATURES_OFFSET)[0])
+
+
+def io_setup(events: int) -> None:
+    """Makes a kernel AIO context for ``events`` requests and destroys it."""
+    context = ctypes.c_ulong(0)
+    _call("io_setup", ctypes.c_long(events), ctypes.byref(context))
+    _call("io_destroy", context)
+
+
+def direct_io_alignment(descriptor: int) -> Alignment | None:
+    """Returns the alignment from ``statx(STATX_DIOALIGN)`` for an open file; None if it is not reported."""
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        flags, mask = ctypes.c_long(_AT_EMPTY_PATH), ctypes.c_long(_STATX_DIOALIGN)
+        _call("statx", ctypes.c_long(descriptor), b"", flags, mask, buffer)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return None
+        raise
+    if not struct.unpack_from("=I", buffer, 0)[0] & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("=II", buffer, _DIOALIGN_OFFSET)
+    return Alignment(memory, offset)

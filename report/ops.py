@@ -1,18 +1,26 @@
-"""The table of ops: whether each is built ahead of time and usable here, and what it was compiled with."""
+"""The ops: which of them are usable here, and what compiles them: torch, ninja, the C++ compiler, Python's headers."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 import os
+import platform
+import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import TypeAlias
 
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, cache, compiler, cufile, prebuilt, sources
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, cache, cufile, machine, prebuilt, recipe
+from nvme_ops.op_builder.machine import Host
 
-from . import toolchain, torch_info
-from .packages import install_command
 from .result import Json, Result, Status
 
 _HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
@@ -27,35 +35,42 @@ class Built:
     record: Mapping[str, object]
 
 
-def row(builder: OpBuilder) -> Result:
+Look: TypeAlias = Callable[[OpBuilder], Built | None]  # ``built``, or its answers remembered
+
+
+def row(builder: OpBuilder, look: Look) -> Result:
     """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
     present = prebuilt.find(name)
     expected = _expected(builder)
     data: dict[str, Json] = {"installed": present is not None, "compatible": False, "expected": expected}
     data["warnings"] = []
-    broken = torch_info.problem()
+    broken = torch_problem()
     if broken is not None:
         return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
     misfit = _misfit(builder, present) if present is not None else ""
-    if not builder.is_buildable() or (misfit and not builder.is_cached() and builder.toolchain_problem()):
-        reason = builder.error_log or builder.toolchain_problem() or "not compatible"
+    compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
+    found = look(builder)  # what is compiled needs no compiler
+    reason = ""
+    if not compatible and found is None and not builder.is_buildable():
+        reason = builder.error_log or "not compatible"
+    elif misfit and not builder.is_cached():
+        reason = builder.toolchain_problem() or ""
+    if reason:
         words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
         fix = "unset TORCH_EXTENSIONS_DIR  # or name a folder that only you can write to" if cache.refusal() else ""
         return Result(name, Status.NO, words.partition("; fix: set TORCH")[0], fix or _build_fix(), data)
-    if not builder.is_compatible():
-        lines = (builder.error_log or "not compatible").splitlines()
+    if not compatible:
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
         data["warnings"] = [words for words, _, _ in parts]
         return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
     data["compatible"] = True
-    found = built(builder)
     data["compiled"] = None if found is None else found.how
     warnings, fix = _missing(builder)
     if misfit:
         warnings.insert(0, f"the prebuilt {name} op is not used, it is built just in time instead: {misfit}")
         pip = f"{sys.executable} -m pip install --force-reinstall --no-build-isolation"
-        fix = f"{builder.BUILD_VAR}=1 {pip} {sources.requirement()}"
+        fix = f"{builder.BUILD_VAR}=1 {pip} {recipe.requirement()}"
     data["warnings"] = warnings
     if warnings:
         works = not misfit and all("libaio" in each for each in warnings)  # as well, on another backend
@@ -65,7 +80,7 @@ def row(builder: OpBuilder) -> Result:
 
 def _expected(builder: OpBuilder) -> bool:
     """Returns whether the op should work on this machine: ``gds`` needs a GPU, which most machines lack."""
-    return not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.root).found)
+    return not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.host).found)
 
 
 def _missing(builder: OpBuilder) -> tuple[list[str], str]:
@@ -90,10 +105,10 @@ def _why_not_loadable(library: Path) -> str:
     return ""
 
 
-def if_needed(check: Callable[[], Result]) -> Result:
+def if_needed(check: Callable[[], Result], look: Look) -> Result:
     """Runs a check of what compiles an op; no complaint if all ops are compiled already."""
     found = check()
-    if found.status is not Status.NO or any(built(builder) is None for builder in ALL_OPS.values()):
+    if found.status is not Status.NO or any(look(builder) is None for builder in ALL_OPS.values()):
         return found
     words = f"{found.detail.partition(':')[0]}, nor needed: the ops are built"
     return replace(found, status=Status.INFO, detail=words, fix="")
@@ -101,17 +116,17 @@ def if_needed(check: Callable[[], Result]) -> Result:
 
 def _build_fix() -> str:
     """Returns the command for the first thing that a build lacks."""
-    for result in (toolchain.compiler(), toolchain.python_headers(), toolchain.ninja()):
+    for result in (compiler(), python_headers(), ninja()):
         if result.status in (Status.NO, Status.FAIL):
             return result.fix
-    if compiler.compile_flags() or compiler.link_flags():
+    if machine.compile_flags() or machine.link_flags():
         return "unset CPPFLAGS CFLAGS CXXFLAGS LDFLAGS  # or correct what the compiler complains about"
     return install_command("compiler")
 
 
 def built(builder: OpBuilder) -> Built | None:
     """Returns the compiled op that ``load`` would use; None if it would compile first, or torch cannot be imported."""
-    if torch_info.problem() is not None:
+    if torch_problem() is not None:
         return None
     recipe = builder.recipe()
     present = prebuilt.find(builder.name)
@@ -122,18 +137,18 @@ def built(builder: OpBuilder) -> Built | None:
     return Built("cached", entry.library, record) if entry is not None and record is not None else None
 
 
-def has_libaio(builder: OpBuilder) -> bool:
+def has_libaio(builder: OpBuilder, look: Look) -> bool:
     """Returns whether the op was compiled with libaio's header, or would be."""
-    found = built(builder)
+    found = look(builder)
     flags = found.record.get("cxx_args") if found is not None else builder.cxx_args()
     return isinstance(flags, list) and _HAVE_LIBAIO in flags
 
 
-def compiled_with() -> list[Result]:
+def compiled_with(look: Look) -> list[Result]:
     """Reports what each compiled op was compiled with; nothing for one that is not compiled yet."""
     results = []
     for builder in ALL_OPS.values():
-        found = built(builder)
+        found = look(builder)
         if found is None:
             continue
         record = found.record
@@ -149,3 +164,224 @@ def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Resul
     """Returns which of the ``named`` ops cannot be used; without names, of all that should work here."""
     bad = [result for result in results if result.status in (Status.NO, Status.FAIL)]
     return [result for result in bad if (result.name in named if named else result.data.get("expected", True))]
+
+
+# What compiles an op just in time; nvcc only as a fact
+
+_LEAST_COMPILER = "9"  # of gcc and clang: the first whose C++17 library is complete enough for torch's headers
+COMMAND_TIMEOUT = 10.0  # seconds; a compiler that does not answer `--version` in this time is of no use
+_CUDA = "/usr/local/cuda"  # where torch looks when CUDA_HOME is not set
+
+
+def ninja() -> Result:
+    """Reports ninja, which torch needs to compile an op; builders also find it beside Python."""
+    fix = f"{sys.executable} -m pip install --force-reinstall ninja"
+    folder = machine.ninja_directory()
+    if folder is None:
+        return Result("ninja", Status.FAIL, "not found", fix, {"path": None})
+    path = str(Path(folder, "ninja"))
+    try:
+        version = _output(path, "--version")
+    except OSError as error:
+        return Result("ninja", Status.FAIL, str(error), fix, {"path": path})
+    return Result("ninja", Status.OKAY, f"{version}, {path}", data={"path": path, "version": version})
+
+
+def compiler() -> Result:
+    """Reports the C++ compiler that a build would use, and its version."""
+    from packaging.version import Version  # in the check, which fails alone where this is missing
+
+    name = "C++ compiler"
+    chosen = os.environ.get("CXX", "")
+    fix = f"unset CXX  # or: {install_command('compiler')}" if chosen else install_command("compiler")
+    data = {"CXX": chosen, "command": "", "version": ""}
+    found = machine.find_compiler()
+    if found is None:
+        wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
+        return Result(name, Status.NO, f"not found ({wanted}): ops cannot be compiled here", fix, data)
+    data["command"] = " ".join(found.command)
+    try:
+        answer = found.run("--version")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Result(name, Status.NO, str(error), fix, data)
+    banner = answer.stdout.strip().partition("\n")[0]
+    if answer.returncode:
+        words = f"{data['command']} --version: exit status {answer.returncode}: {banner}"
+        return Result(name, Status.NO, words, fix, data)
+    data["version"] = banner
+    version = re.search(r"\d+\.\d+\.\d+", banner)
+    if version and Version(version[0]) < Version(_LEAST_COMPILER):
+        words = f"{banner}: torch's headers need version {_LEAST_COMPILER} or later"
+        return Result(name, Status.WARNING, words, f"{install_command('compiler')}  # then: export CXX=...", data)
+    return Result(name, Status.OKAY, f"{data['command']}: {banner}", data=data)
+
+
+def python_headers() -> Result:
+    """Reports Python.h, without which no extension module compiles."""
+    include = sysconfig.get_path("include")
+    if machine.python_header() is None:
+        return Result("Python headers", Status.OKAY, include, data={"include": include})
+    words = f"no Python.h in {include}: ops cannot be compiled here"
+    return Result("Python headers", Status.NO, words, install_command("python headers"), {"include": include})
+
+
+def cuda_home(host: Host) -> str | None:
+    """Returns the CUDA toolkit that torch would use: CUDA_HOME or CUDA_PATH, else nvcc's, else /usr/local/cuda."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return named
+    nvcc = shutil.which("nvcc")
+    around = Path(nvcc).resolve().parent.parent if nvcc else None
+    if around and around != Path("/usr") and (around / "include" / "cuda.h").is_file():
+        return str(around)
+    return _CUDA if host.exists(_CUDA) else None
+
+
+def cuda(host: Host) -> list[Result]:
+    """Reports CUDA_HOME and nvcc as facts: no op of this package needs either."""
+    home = cuda_home(host)
+    chosen = os.environ.get("CUDA_HOME")
+    data = {"CUDA_HOME": chosen, "used": home}
+    if chosen and not os.path.isdir(chosen):
+        words, fix = f"{chosen} is not a folder", "unset CUDA_HOME  # or set it to the CUDA toolkit"
+        return [Result("CUDA_HOME", Status.WARNING, words, fix, data), _nvcc(home)]
+    return [Result("CUDA_HOME", Status.INFO, home or "none (no op needs it)", data=data), _nvcc(home)]
+
+
+def _nvcc(home: str | None) -> Result:
+    name = "nvcc version"
+    inside = Path(home, "bin", "nvcc") if home else None
+    path = str(inside) if inside and inside.is_file() else shutil.which("nvcc")
+    if path is None:
+        return Result(name, Status.INFO, "none (no op needs it)", data={"path": None, "version": None})
+    try:
+        text = _output(path, "--version")
+    except OSError as error:
+        return Result(name, Status.INFO, f"{error} (no op needs it)", data={"path": path, "version": None})
+    found = re.search(r"release (\d+\.\d+)", text)
+    version = found[1] if found else text.rpartition("\n")[2]
+    return Result(name, Status.INFO, f"{version}, {path}", data={"path": path, "version": version})
+
+
+def _output(*command: str) -> str:
+    """What a short command prints; OSError when it cannot run, fails or does not answer."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{' '.join(command)}: no answer in {COMMAND_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: exit status {done.returncode}: {done.stdout.strip()}")
+    return done.stdout.strip()
+
+
+# PyTorch as installed, and this package
+
+LEAST_TORCH = "2.4"
+# The parent package is imported with this one; its capabilities must not be.
+_PACKAGE = sys.modules[__name__.partition(".")[0]]
+PACKAGE_VERSION = str(getattr(_PACKAGE, "__version__", "unknown"))
+_INSTALL_TORCH = f"{sys.executable} -m pip install torch"
+
+
+def torch_problem() -> Result | None:
+    """Returns why torch cannot be imported; None if it can."""
+    outcome = _import_torch()
+    return outcome if isinstance(outcome, Result) else None
+
+
+@functools.cache  # a broken torch may take seconds to fail
+def _import_torch() -> ModuleType | Result:
+    try:
+        return importlib.import_module("torch")
+    except Exception as error:  # a half-installed torch can raise anything
+        words, fix = f"cannot be imported: {type(error).__name__}: {error}", f"{_INSTALL_TORCH} --force-reinstall"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            words, fix = "not installed: no op can be compiled or loaded", _INSTALL_TORCH
+        return Result("torch", Status.NO, words, fix, {"error": str(error)})
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Returns torch's version and CUDA version; an unknown version and None if it cannot be imported."""
+    module = _import_torch()
+    if isinstance(module, Result):
+        return "(which cannot be imported)", None
+    return str(module.__version__), module.version.cuda
+
+
+def versions() -> list[str]:
+    """Returns the versions of this package, torch, Python and the kernel, each with its name."""
+    python, torch = platform.python_version(), torch_build()[0]
+    return [f"nvme_ops {PACKAGE_VERSION}", f"torch {torch}", f"Python {python}", f"Linux {platform.release()}"]
+
+
+def torch() -> list[Result]:
+    """Reports torch's path, version, CUDA or ROCm and C++ ABI; one line if it cannot be imported."""
+    module = _import_torch()
+    if isinstance(module, Result):
+        return [module]
+    cuda, hip = module.version.cuda, module.version.hip
+    abi = bool(module.compiled_with_cxx11_abi())
+    path = str(Path(module.__file__ or "").parent)
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "none (CPU build)"
+    return [
+        Result("torch install path", Status.INFO, path, data={"path": path}),
+        torch_version(str(module.__version__)),
+        Result("torch cuda version", Status.INFO, build, data={"cuda": cuda, "hip": hip}),
+        Result("torch C++ ABI", Status.INFO, f"_GLIBCXX_USE_CXX11_ABI={int(abi)}", data={"cxx11": abi}),
+    ]
+
+
+def torch_version(version: str) -> Result:
+    """Reports torch's version, and whether it is new enough."""
+    from packaging.version import Version  # in the check, which fails alone where this is missing
+
+    data = {"version": version}
+    if Version(version).release < Version(LEAST_TORCH).release:  # a nightly of it will do
+        words = f"{version}, older than {LEAST_TORCH}"
+        return Result("torch version", Status.WARNING, words, f"{_INSTALL_TORCH} --upgrade", data)
+    return Result("torch version", Status.INFO, version, data=data)
+
+
+def package() -> list[Result]:
+    """Reports nvme_ops's path and version, and the Python that runs it."""
+    path, python = str(next(iter(_PACKAGE.__path__))), f"{platform.python_version()}, {sys.executable}"
+    return [
+        Result("nvme_ops install path", Status.INFO, path, data={"path": path}),
+        Result("nvme_ops version", Status.INFO, PACKAGE_VERSION, data={"version": PACKAGE_VERSION}),
+        Result("python", Status.INFO, python, data={"executable": sys.executable}),
+    ]
+
+
+# The command that installs something missing, for the package manager in use
+
+_CONDA = "conda install -y -c conda-forge {}"
+_INSTALL = {
+    "apt-get": "apt-get install -y {}",
+    "dnf": "dnf install -y {}",
+    "yum": "yum install -y {}",
+    "zypper": "zypper install -y {}",
+    "pacman": "pacman -S --noconfirm {}",
+    "apk": "apk add {}",
+}
+# The package by manager; "" is the name that the RPM distributions share.
+_NAMES = {
+    "compiler": {"apt-get": "g++", "pacman": "gcc", "apk": "g++", "conda": "gxx", "": "gcc-c++"},
+    "python headers": {"apt-get": "python3-dev", "pacman": "python", "conda": "python", "": "python3-devel"},
+    # the package with the headers brings the library
+    "libaio": {"apt-get": "libaio-dev", "pacman": "libaio", "apk": "libaio-dev", "conda": "libaio", "": "libaio-devel"},
+    "nvidia-gds": {"": "nvidia-gds"},  # brings the module nvidia-fs
+}
+
+
+def install_command(piece: str) -> str:
+    """Returns the command that installs ``piece``, a key of the table: conda's in conda, else the system's."""
+    names = _NAMES[piece]
+    if "conda" in names and machine.conda_prefix() is not None:
+        return _CONDA.format(names["conda"])
+    for manager, command in _INSTALL.items():
+        if shutil.which(manager):
+            return command.format(names.get(manager, names[""]))
+    return f"install {names['']} ({names.get('apt-get', names[''])} on Debian) with the system's package manager"

@@ -27,7 +27,7 @@ from typing import Any
 
 import pypi
 
-from nvme_ops.op_builder import ALL_OPS, compiler, portable
+from nvme_ops.op_builder import ALL_OPS, machine, prebuilt
 
 ROOT = Path(__file__).parent.parent
 #: One of each minor version whose C++ standard library is the one of manylinux_2_28 and later.
@@ -103,15 +103,15 @@ def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
         import torch
 
         version = str(torch.__version__)
-    chosen = compiler.find()
+    chosen = machine.find_compiler()
     if chosen is None:
         raise RuntimeError("no C++ compiler was found; fix: apt-get install g++")
     made = []
     for name in ops:
-        library = portable.compile_op(
+        library = prebuilt.compile_portable(
             ALL_OPS[name], chosen, version, include, Path(sysconfig.get_path("include")), work / "ops"
         )
-        made += [library, library.with_name(f"{portable.stem(library.name)}.build.json")]
+        made += [library, library.with_name(f"{prebuilt.stem(library.name)}.build.json")]
         print(f"{library.name}: {library.stat().st_size >> 10} KiB", flush=True)
     shutil.rmtree(work / f"torch-{version}", ignore_errors=True)
     return made

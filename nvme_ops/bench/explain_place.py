@@ -10,10 +10,10 @@ import stat
 import struct
 from dataclasses import dataclass
 
-from nvme_ops.host import Host
 from nvme_ops.measuring.files import NotUsable
 from nvme_ops.measuring.page_cache import cached_bytes
-from nvme_ops.report import syscalls
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import kernel
 from nvme_ops.storage.device import MEMORY, NETWORK, Mount, devices_under, mount_of
 from nvme_ops.text import MIB, size_words
 
@@ -111,7 +111,7 @@ def _device_words(path: str, mount: Mount | None) -> str:
 
 def _alignment(descriptor: int) -> str:
     with contextlib.suppress(OSError):
-        said = syscalls.direct_io_alignment(descriptor)
+        said = kernel.direct_io_alignment(descriptor)
         if said and said.offset:
             return f"direct I/O aligned to {said.offset} bytes"
     return ""

@@ -16,9 +16,9 @@ from nvme_ops.bench.engines import unavailable
 from nvme_ops.bench.engines.task import Task
 from nvme_ops.bench.explain_judge import EMPTY, FIO, GDS, GPU, KEPT, LANES, LOCKED, NEW, Variation
 from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
-from nvme_ops.host import Host
 from nvme_ops.measuring.files import filled
-from nvme_ops.report import kernel, memory
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
 from nvme_ops.text import KIB, MIB
 
@@ -90,9 +90,9 @@ def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
     elif backend != "io_uring" and (result := kernel.io_uring(host)).status is not Status.OKAY:
         found.append((f"io_uring: {result.detail}", result.fix))
     if not locked:
-        fix = memory.memlock(host).fix or "ulimit -l unlimited"
+        fix = kernel.memlock(host).fix or "ulimit -l unlimited"
         found.append(("memory cannot be locked (RLIMIT_MEMLOCK)", fix))
-    huge = memory.transparent(host)
+    huge = kernel.transparent(host)
     if huge.status is Status.WARNING:
         found.append((f"huge pages: {huge.detail}", huge.fix))
     return found

@@ -8,8 +8,8 @@ import platform
 
 import torch
 
-from nvme_ops.host import Host
 from nvme_ops.op_builder import AsyncIOBuilder
+from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import storage
 
 

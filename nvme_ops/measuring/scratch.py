@@ -21,9 +21,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nvme_ops.host import Host
 from nvme_ops.measuring import stop
 from nvme_ops.measuring.files import NotUsable, require_space
+from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage.device import mount_of
 from nvme_ops.storage.locks import boot_id
 

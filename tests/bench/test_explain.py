@@ -17,8 +17,8 @@ import pytest
 
 from nvme_ops.bench import explain, explain_place, explain_rows
 from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
-from nvme_ops.host import Host
 from nvme_ops.measuring import files, page_cache
+from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.text import GIB, MIB
 from tests.conftest import give_up_root, in_child, open_to_all

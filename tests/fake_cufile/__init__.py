@@ -84,9 +84,9 @@ class _Fault(ctypes.Structure):
 
 def build(folder: Path, *without: str) -> Path:
     """Compiles the library into ``folder``, unless the same one is there."""
-    from nvme_ops.op_builder import compiler
+    from nvme_ops.op_builder import machine
 
-    found = compiler.find()
+    found = machine.find_compiler()
     assert found is not None
     command = [*found.command, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *(f"-D{name}" for name in without)]
     sources = [(FOLDER / name).read_text() for name in ("fake_cufile.cpp", "state.h")]

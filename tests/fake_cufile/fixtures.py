@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nvme_ops._native import native
-from nvme_ops.op_builder import GDSBuilder, compiler
+from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import in_child
 from tests.fake_cufile import NVIDIA_FS, FakeCuFile, build
 from tests.private_device import PrivateDevice, private_device
@@ -44,7 +44,7 @@ def the_device() -> PrivateDevice:
         torch.cuda.is_available() or (hasattr(torch, "accelerator") and torch.accelerator.is_available())
     ):
         pytest.skip("torch has a real accelerator, and only one can page-lock memory in a process")
-    if compiler.find() is None:
+    if machine.find_compiler() is None:
         pytest.skip("no C++ compiler, which builds the simulated accelerator")
     return private_device()
 

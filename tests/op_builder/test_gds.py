@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, compiler, cufile
+from nvme_ops.op_builder import GDSBuilder, cufile, machine
 from tests.conftest import run_python
 from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 from tests.op_builder.tiny_op import REPOSITORY
@@ -32,7 +32,7 @@ def builder(root: Path, *layers: Mapping[str, str]) -> GDSBuilder:
     for layer in layers:
         put(root, layer)
     made = GDSBuilder()
-    made.root = root
+    made.host = machine.Host(root)
     made.is_installed = lambda: True  # type: ignore[method-assign]
     made._libaio_flags = list  # type: ignore[method-assign]
     return made
@@ -153,7 +153,7 @@ def test_an_op_that_cannot_be_built_is_not_compatible(root: Path, monkeypatch: p
     made = builder(root, EVERYTHING)
     monkeypatch.delattr(made, "is_installed")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root / "cache"))
-    monkeypatch.setattr(compiler, "find", lambda: None)
+    monkeypatch.setattr(machine, "find_compiler", lambda: None)
     assert "no C++ compiler was found" in refusal(made)
 
 
@@ -195,12 +195,13 @@ import os, subprocess
 from pathlib import Path
 import torch
 from nvme_ops.op_builder import GDSBuilder
+from nvme_ops.op_builder.machine import Host
 torch.version.cuda = "13.0"
 def refuse(*args, **kwargs): raise AssertionError(args)
 def loaded(): return {{line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}}
 before = loaded(), dict(os.environ)
 made = GDSBuilder()
-made.root = Path({str(root)!r})
+made.host = Host(Path({str(root)!r}))
 made.is_installed = lambda: True
 subprocess.Popen.__init__ = refuse
 assert made.is_compatible(), made.error_log
@@ -226,9 +227,9 @@ def test_the_library_is_looked_for_in_the_order_in_which_it_is_loaded(
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/extra/lib")
     put(root, {"site-packages/nvidia/cu13/lib/x": "", "conda-meta/history": ""})
-    sources = [source for source, _ in cufile.candidates(root)]
+    sources = [source for source, _ in cufile.candidates(machine.Host(root))]
     assert list(dict.fromkeys(sources)) == ["site-packages", "conda", "CUDA_HOME", "system"]
-    assert dict(reversed(list(cufile.candidates(root))))["system"] == root / "extra/lib/libcufile.so.0"
+    assert dict(reversed(list(cufile.candidates(machine.Host(root)))))["system"] == root / "extra/lib/libcufile.so.0"
 
 
 @pytest.mark.parametrize(
@@ -243,12 +244,12 @@ def test_the_library_is_looked_for_in_the_order_in_which_it_is_loaded(
 )
 def test_the_library_is_found_wherever_it_lies(root: Path, file: str, source: str) -> None:
     put(root, {file: ""})
-    assert cufile.find(root) == (source, root / file)
+    assert cufile.find(machine.Host(root)) == (source, root / file)
 
 
 def test_the_library_of_a_conda_environment_is_found(root: Path) -> None:
     put(root, {"conda-meta/history": "", "lib/libcufile.so.0": ""})
-    assert cufile.find(root) == ("conda", root / "lib/libcufile.so.0")
+    assert cufile.find(machine.Host(root)) == ("conda", root / "lib/libcufile.so.0")
 
 
 def test_the_library_is_found_through_the_linkers_cache(root: Path) -> None:
@@ -256,20 +257,20 @@ def test_the_library_is_found_through_the_linkers_cache(root: Path) -> None:
     entries = [b"glibc-ld.so.cache1.1", b"libcufile.so.0", b"/opt/odd place/libcufile.so.0", b"/gone/libcufile.so.0"]
     (root / "etc").mkdir()
     (root / "etc/ld.so.cache").write_bytes(b"\0".join([*entries, b""]))
-    assert cufile.find(root) == ("system", root / "opt/odd place/libcufile.so.0")
+    assert cufile.find(machine.Host(root)) == ("system", root / "opt/odd place/libcufile.so.0")
 
 
 def test_a_library_that_is_loaded_comes_before_all_others(root: Path) -> None:
     put(root, {"loaded here/libcufile.so.0": "", "site-packages/nvidia/cu13/lib/libcufile.so.0": ""})
     line = f"7f00-7f01 r-xp 0 08:01 12    {root}/loaded here/libcufile.so.0\n7f02-7f03 rw-p 0 00:00 0\n"
     put(root, {"proc/self/maps": line})
-    assert cufile.find(root) == ("already loaded", root / "loaded here/libcufile.so.0")
+    assert cufile.find(machine.Host(root)) == ("already loaded", root / "loaded here/libcufile.so.0")
 
 
 def test_the_override_comes_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(root, {"named.so": "", "site-packages/nvidia/cu13/lib/libcufile.so.0": ""})
     monkeypatch.setenv(cufile.OVERRIDE, str(root / "named.so"))
-    assert cufile.find(root) == (cufile.OVERRIDE, root / "named.so")
+    assert cufile.find(machine.Host(root)) == (cufile.OVERRIDE, root / "named.so")
 
 
 @pytest.mark.parametrize("name", ["relative.so", "/no/such/libcufile.so"])
@@ -289,6 +290,6 @@ def test_the_op_is_given_absolute_paths_of_files_that_are_there(root: Path, monk
 
 def test_a_gpu_is_called_by_its_model_or_its_device(root: Path) -> None:
     put(root, {"dev/nvidia0": "", "dev/nvidia-uvm": ""})
-    assert cufile.gpu(root).found == "nvidia0"
+    assert cufile.gpu(machine.Host(root)).found == "nvidia0"
     put(root, WITH_GPU)
-    assert cufile.gpu(root).found == "2 x NVIDIA H200"
+    assert cufile.gpu(machine.Host(root)).found == "2 x NVIDIA H200"

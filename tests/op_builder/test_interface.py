@@ -12,16 +12,7 @@ import pytest
 import torch
 
 from nvme_ops.handle import aio_handle
-from nvme_ops.op_builder import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    GDSBuilder,
-    OpBuilder,
-    PinMemoryBuilder,
-    jit,
-    modules,
-    sources,
-)
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, PinMemoryBuilder, jit, modules, recipe
 from nvme_ops.pin_memory import pin_handle
 from tests.op_builder.tiny_op import REPOSITORY
 
@@ -93,7 +84,7 @@ def test_builder_describes_an_extension_module(builder: OpBuilder) -> None:
 
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_the_native_sources_have_distinct_names(op: str) -> None:
-    stems = [path.stem for path in sources.compiled(op)]
+    stems = [path.stem for path in recipe.compiled(op)]
     assert len(set(stems)) == len(stems), "torch compiles all into one folder"
 
 
@@ -102,21 +93,21 @@ def test_a_new_source_is_compiled_without_being_listed(tmp_path: Path, op: str) 
     for layer, name in (("engine", "b.cpp"), ("base", "z.cpp"), ("base", "a.cpp"), ("elsewhere", "no.cpp")):
         (tmp_path / layer).mkdir(exist_ok=True)
         (tmp_path / layer / name).touch()
-    assert [path.name for path in sources.compiled(op, tmp_path)] == ["a.cpp", "z.cpp", "b.cpp"]
-    assert [path.name for path in sources.compiled(op, tmp_path, ("engine",))] == ["b.cpp"]
+    assert [path.name for path in recipe.compiled(op, tmp_path)] == ["a.cpp", "z.cpp", "b.cpp"]
+    assert [path.name for path in recipe.compiled(op, tmp_path, ("engine",))] == ["b.cpp"]
 
 
 def test_each_op_has_a_module_of_its_own_and_async_io_has_nothing_of_cufile(tmp_path: Path) -> None:
     (tmp_path / "binding").mkdir()
     for name in ("async_io.cpp", "gds_path.cpp", "gds.cpp", "cufile.cpp", "cuda_context.cpp", "shared.cpp"):
         (tmp_path / "binding" / name).touch()
-    names = {op: [path.name for path in sources.compiled(op, tmp_path)] for op in ALL_OPS}
+    names = {op: [path.name for path in recipe.compiled(op, tmp_path)] for op in ALL_OPS}
     assert names["async_io"] == ["async_io.cpp", "shared.cpp"]
     assert names["gds"] == ["cuda_context.cpp", "cufile.cpp", "gds.cpp", "gds_path.cpp", "shared.cpp"]
 
 
 def test_both_ops_share_the_engine() -> None:
-    shared = set(sources.compiled("async_io")) & set(sources.compiled("gds"))
+    shared = set(recipe.compiled("async_io")) & set(recipe.compiled("gds"))
     assert {path.name for path in shared} >= {"engine.cpp", "io_uring.cpp", "engine_type.cpp"}
 
 
@@ -164,7 +155,7 @@ assert package.AsyncIOBuilder
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("number", range(len(sources.UNITED)))
+@pytest.mark.parametrize("number", range(len(recipe.UNITED)))
 @pytest.mark.parametrize("op", [pytest.param(op, marks=[] if op == "async_io" else pytest.mark.slow) for op in ALL_OPS])
 def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, op: str, number: int) -> None:
     import torch.utils.cpp_extension as extension
@@ -179,9 +170,9 @@ def test_layers_that_are_united_compile_as_one_file(tmp_path: Path, op: str, num
     assert result.returncode == 0, "it takes a third of the time, so keep names distinct:\n" + result.stdout
 
 
-@pytest.mark.parametrize(("op", "start"), [(op, start) for op, starts in sources.OWN.items() for start in starts])
+@pytest.mark.parametrize(("op", "start"), [(op, start) for op, starts in recipe.OWN.items() for start in starts])
 def test_every_name_that_makes_a_file_an_ops_own_is_in_use(op: str, start: str) -> None:
-    assert any(path.name.startswith(start) for path in sources.compiled(op))
+    assert any(path.name.startswith(start) for path in recipe.compiled(op))
 
 
 def test_type_checkers_know_what_load_returns() -> None:

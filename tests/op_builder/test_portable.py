@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import compiler, portable, prebuilt
+from nvme_ops.op_builder import machine, prebuilt
 from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, sandbox
 
-MINOR = portable.minor(str(torch.__version__))
+MINOR = prebuilt.minor(str(torch.__version__))
 
 pytestmark = pytest.mark.skipif(".abi3.so" not in EXTENSION_SUFFIXES, reason="this Python has no abi3")
 
 
 def installed(here: Sandbox, folder: Path, version: str = torch.__version__) -> Path:
-    found = compiler.find()
+    found = machine.find_compiler()
     assert found is not None
     include = Path(torch.__file__).parent / "include"
-    return portable.compile_op(TinyBuilder(), found, version, include, Path(sysconfig.get_path("include")), folder)
+    return prebuilt.compile_portable(
+        TinyBuilder(), found, version, include, Path(sysconfig.get_path("include")), folder
+    )
 
 
 def load(sandbox: Sandbox, folder: Path) -> tuple[str, str]:
@@ -75,15 +77,15 @@ def test_another_build_of_the_same_torch_fits() -> None:
     exact = {"torch": "2.13.0+cpu", "torch_commit": "1", "sources": "2", "cxx11_abi": "True", "cuda": "None",
              "hip": "None", "python": ".cpython-311-x86_64-linux-gnu.so", "machine": "x86_64"}  # fmt: skip
     another = {**exact, "torch": "2.13.1+cu130", "torch_commit": "2", "cuda": "13.0", "python": ".cpython-314-....so"}
-    assert portable.requirements(exact) == portable.requirements(another)
-    assert portable.requirements(exact) != portable.requirements({**exact, "torch": "2.14.0"})
+    assert prebuilt.portable_requirements(exact) == prebuilt.portable_requirements(another)
+    assert prebuilt.portable_requirements(exact) != prebuilt.portable_requirements({**exact, "torch": "2.14.0"})
 
 
 def test_a_python_without_abi3_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = {"torch": "2.13.0", "sources": "2", "cxx11_abi": "True", "machine": "x86_64"}
-    fitting = portable.requirements(exact)["python"]
+    fitting = prebuilt.portable_requirements(exact)["python"]
     monkeypatch.setattr("importlib.machinery.EXTENSION_SUFFIXES", [".cpython-314t-x86_64-linux-gnu.so", ".so"])
-    assert portable.requirements(exact)["python"] != fitting
+    assert prebuilt.portable_requirements(exact)["python"] != fitting
 
 
 def test_what_the_compiler_says_is_the_error(here: Sandbox, tmp_path: Path) -> None:

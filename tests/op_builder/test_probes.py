@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, compiler, probes
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, machine
 
 FIRST = "async_io requires the dev libaio .so object and headers but these were not found."
 LAST = (
@@ -158,7 +158,7 @@ def test_has_function(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_has_function_looks_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compiler.find()
+    found = machine.find_compiler()
     assert found is not None
     source = tmp_path / "own.cpp"
     source.write_text('extern "C" void own_function() {}\n')
@@ -178,7 +178,7 @@ def test_has_function_without_a_compiler_is_false(programs: AddProgram, monkeypa
 
 def test_a_compiler_that_hangs_is_given_up(no_libaio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_libaio.write_text("#!/bin/sh\nexec sleep 600\n")
-    monkeypatch.setattr(compiler, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 0.2)
     builder = AsyncIOBuilder()
     assert not builder.is_compatible()
     assert builder.error_log is not None
@@ -197,7 +197,7 @@ def test_command_exists(programs: AddProgram, capfd: pytest.CaptureFixture[str])
 
 def test_missing_python_headers_are_said_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
-    problem = probes.python_header()
+    problem = machine.python_header()
     assert problem is not None
     assert f"apt-get install python3.{sys.version_info.minor}-dev" in problem
 

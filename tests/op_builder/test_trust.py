@@ -308,7 +308,7 @@ def test_a_filled_cache_that_is_not_loaded_is_told_of(
     if ninja:
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
-        monkeypatch.setattr("nvme_ops.op_builder.probes.ninja_directory", lambda: None)
+        monkeypatch.setattr("nvme_ops.op_builder.machine.ninja_directory", lambda: None)
     words = "no C.. compiler was found" if ninja else "due to ninja not being installed"
     reason = f"What {here.cache}/nvme_ops may hold of it is not loaded, because others could have changed it: .*nobody"
     with pytest.raises(RuntimeError, match=f"{words}.*{reason}"):
@@ -463,21 +463,21 @@ def test_a_prebuilt_op_that_others_can_change_is_not_used(
 
 @needs_root
 def test_what_the_compiler_said_is_not_believed_of_others(here: Sandbox) -> None:
-    from nvme_ops.op_builder import compiler
+    from nvme_ops.op_builder import machine
 
-    found = compiler.find()
+    found = machine.find_compiler()
     assert found is not None
     cache.writable_root()
-    directories = compiler.include_directories(found, cache.roots())
+    directories = machine.include_directories(found, cache.roots())
     note = next(cache.roots()[0].glob("compiler-*.json"))
     note.write_text('{"include_directories": ["/planted"]}')
-    assert compiler.include_directories(found, cache.roots()) == ["/planted"]
+    assert machine.include_directories(found, cache.roots()) == ["/planted"]
     os.chown(note, NOBODY, 0)
-    assert compiler.include_directories(found, cache.roots()) == directories
+    assert machine.include_directories(found, cache.roots()) == directories
 
 
 def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvme_ops.op_builder import probes
+    from nvme_ops.op_builder import machine
 
     ninja = tmp_path / "~" / ".local" / "bin" / "ninja"
     ninja.parent.mkdir(parents=True)
@@ -489,4 +489,4 @@ def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "executable", "")
     monkeypatch.setenv("PATH", "/nothing")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert probes.ninja_directory() is None
+    assert machine.ninja_directory() is None

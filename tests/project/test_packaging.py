@@ -351,9 +351,11 @@ def test_a_request_without_torch_names_the_option(run: Run, small: Path, no_torc
 
 def test_all_ops_leaves_out_the_one_that_cannot_be_built(run: Run, small: Path) -> None:
     # as if gds needed more than this machine has
-    with (small / "op_builder" / "gds.py").open("a") as module:
-        module.write("    def is_buildable(self, verbose=False):\n")
-        module.write("        self.error_log = 'not for this machine'\n        return False\n")
+    with (small / "op_builder" / "builder.py").open("a") as module:
+        module.write(
+            "def refuse(self, verbose=False):\n    self.error_log = 'not for this machine'\n    return False\n"
+        )
+        module.write("GDSBuilder.is_buildable = refuse\n")
     result = run("-c", ASK_BACKEND, cwd=small, NVME_BUILD_OPS="1")
     assert result.returncode == 0, result.stderr
     assert "the gds op cannot be built: not for this machine" in result.stderr

@@ -35,7 +35,7 @@ BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 # What the modules of each part may import of the package.
 PARTS = {
     "op_builder": {"op_builder"},
-    "report": {"op_builder", "report", "arguments", "host", "storage.device", "text"},
+    "report": {"op_builder", "report", "arguments", "storage.device", "text"},
 }
 
 # What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
@@ -53,8 +53,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.publication"}
     | {"offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
     "measuring": {"storage.device", "storage.locks"},
-    "bench": {"measuring", "storage", "data"}
-    | {f"report.{name}" for name in ("kernel", "memory", "result", "storage", "syscalls")},
+    "bench": {"measuring", "storage", "data"} | {f"report.{name}" for name in ("kernel", "result", "storage")},
     "tune": {"measuring", "storage.device", "tuning.store"},
     "tuning": {"storage"},
 }

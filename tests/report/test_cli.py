@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from nvme_ops.op_builder import compiler, prebuilt, probes
+from nvme_ops.op_builder import machine, prebuilt
 from tests import prepared
 
 ROOT = Path(__file__).parents[2]
@@ -178,8 +178,8 @@ def test_strict_without_a_compiler_fails_and_says_which_op_and_why(tmp_path: Pat
 
 
 def test_a_compiler_that_does_not_find_libaio_gives_the_warnings_of_ds_report(tmp_path: Path) -> None:
-    found = compiler.find()
-    if found is None or prebuilt.find("async_io") or probes.conda_prefix():
+    found = machine.find_compiler()
+    if found is None or prebuilt.find("async_io") or machine.conda_prefix():
         pytest.skip("the header is not looked for, or not only where the compiler looks")
     cxx = f"{' '.join(found.command)} -nostdinc"
     done = report("-v", "--strict", CXX=cxx, TORCH_EXTENSIONS_DIR=str(tmp_path))

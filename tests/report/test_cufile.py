@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.host import Host
 from nvme_ops.op_builder import cufile as op_cufile
-from nvme_ops.report import cufile, torch_info
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import gds, ops
 from nvme_ops.report.result import Result, Status
 from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
@@ -28,7 +28,7 @@ WAY = "path of GPU tensors"
 def no_cufile_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep this machine's own libraries and settings out of sight, and have a torch with CUDA."""
     clear_environment(monkeypatch, tmp_path)
-    monkeypatch.setattr(torch_info, "build", lambda: ("2.13.0+cu130", "13.0"))
+    monkeypatch.setattr(ops, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
 
 
 def machine(folder: Path, *layers: Mapping[str, str]) -> Host:
@@ -38,7 +38,7 @@ def machine(folder: Path, *layers: Mapping[str, str]) -> Host:
 
 
 def section(host: Host) -> dict[str, Result]:
-    results = {result.name: result for result in cufile.section(host)}
+    results = {result.name: result for result in gds.section(host)}
     for result in results.values():
         assert result.fix or not result.status.needs_fix, result
         assert result.status is not Status.FAIL, result
@@ -77,7 +77,7 @@ def test_with_everything_there_nothing_is_complained_about(tmp_path: Path) -> No
 
 
 def test_a_torch_without_cuda_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_info, "build", lambda: ("2.13.0+cpu", None))
+    monkeypatch.setattr(ops, "torch_build", lambda: ("2.13.0+cpu", None))
     result = section(machine(tmp_path, EVERYTHING))["torch with CUDA"]
     assert result.status is Status.NO
     assert "2.13.0+cpu" in result.detail
@@ -86,7 +86,7 @@ def test_a_torch_without_cuda_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_library_that_the_op_would_load_is_the_one_shown(tmp_path: Path) -> None:
     result = section(machine(tmp_path, EVERYTHING))["cuFile library"]
-    place = op_cufile.find(tmp_path)
+    place = op_cufile.find(Host(tmp_path))
     assert place is not None
     assert (result.data["source"], result.data["path"]) == ("site-packages", str(place[1]))
 
@@ -222,9 +222,9 @@ def loaded():
     return {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line and "libcu" in line}
 before = loaded()
 from nvme_ops.op_builder import GDSBuilder
-from nvme_ops.report import cufile
-from nvme_ops.host import Host
-cufile.section(Host())
+from nvme_ops.report import gds
+from nvme_ops.op_builder.machine import Host
+gds.section(Host())
 GDSBuilder().pieces()
 assert loaded() == before
 assert not torch.cuda.is_initialized()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.host import Host
-from nvme_ops.report import cufile_settings
-from nvme_ops.report.cufile_settings import parse, read
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import gds
+from nvme_ops.report.gds import parse
+from nvme_ops.report.gds import read_settings as read
 from tests.made_up_gpu import clear_environment, put
 
 # As NVIDIA's own file: comments of both kinds, between and behind values.
@@ -65,17 +66,17 @@ def test_the_systems_file_is_read(host: Host) -> None:
 
 def test_a_named_file_takes_its_place(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     put(host.root, {"etc/cufile.json": COMMENTED, "mine.json": '{"properties": {"force_compat_mode": true}}'})
-    monkeypatch.setenv(cufile_settings.NAMED_BY, "/mine.json")
+    monkeypatch.setenv(gds.NAMED_BY, "/mine.json")
     found = read(host)
     assert (found.path, found.allow_compatibility, found.force_compatibility) == ("/mine.json", True, True)
     assert found.forced_by == "/mine.json"
 
 
 def test_a_named_file_that_is_not_there_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cufile_settings.NAMED_BY, "/no/such.json")
+    monkeypatch.setenv(gds.NAMED_BY, "/no/such.json")
     found = read(host)
     assert "/no/such.json: No such file" in found.problem
-    assert found.fix == f"unset {cufile_settings.NAMED_BY}"
+    assert found.fix == f"unset {gds.NAMED_BY}"
 
 
 def test_a_file_that_is_no_json_is_said_and_the_defaults_hold(host: Host) -> None:
@@ -101,9 +102,9 @@ def test_values_of_another_kind_do_no_harm(host: Host, text: str) -> None:
 
 def test_the_environment_comes_before_the_file(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     put(host.root, {"etc/cufile.json": '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'})
-    monkeypatch.setenv(cufile_settings.FORCED_BY, "false")
-    monkeypatch.setenv(cufile_settings.PEER_TO_PEER_BY, "FALSE")
+    monkeypatch.setenv(gds.FORCED_BY, "false")
+    monkeypatch.setenv(gds.PEER_TO_PEER_BY, "FALSE")
     found = read(host)
     assert (found.force_compatibility, found.peer_to_peer) == (False, False)
-    monkeypatch.setenv(cufile_settings.FORCED_BY, "1")
-    assert read(host).forced_by == cufile_settings.FORCED_BY
+    monkeypatch.setenv(gds.FORCED_BY, "1")
+    assert read(host).forced_by == gds.FORCED_BY

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import GDSBuilder, compiler
-from nvme_ops.report import driver, ops, torch_info
+from nvme_ops.op_builder import GDSBuilder, machine
+from nvme_ops.report import gds, ops
 from nvme_ops.report.result import Result, Status
 from tests import prepared
 
@@ -47,7 +47,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     GDSBuilder().load()
 
     def make(**behaviour: str) -> Path:
-        found = compiler.find()
+        found = machine.find_compiler()
         assert found is not None
         source, target = tmp_path / "fake.cpp", tmp_path / "libcufile_fake.so"
         source.write_text(LIBRARY)
@@ -61,7 +61,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def check(status: Status) -> Result:
-    result = driver.check()
+    result = gds.open_driver()
     assert result.status is status, result
     assert result.fix or not result.status.needs_fix
     assert "libcufile_fake" not in Path("/proc/self/maps").read_text(), "it belongs into the other process"
@@ -104,7 +104,7 @@ def test_a_driver_that_exits_with_words_is_quoted(library: Library) -> None:
 
 def test_a_library_that_never_returns_is_given_up(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     library(ON_LOAD="sleep(600)")
-    monkeypatch.setattr(driver, "LIMIT", 5.0)
+    monkeypatch.setattr(gds, "LIMIT", 5.0)
     assert "not open after 5 s" in check(Status.NO).detail
 
 
@@ -129,7 +129,7 @@ def test_an_op_that_is_not_compiled_is_not_compiled_for_this(monkeypatch: pytest
 
 def test_without_torch_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Result("torch", Status.NO, "not installed", "pip install torch")
-    monkeypatch.setattr(torch_info, "problem", lambda: broken)
+    monkeypatch.setattr(ops, "torch_problem", lambda: broken)
     assert check(Status.WARNING).fix == "pip install torch"
 
 

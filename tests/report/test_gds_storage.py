@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_ops.report import gds_storage
+from nvme_ops.report import storage
 from nvme_ops.report.result import Status
 from nvme_ops.storage.device import Device, Mount
 
@@ -31,7 +31,7 @@ SUPPORTED = {
 
 @pytest.mark.parametrize(("mounted", "found"), SUPPORTED.values(), ids=SUPPORTED.keys())
 def test_what_nvidia_lists_is_supported(mounted: Mount, found: list[Device]) -> None:
-    result = gds_storage.check(mounted, found, has_gpu=True)
+    result = storage.gpudirect(mounted, found, has_gpu=True)
     assert result.status is Status.OKAY, result
     assert result.data["supported"] is True
 
@@ -56,7 +56,7 @@ REFUSED = {
 def test_what_nvidia_does_not_list_is_refused_with_the_reason_and_a_fix(
     mounted: Mount | None, found: list[Device], words: str
 ) -> None:
-    result = gds_storage.check(mounted, found, has_gpu=True)
+    result = storage.gpudirect(mounted, found, has_gpu=True)
     assert result.status is Status.WARNING
     assert words in result.detail
     assert result.fix
@@ -64,10 +64,10 @@ def test_what_nvidia_does_not_list_is_refused_with_the_reason_and_a_fix(
 
 
 def test_without_a_gpu_it_is_a_fact_and_no_complaint() -> None:
-    assert gds_storage.check(mount("btrfs"), [NVME], has_gpu=False).status is Status.INFO
-    assert gds_storage.check(mount("xfs"), [NVME], has_gpu=False).status is Status.INFO
+    assert storage.gpudirect(mount("btrfs"), [NVME], has_gpu=False).status is Status.INFO
+    assert storage.gpudirect(mount("xfs"), [NVME], has_gpu=False).status is Status.INFO
 
 
 def test_the_mount_to_change_is_named() -> None:
-    fix = gds_storage.check(mount("ext4"), [NVME], has_gpu=True).fix
+    fix = storage.gpudirect(mount("ext4"), [NVME], has_gpu=True).fix
     assert fix == "umount '/mnt/a place' && mount -o data=ordered /dev/nvme0n1 '/mnt/a place'"

@@ -1,4 +1,4 @@
-"""The kernel's lines: io_uring and who forbids it, AIO, seccomp, and the choice among the backends."""
+"""The kernel's lines: io_uring and who forbids it, AIO, seccomp, and the choice among the kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.host import Host
-from nvme_ops.report import backends, kernel, ops, syscalls
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import kernel, ops
 from nvme_ops.report.result import Result, Status
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0
 if libc.prctl(22, 2, header):
     sys.exit(77)
 from nvme_ops.report import kernel
-from nvme_ops.host import Host
+from nvme_ops.op_builder.machine import Host
 host = Host()
 ring = kernel.io_uring(host)
 print(json.dumps([ring.status.value, ring.detail, ring.fix, kernel.seccomp(host).detail, *kernel.aio_context()]))
@@ -62,7 +62,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     def fail(*arguments: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(syscalls, call, fail)
+    monkeypatch.setattr(kernel, call, fail)
 
 
 def complaint(result: Result, status: Status = Status.NO) -> str:
@@ -74,7 +74,7 @@ def complaint(result: Result, status: Status = Status.NO) -> str:
 def test_io_uring_is_tried_for_real() -> None:
     result = kernel.io_uring(Host())
     try:
-        features = syscalls.io_uring_setup(1)
+        features = kernel.io_uring_setup(1)
     except OSError as error:
         symbol = errno.errorcode[error.errno or 0]
     else:
@@ -94,7 +94,7 @@ def test_trying_io_uring_leaves_no_descriptor() -> None:
     ("call", "code"), [("io_uring_setup", errno.EPERM), ("io_uring_setup", errno.ENOSYS), ("io_setup", errno.EPERM)]
 )
 def test_a_seccomp_filter_is_recognised(call: str, code: int) -> None:
-    numbers = syscalls._NUMBERS.get(platform.machine())
+    numbers = kernel._NUMBERS.get(platform.machine())
     if numbers is None:
         pytest.skip(f"no system call numbers for {platform.machine()}")
     command = [sys.executable, "-c", FILTERED, str(numbers[call]), str(code)]
@@ -159,7 +159,7 @@ def test_who_forbids_io_uring_is_named(
 
 
 def test_an_io_uring_older_than_its_plain_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(syscalls, "io_uring_setup", lambda entries: 0b111)
+    monkeypatch.setattr(kernel, "io_uring_setup", lambda entries: 0b111)
     assert "5.6" in complaint(kernel.io_uring(Host()))
 
 
@@ -168,7 +168,7 @@ def test_an_unknown_architecture_is_no_crash(monkeypatch: pytest.MonkeyPatch, ma
     complaint(kernel.io_uring(make_host()))
     assert kernel.aio_context()[1]
     with open(__file__, "rb") as file:
-        assert syscalls.direct_io_alignment(file.fileno()) is None
+        assert kernel.direct_io_alignment(file.fileno()) is None
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_libaio_is_looked_for_under_both_its_names(monkeypatch: pytest.MonkeyPat
         raise OSError("not here")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert kernel.libaio() is None
+    assert kernel.libaio_name() is None
     assert asked == ["libaio.so.1", "libaio.so.1t64"]
 
 
@@ -231,22 +231,22 @@ def test_libaio_is_looked_for_under_both_its_names(monkeypatch: pytest.MonkeyPat
 def libaio_parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What the libaio check finds, for a test to change; everything is there to begin with."""
     parts: dict[str, object] = {"header": True, "library": "libaio.so.1", "kernel": ("", "")}
-    monkeypatch.setattr(ops, "has_libaio", lambda builder: parts["header"])
-    monkeypatch.setattr(kernel, "libaio", lambda: parts["library"])
+    monkeypatch.setattr(ops, "has_libaio", lambda builder, look: parts["header"])
+    monkeypatch.setattr(kernel, "libaio_name", lambda: parts["library"])
     monkeypatch.setattr(kernel, "aio_context", lambda: parts["kernel"])
     return parts
 
 
 def test_libaio_needs_header_library_and_kernel(libaio_parts: dict[str, object]) -> None:
-    assert backends.libaio().status is Status.OKAY
+    assert kernel.libaio(ops.built).status is Status.OKAY
     libaio_parts["kernel"] = ("used up", "sysctl")
-    assert complaint(backends.libaio()) == "used up"
+    assert complaint(kernel.libaio(ops.built)) == "used up"
     libaio_parts["library"] = None
-    assert "libaio.so.1 cannot be loaded" in complaint(backends.libaio())
+    assert "libaio.so.1 cannot be loaded" in complaint(kernel.libaio(ops.built))
     libaio_parts["header"] = False
-    assert "not installed" in complaint(backends.libaio())
+    assert "not installed" in complaint(kernel.libaio(ops.built))
     libaio_parts["library"] = "libaio.so.1"
-    assert "libaio.h" in complaint(backends.libaio())
+    assert "libaio.h" in complaint(kernel.libaio(ops.built))
 
 
 def results(io_uring: bool, libaio: bool) -> list[Result]:
@@ -263,32 +263,32 @@ def test_the_first_usable_backend_is_chosen(
     io_uring: bool, libaio: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NVME_OPS_BACKEND", raising=False)
-    result = backends.chosen(results(io_uring, libaio))
+    result = kernel.chosen(results(io_uring, libaio))
     assert (result.status, result.data["backend"]) == (Status.OKAY, backend)
 
 
 def test_only_threads_left_is_a_warning_with_the_fix_of_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_BACKEND", "auto")
-    result = backends.chosen(results(io_uring=False, libaio=False))
+    result = kernel.chosen(results(io_uring=False, libaio=False))
     assert "threads" in complaint(result, Status.WARNING)
     assert result.fix == "fix io_uring"
 
 
 def test_the_environment_overrides_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_BACKEND", "threads")
-    assert backends.chosen(results(io_uring=True, libaio=True)).data["backend"] == "threads"
+    assert kernel.chosen(results(io_uring=True, libaio=True)).data["backend"] == "threads"
 
 
 @pytest.mark.parametrize("name", ["libaio", "posix"])
 def test_an_override_that_cannot_be_followed_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_BACKEND", name)
-    result = backends.chosen(results(io_uring=True, libaio=False))
+    result = kernel.chosen(results(io_uring=True, libaio=False))
     assert name in complaint(result)
     assert result.fix == "unset NVME_OPS_BACKEND"
 
 
 def test_the_section_has_every_backend_in_the_order_of_the_engine() -> None:
     source = (ROOT / "csrc" / "backends" / "registry.cpp").read_text()
-    order = sorted(backends.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
-    names = [result.name for result in backends.section(Host())]
-    assert names == [*order, "chosen"] == [*backends.ORDER, "chosen"]
+    order = sorted(kernel.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
+    names = [result.name for result in kernel.backends(Host(), ops.built)]
+    assert names == [*order, "chosen"] == [*kernel.ORDER, "chosen"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.host import Host
-from nvme_ops.report import memory
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def nothing_may_be_locked() -> Iterator[int]:
 
 @pytest.mark.usefixtures("nothing_may_be_locked")
 def test_a_memlock_limit_of_nothing_is_a_warning(tmp_path: Path) -> None:
-    result = memory.memlock(Host(tmp_path))  # no /proc/self/status: no privilege is known
+    result = kernel.memlock(Host(tmp_path))  # no /proc/self/status: no privilege is known
     assert result.status is Status.WARNING
     assert result.detail.startswith("0 B")
     assert "memlock" in result.fix or result.fix.startswith("ulimit -l")
@@ -54,7 +54,7 @@ def test_the_fix_for_memlock_depends_on_who_may_raise_it(
     hard: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, hard))
-    assert memory.memlock(Host(tmp_path)).fix.startswith(fix)
+    assert kernel.memlock(Host(tmp_path)).fix.startswith(fix)
 
 
 @pytest.mark.parametrize(
@@ -64,43 +64,43 @@ def test_the_fix_for_memlock_depends_on_who_may_raise_it(
 @pytest.mark.usefixtures("nothing_may_be_locked")
 def test_who_may_lock_anything_is_not_bound_by_the_limit(capabilities: str, status: Status, tmp_path: Path) -> None:
     host = host_with(tmp_path, **{"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}"})
-    assert memory.memlock(host).status is status
+    assert kernel.memlock(host).status is status
 
 
 def test_no_limit_is_okay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    result = memory.memlock(Host(tmp_path))
+    result = kernel.memlock(Host(tmp_path))
     assert (result.status, result.detail) == (Status.OKAY, "unlimited")
 
 
 @pytest.mark.parametrize("mode", ["always", "madvise"])
 def test_transparent_huge_pages_that_can_be_asked_for_are_okay(mode: str, tmp_path: Path) -> None:
-    result = memory.transparent(host_with(tmp_path, thp=f"never x [{mode}]"))
+    result = kernel.transparent(host_with(tmp_path, thp=f"never x [{mode}]"))
     assert (result.status, result.detail) == (Status.OKAY, mode)
 
 
 def test_no_huge_pages_of_either_kind_are_a_warning(tmp_path: Path) -> None:
-    result = memory.transparent(host_with(tmp_path, thp="always madvise [never]", nr="0"))
+    result = kernel.transparent(host_with(tmp_path, thp="always madvise [never]", nr="0"))
     assert result.status is Status.WARNING
     assert result.fix == f"echo madvise > /{THP}"
 
 
 def test_a_kernel_without_transparent_huge_pages_is_told_to_reserve_some(tmp_path: Path) -> None:
-    result = memory.transparent(Host(tmp_path))
+    result = kernel.transparent(Host(tmp_path))
     assert result.status is Status.WARNING
     assert result.fix.startswith("sysctl -w vm.nr_hugepages=")
 
 
 def test_reserved_huge_pages_make_up_for_transparent_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host = host_with(tmp_path, thp="always madvise [never]", nr="64", free="60")
-    assert memory.transparent(host).status is Status.WARNING
+    assert kernel.transparent(host).status is Status.WARNING
     monkeypatch.setenv("NVME_OPS_HUGETLB", "1")
-    assert memory.transparent(host).status is Status.INFO
-    assert memory.reserved(host).detail == "60 of 64 free, 2 MiB each"
+    assert kernel.transparent(host).status is Status.INFO
+    assert kernel.reserved(host).detail == "60 of 64 free, 2 MiB each"
 
 
 def test_shared_memory_that_is_missing_is_a_warning(tmp_path: Path) -> None:
-    result = memory.shared(Host(tmp_path))
+    result = kernel.shared(Host(tmp_path))
     assert result.status is Status.WARNING
     assert result.fix.startswith("mount -t tmpfs")
 
@@ -108,7 +108,7 @@ def test_shared_memory_that_is_missing_is_a_warning(tmp_path: Path) -> None:
 def test_small_shared_memory_is_a_warning() -> None:
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")
-    script = "from nvme_ops import host; from nvme_ops.report import memory; print(memory.shared(host.Host()))"
+    script = "from nvme_ops.report.kernel import Host, shared; print(shared(Host()))"
     mount = f"mount -t tmpfs -o size=64m none /dev/shm && {sys.executable} -c '{script}'"
     done = subprocess.run([*UNSHARE, "sh", "-c", mount], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -122,4 +122,4 @@ def test_small_shared_memory_is_a_warning() -> None:
     ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024 TiB")]
 )
 def test_sizes_read_well(count: int, words: str) -> None:
-    assert memory.size(count) == words
+    assert kernel.size(count) == words

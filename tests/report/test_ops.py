@@ -9,8 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt, sources
-from nvme_ops.report import ops, packages
+from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt, recipe
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import ops
 from nvme_ops.report.result import Result, Status, run_checks
 from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
@@ -42,7 +43,7 @@ class ForAGpu(GDSBuilder):
 
     def __init__(self, root: Path) -> None:
         super().__init__()
-        self.root = root
+        self.host = Host(root)
 
     def toolchain_problem(self) -> str | None:
         return None
@@ -69,7 +70,7 @@ def prebuild(folder: Path, builder: OpBuilder, **changes: str) -> None:
 
 
 def row(builder: OpBuilder) -> Result:
-    (result,) = run_checks({builder.name: lambda: ops.row(builder)})
+    (result,) = run_checks({builder.name: lambda: ops.row(builder, ops.built)})
     assert result.fix or not result.status.needs_fix
     return result
 
@@ -93,7 +94,7 @@ def test_an_op_that_cannot_be_built_gives_the_builders_reason(tmp_path: Path) ->
 def test_the_fix_is_for_what_a_build_lacks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CPPFLAGS", "CFLAGS", "CXXFLAGS", "LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
-    assert row(MadeUp(tmp_path, "the C++ compiler does not work")).fix == packages.install_command("compiler")
+    assert row(MadeUp(tmp_path, "the C++ compiler does not work")).fix == ops.install_command("compiler")
     monkeypatch.setenv("CFLAGS", "-no-such-flag")
     assert row(MadeUp(tmp_path, "unrecognized option")).fix.startswith("unset CPPFLAGS CFLAGS")
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -107,7 +108,7 @@ def test_what_the_builder_could_also_use_is_no_warning_and_has_its_fix(tmp_path:
     result = row(builder)
     assert result.status is Status.OKAY, "it works without"
     assert result.data["warnings"] == builder.warnings
-    assert result.fix == packages.install_command("libaio")
+    assert result.fix == ops.install_command("libaio")
 
 
 def test_a_prebuilt_op_for_another_torch_is_a_warning(tmp_path: Path, installed: Path) -> None:
@@ -209,7 +210,7 @@ def test_what_a_prebuilt_op_was_compiled_with_is_shown(
     builder = MadeUp(tmp_path)
     prebuild(installed, builder)
     monkeypatch.setattr(ops, "ALL_OPS", {"made_up": builder, "gds": ForAGpu(tmp_path)})
-    (result,) = ops.compiled_with()
+    (result,) = ops.compiled_with(ops.built)
     assert result.name == "made_up compiled with"
     assert result.detail.endswith("prebuilt")
     assert result.data["torch"] == builder.recipe().facts()["torch"]
@@ -219,28 +220,26 @@ def test_whether_libaio_is_compiled_in_is_read_from_the_op_that_would_be_loaded(
     tmp_path: Path, installed: Path
 ) -> None:
     builder = MadeUp(tmp_path)
-    assert not ops.has_libaio(builder)
+    assert not ops.has_libaio(builder, ops.built)
     record = {**builder.recipe().facts(), "cxx_args": ["-O2", "-DNVME_OPS_HAVE_LIBAIO=1"]}
     library = installed / "made_up.abi3.so"
     library.touch()
     prebuilt.record_path(library).write_text(json.dumps(record))
-    assert ops.has_libaio(builder)
+    assert ops.has_libaio(builder, ops.built)
 
 
 def test_a_cache_that_others_can_write_to_is_a_reason(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    result = ops.row(MadeUp(tmp_path))
+    result = ops.row(MadeUp(tmp_path), ops.built)
     assert (result.status, result.fix.partition("  #")[0]) == (Status.NO, "unset TORCH_EXTENSIONS_DIR")
     assert result.detail.endswith(f"cache can be written by everybody (fix: chmod go-w '{tmp_path / 'cache'}')")
 
 
-def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built() -> None:
     missing = Result("C++ compiler", Status.NO, "not found (c++): ops cannot be compiled here", "apt-get install g++")
-    monkeypatch.setattr(ops, "built", lambda _: None)
-    assert ops.if_needed(lambda: missing) == missing
-    monkeypatch.setattr(ops, "built", lambda _: ops.Built("prebuilt", Path("op.so"), {}))
-    found = ops.if_needed(lambda: missing)
+    assert ops.if_needed(lambda: missing, lambda _: None) == missing
+    found = ops.if_needed(lambda: missing, lambda _: ops.Built("prebuilt", Path("op.so"), {}))
     assert (found.status, found.detail, found.fix) == (
         Status.INFO,
         "not found (c++), nor needed: the ops are built",
@@ -256,6 +255,6 @@ def test_a_fix_names_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch
             return json.dumps({"url": self.url, "dir_info": {}})
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda _: Made())
-    assert sources.requirement() == "'/home/a user/nvme_ops'"
+    assert recipe.requirement() == "'/home/a user/nvme_ops'"
     Made.url = ""
-    assert sources.requirement() == "nvme-ops"
+    assert recipe.requirement() == "nvme-ops"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.host import Host
+from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import render
+from nvme_ops.report.cli import collect
 from nvme_ops.report.result import Json, Result, Status, run_checks
-from nvme_ops.report.sections import collect
 
 REPORT = Path(__file__).parents[2] / "report"
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from nvme_ops.report import render
-from nvme_ops.report.render import Style
+from nvme_ops.report.render import WIDTH, Style, as_screen
 from nvme_ops.report.result import Result, Status
-from nvme_ops.report.screen import WIDTH, as_screen
 from tests.report.test_cli import Document, broken_torch, document, report  # noqa: F401  (a fixture)
 
 ASYNC_IO = Result("async_io", Status.OKAY, data={"installed": False, "compatible": True, "expected": True})

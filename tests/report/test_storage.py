@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.host import Host
-from nvme_ops.report import storage, syscalls
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import kernel, storage
 from nvme_ops.report.result import Result, Status
 from nvme_ops.storage import device
 from nvme_ops.storage.device import devices, logical_block
@@ -27,7 +27,7 @@ UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 SCRIPT = """
 import json, sys
 from nvme_ops.report import storage
-from nvme_ops.host import Host
+from nvme_ops.op_builder.machine import Host
 results = storage.inspect(Host(), sys.argv[1])
 print(json.dumps({r.name: [r.status.value, r.detail, r.fix, r.data] for r in results}))
 """
@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_reached_says_so(strangers_folder: Path, tmp_pat
 def test_alignment_falls_back_to_the_logical_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if inspect(tmp_path)["O_DIRECT"].status is not Status.OKAY:
         pytest.skip("no direct I/O in the temporary folder")
-    monkeypatch.setattr(syscalls, "direct_io_alignment", lambda descriptor: None)
+    monkeypatch.setattr(kernel, "direct_io_alignment", lambda descriptor: None)
     block = logical_block(Host(), os.stat(tmp_path).st_dev)
     result = inspect(tmp_path)["alignment"]
     assert result.data["offset"] == block
@@ -214,14 +214,14 @@ def test_alignment_falls_back_to_the_logical_block(tmp_path: Path, monkeypatch: 
 def test_alignment_says_when_the_file_system_has_no_direct_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syscalls, "direct_io_alignment", lambda descriptor: syscalls.Alignment(0, 0))
+    monkeypatch.setattr(kernel, "direct_io_alignment", lambda descriptor: kernel.Alignment(0, 0))
     result = inspect(tmp_path)["alignment"]
     assert "past the page cache" in result.detail or result.detail == "none needed"
 
 
 def test_an_error_of_statx_other_than_its_absence_is_raised() -> None:
     with pytest.raises(OSError, match="statx") as caught:
-        syscalls.direct_io_alignment(-1)
+        kernel.direct_io_alignment(-1)
     assert caught.value.errno == errno.EBADF
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nvme_ops.host import Host
+from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.storage.device import Identity, identify, nearest
 from tests.conftest import LoopDevice

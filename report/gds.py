@@ -1,0 +1,367 @@
+"""What the gds op requires: a GPU and its driver, libcufile, nvidia-fs; and which path GPU tensors will take.
+
+Only reads files. The cuFile driver is not opened here, nor CUDA initialised: opening loops for ever on kernels without
+modules, needs a CUDA context, and forbids fork afterwards. ``--open-driver`` opens it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from nvme_ops.op_builder import GDSBuilder, cufile
+from nvme_ops.op_builder.cufile import Requirement
+from nvme_ops.op_builder.machine import Host
+
+from . import ops
+from .result import Json, Result, Status, run_checks
+
+_MODE = cufile.MODE
+_MODES = ("auto", "require", "off")
+
+
+def section(host: Host) -> tuple[Result, ...]:
+    """Checks every part of GPUDirect Storage; without a GPU the rest are facts, since nothing could use them."""
+    facts = _Facts(host)
+    results = run_checks(
+        {
+            "cuFile": lambda: [_line(facts, piece) for piece in facts.pieces],
+            "cuFile header": lambda: _header(host),
+            "cuFile settings": lambda: _settings(facts.settings),
+            "PCI peer-to-peer": lambda: peer_to_peer(facts),
+            "path of GPU tensors": lambda: _way(facts),
+        }
+    )
+    has_gpu = Status.OKAY in [result.status for result in results if result.name == "GPU"]
+    return results if has_gpu else tuple(map(_noted, results))
+
+
+class _Facts:
+    """What several checks ask for, each looked up once."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    @functools.cached_property
+    def pieces(self) -> list[Requirement]:
+        return cufile.pieces(*ops.torch_build(), self.host)
+
+    @functools.cached_property
+    def settings(self) -> CuFileSettings:
+        return read_settings(self.host)
+
+    @functools.cached_property
+    def obstacles(self) -> list[str]:
+        return obstacles(self.host, self.settings)
+
+
+def _noted(result: Result) -> Result:
+    if result.name == "GPU" or result.status not in (Status.WARNING, Status.NO):
+        return result
+    return Result(result.name, Status.INFO, result.detail, data=result.data)
+
+
+def _line(facts: _Facts, piece: Requirement) -> Result:
+    data: dict[str, Json] = dict(piece.data)
+    if piece.found:
+        words = piece.found
+        if isinstance(path := data.get("path"), str):
+            data["version"] = version = _version(Path(path))
+            words = f"{version}, {words}" if version else words
+        return Result(piece.name, Status.OKAY, words, data=data)
+    if os.environ.get(_MODE) == "off" and not piece.needed:
+        return Result(piece.name, Status.INFO, piece.missing, data=data)
+    fix = piece.fix
+    if piece.name == "nvidia-fs" and not data["loaded"] and not piece.needed:
+        if not facts.obstacles:
+            return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
+        fix = f"{ops.install_command('nvidia-gds')} && modprobe nvidia-fs"
+    return Result(piece.name, Status.NO if piece.needed else Status.WARNING, piece.missing, fix, data)
+
+
+def _version(path: Path) -> str | None:
+    if "site-packages" in path.parts:
+        wheels = ("nvidia-cufile-cu12", "nvidia-cufile-cu11") if "cufile" in path.parts else ("nvidia-cufile",)
+        for wheel in wheels:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(wheel)
+    found = re.search(r"\.so\.(\d+\.\d+.*)$", path.resolve().name)
+    return found[1] if found else None
+
+
+def _header(host: Host) -> Result:
+    toolkit = [Path(home, "include")] if (home := ops.cuda_home(host)) else []
+    for folder in [*cufile.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
+        path = str(folder / "cufile.h")
+        if os.path.isfile(path):
+            return Result("cuFile header", Status.OKAY, path, data={"path": path})
+    return Result("cuFile header", Status.INFO, "cufile.h not found (no op needs it)", data={"path": None})
+
+
+def _settings(found: CuFileSettings) -> Result:
+    name = "cuFile settings"
+    data: dict[str, Json] = {
+        "path": found.path,
+        "allow_compat_mode": found.allow_compatibility,
+        "force_compat_mode": found.force_compatibility,
+        "use_pci_p2pdma": found.peer_to_peer,
+    }
+    if found.problem:
+        return Result(name, Status.WARNING, found.problem, found.fix, data)
+    values = ", ".join(f"{key} {str(value).lower()}" for key, value in data.items() if key != "path")
+    return Result(name, Status.INFO, f"{found.path or 'defaults, no /etc/cufile.json'}: {values}", data=data)
+
+
+def _way(facts: _Facts) -> Result:
+    """Predicts which path a ``gds_handle`` will take for a GPU tensor, from files and the environment."""
+    name, mode = "path of GPU tensors", os.environ.get(_MODE) or "auto"
+    settings = facts.settings
+    missing = [piece for piece in facts.pieces if piece.needed and not piece.found]
+    data: dict[str, Json] = {_MODE: mode, "paths": []}
+    off = f"export {_MODE}=off  # moves them without cuFile"
+    if mode not in _MODES:
+        return Result(name, Status.NO, f"{_MODE}={mode} is not one of {', '.join(_MODES)}", f"unset {_MODE}", data)
+    if mode == "off":
+        return Result(name, Status.INFO, f"bounce ({_MODE}=off)", data={**data, "paths": ["bounce"]})
+    if missing:
+        what = ", ".join(piece.name for piece in missing)
+        words = f"none: gds_handle() raises RuntimeError, for lack of: {what}"
+        return Result(name, Status.NO, words, f"{missing[0].fix}  # or: {off}", data)
+    why_not = _why_not_direct(facts)
+    if not why_not:
+        words = "gds where the file system takes part (see --path), else bounce"
+        return Result(name, Status.OKAY, words, data={**data, "paths": ["gds", "bounce"]})
+    if mode == "require":
+        words = f"none: gds_handle() raises RuntimeError, because {_MODE}=require and {why_not}"
+        return Result(name, Status.NO, words, f"unset {_MODE}  # or see the lines above", data)
+    if not settings.allow_compatibility:
+        words = f"none: gds_handle() raises RuntimeError, because {why_not} and allow_compat_mode is false"
+        return Result(name, Status.NO, words, f'set "allow_compat_mode": true in {settings.path}  # or: {off}', data)
+    words = f"compat or bounce, whichever turns out faster, because {why_not}"
+    return Result(name, Status.INFO, words, data={**data, "paths": ["compat", "bounce"]})
+
+
+def _why_not_direct(facts: _Facts) -> str:
+    if facts.settings.force_compatibility:
+        return f"force_compat_mode is set ({facts.settings.forced_by})"
+    if any(piece.name == "nvidia-fs" and piece.found for piece in facts.pieces) or not facts.obstacles:
+        return ""
+    return "neither nvidia-fs nor PCI peer-to-peer is there"
+
+
+# cuFile's own settings, as far as they decide which path data take: a JSON file with comments, and the environment,
+# which takes precedence
+
+SETTINGS = "/etc/cufile.json"
+NAMED_BY = "CUFILE_ENV_PATH_JSON"
+FORCED_BY = "CUFILE_FORCE_COMPAT_MODE"
+PEER_TO_PEER_BY = "CUFILE_USE_PCIP2PDMA"
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_STRING_OR_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+
+
+@dataclass(frozen=True)
+class CuFileSettings:
+    """The settings of file and environment, cuFile's defaults elsewhere."""
+
+    path: str | None = None  # None where there is no file
+    allow_compatibility: bool = True
+    force_compatibility: bool = False
+    forced_by: str = ""
+    peer_to_peer: bool = False
+    problem: str = ""
+    fix: str = ""
+
+
+def read_settings(host: Host) -> CuFileSettings:
+    """Returns the settings in force; ``problem`` says why a file could not be read."""
+    named = os.environ.get(NAMED_BY)
+    path = os.path.abspath(named) if named else SETTINGS
+    problem = fix = ""
+    document: object = {}
+    if named or host.exists(path):
+        try:
+            document = parse(host.read(path))
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
+            fix = f"unset {NAMED_BY}" if named else f"ls -ld {path}  # must be a file that everyone may read"
+        except ValueError as error:
+            problem, fix = f"{path} cannot be read as JSON: {error}", f"correct {path}"
+    properties = document.get("properties") if isinstance(document, dict) else None
+    values = properties if isinstance(properties, dict) else {}
+    return CuFileSettings(
+        path=path if named or host.exists(path) else None,
+        allow_compatibility=_is_true(values.get("allow_compat_mode", True)),
+        force_compatibility=_is_true(os.environ.get(FORCED_BY) or values.get("force_compat_mode", False)),
+        forced_by=FORCED_BY if _is_true(os.environ.get(FORCED_BY, "")) else path,
+        peer_to_peer=_is_true(os.environ.get(PEER_TO_PEER_BY) or values.get("use_pci_p2pdma", False)),
+        problem=problem,
+        fix=fix,
+    )
+
+
+def parse(text: str) -> object:
+    """Parses JSON with ``//`` and ``/* */`` comments and trailing commas. Raises ValueError."""
+    for skipped in (_STRING_OR_COMMENT, _STRING_OR_COMMA):
+        text = skipped.sub(lambda found: found[1] or "", text)
+    return json.loads(text) if text.strip() else {}
+
+
+def _is_true(value: object) -> bool:
+    return value.lower() in ("true", "1") if isinstance(value, str) else bool(value)
+
+
+# Whether storage and GPU can reach each other over PCI without nvidia-fs. Requirements: NVIDIA's pages "GDS Support for
+# NVMe" and "NVMe P2PDMA Troubleshooting". Only cuFile can tell whether the machine's topology permits it
+
+_PEER_TO_PEER = "PCI peer-to-peer"
+_OPTION = "CONFIG_PCI_P2PDMA"
+_SYMBOL = "p2pdma_pgmap_ops"  # what NVIDIA's page looks for where there is no configuration to read
+_LEAST_DRIVER = 565
+_STATIC_BAR = "RMForceStaticBar1=1"
+
+
+def peer_to_peer(facts: _Facts) -> Result:
+    """Reports a fact, never a complaint: nvidia-fs does the same."""
+    why_not, iommu = facts.obstacles, _iommu(facts.host)
+    data: dict[str, Json] = {"possible": not why_not, "obstacles": why_not, "iommu": iommu}
+    words = f"no: {'; '.join(why_not)}" if why_not else "set up, as far as files tell"
+    words += f" (IOMMU {iommu}; NVIDIA advises off on x86_64)" if iommu != "off" else " (IOMMU off)"
+    return Result(_PEER_TO_PEER, Status.INFO if why_not else Status.OKAY, words, data=data)
+
+
+def obstacles(host: Host, settings: CuFileSettings) -> list[str]:
+    """Returns what is missing; empty if nothing is known to be."""
+    x86 = platform.machine() == "x86_64"
+    driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(cufile.DRIVER_VERSION))
+    problems = {
+        f"the kernel lacks {_OPTION}": not _kernel_has_it(host),
+        f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": not driver or int(driver[1]) < _LEAST_DRIVER,
+        f"its option {_STATIC_BAR} is not set": x86 and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"),
+        "nvme_core.multipath is on": host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y",
+        f"use_pci_p2pdma is not set in {settings.path or SETTINGS}": not settings.peer_to_peer,
+    }
+    return [words for words, there in problems.items() if there]
+
+
+def _kernel_has_it(host: Host) -> bool:
+    """Returns whether the kernel was configured with it, from its configuration, else from its list of symbols."""
+    release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
+    configuration = _unpacked(host, "/proc/config.gz")
+    for name in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):
+        configuration = configuration or host.read_or(name)
+    if configuration:
+        return f"{_OPTION}=y" in configuration.splitlines()
+    return _SYMBOL in host.read_or("/proc/kallsyms")
+
+
+def _unpacked(host: Host, name: str) -> str:
+    try:
+        with gzip.open(host.path(name)) as file:
+            return file.read().decode(errors="replace")
+    except (OSError, EOFError):
+        return ""
+
+
+def _iommu(host: Host) -> str:
+    groups = host.path("/sys/kernel/iommu_groups")
+    if not groups.is_dir() or not any(groups.iterdir()):
+        return "off"
+    command_line = host.read_or("/proc/cmdline").split()
+    return "in pass-through" if {"iommu=pt", "iommu.passthrough=1"} & set(command_line) else "on"
+
+
+# --open-driver. Opening may take long, fail in many ways, even hang: none of that may happen to the report
+
+LIMIT = 40.0  # seconds, for Python, torch, CUDA and cuFile to start; cuFile alone may take 20
+_GRACE = 2.0  # seconds a killed process gets to go
+_DRIVER = "cuFile driver"
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from nvme_ops.report import gds
+gds.answer()
+"""
+_MARK = "cuFile says: "  # the library may print as well
+_BUILD = 'python -c "from nvme_ops.op_builder import GDSBuilder; GDSBuilder().load(verbose=True)"'
+_OFF = "export NVME_OPS_GDS=off  # or see the lines above"
+
+
+def open_driver() -> Result:
+    """Runs the other process; reports what it found, or how it ended."""
+    broken = ops.torch_problem()
+    if broken is not None:
+        return Result(_DRIVER, Status.WARNING, f"not opened, torch: {broken.detail}", broken.fix)
+    if ops.built(GDSBuilder()) is None:
+        return Result(_DRIVER, Status.WARNING, "not opened, because the gds op is not compiled yet", _BUILD)
+    code, output = _run()
+    said = [line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)]
+    if said:
+        return _judge(json.loads(said[-1]))
+    if code is None:
+        words = f"not open after {LIMIT:.0f} s: the process that tried was ended"
+    else:
+        last = output.strip().rpartition("\n")[2]
+        words = f"the process that opened it ended with status {code}{': ' if last else ''}{last}"
+    return Result(_DRIVER, Status.NO, words, _OFF, {"opened": False})
+
+
+def answer() -> None:
+    """Runs in the other process; the last line it prints is the result."""
+    import torch
+
+    found: dict[str, Json]
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # cuFile needs a CUDA context
+        found = GDSBuilder().load().open_driver(cufile.libraries())
+    except Exception as error:
+        found = {"error": str(error)}
+    sys.stdout.write(f"\n{_MARK}{json.dumps(found)}\n")
+    sys.stdout.flush()
+
+
+def _run() -> tuple[int | None, str]:
+    """Returns the exit status, None for a process that had to be killed, and its output."""
+    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code: int | None = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that is stuck in the kernel stays behind
+                process.wait(_GRACE)
+        output.seek(0)
+        return code, output.read()
+
+
+def _judge(found: dict[str, Json]) -> Result:
+    error = found.get("error")
+    if error is not None:
+        words, _, fix = str(error).partition("; fix: ")
+        return Result(_DRIVER, Status.NO, words, fix or _OFF, {"opened": False})
+    version = found.get("version")
+    number = f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) and version else "unknown version"
+    data: dict[str, Json] = {"opened": True, **found, "version": number}
+    words = f"opens: {number}, {found.get('path')}"
+    if found.get("fake"):
+        words += ", a test double that says nothing about this machine"
+    why_not = str(found.get("why_not_direct") or "")
+    if not why_not:
+        return Result(_DRIVER, Status.OKAY, f"{words}; GPUDirect Storage is available", data=data)
+    return Result(
+        _DRIVER, Status.WARNING, f"{words}; no GPUDirect Storage: {why_not}", "nvme-report  # see cuFile", data
+    )
