@@ -1,6 +1,6 @@
 """``Engine``: the interface between a handle and what moves its bytes.
 
-``aio_handle`` and ``gds_handle`` each have one; that of an adaptive one learns which tool suits each transfer.
+``aio_handle`` and ``gds_handle`` each have one; that of an adaptive handle learns which tool suits each transfer.
 Only the handles and this module access a handle's engine.
 """
 

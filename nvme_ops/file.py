@@ -106,7 +106,7 @@ class File(_RawFile):
         self._pending: set[Operation] = set()  # tensor transfers
         self._unsynced: int | None = None  # errno of a sync that failed
         self._unnamed: str | bytes = ""  # the folder, until the file's name in it is durable
-        self._syncing: Syncing | None = None  # its end is not known
+        self._syncing: Syncing | None = None  # a sync that was interrupted, whose result is not known
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -173,8 +173,8 @@ class File(_RawFile):
         The name of a file that this mode makes is durable too, if the folder can be read.
 
         Raises:
-            OSError: the device failed. The kernel does not try again, and what was written may be lost, though it can
-                be read now: each further call raises, until ``truncate(0)``, after which it can be written again.
+            OSError: the device failed. The kernel does not try again: what was written may be lost, although it can
+                still be read now. Each further call raises, until ``truncate(0)``; then it can be written again.
         """
         self.flush()
         self._settle()
@@ -182,7 +182,7 @@ class File(_RawFile):
             what = "an earlier sync has failed, and what was written before it may be lost: write the file anew"
             raise OSError(self._unsynced, what, self.name)
         try:
-            if self._syncing is not None:  # one that was interrupted: the kernel reports to it what it could not write
+            if self._syncing is not None:  # interrupted: only that one is told what the kernel could not write
                 self._syncing.wait()
             self._syncing = Syncing(self.fileno(), self.name)
             self._syncing.wait()

@@ -70,10 +70,10 @@ class IoFuture(_Future):
         return False
 
     def request_cancel(self) -> None:
-        """Asks for nothing more of the transfer to be begun.
+        """Asks that no further part of the transfer be started.
 
         It still ends in the usual way, as soon as nothing of it is in flight: with OSError (ECANCELED) if part of it
-        was not begun. Wait for that before the memory is used.
+        was never started. Wait for that before the memory is used.
         """
         self._operation.request_cancel()
 

@@ -71,9 +71,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         RuntimeError: the backend asked for by name does not work here; the message says why.
     """
 
-    _way = "cpu"  # to a tensor, as nvme-tune knows it
-    _dictionary: Dictionary | None = None  # of one that learns
-    _learns_for: dict[str, Any]  # its arguments
+    _way = "cpu"  # the way to a tensor, as nvme-tune names it
+    _dictionary: Dictionary | None = None  # of a handle that learns
+    _learns_for: dict[str, Any]  # the arguments of a handle that learns
 
     def __init__(
         self,
@@ -493,7 +493,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
 
 def made(make: Callable[..., aio_handle], settings: dict[str, Any]) -> aio_handle:
-    """Makes a handle from what was pickled."""
+    """Makes a handle from pickled settings."""
     return make(**settings)
 
 

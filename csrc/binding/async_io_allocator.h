@@ -1,4 +1,4 @@
-// torch's allocator of CPU memory, for as long as somebody asks for it: large tensors get memory of the buffer pool.
+// Replaces torch's CPU allocator for as long as that is asked for: large tensors get memory from the buffer pool.
 #pragma once
 
 #include <Python.h>

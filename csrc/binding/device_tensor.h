@@ -19,7 +19,7 @@ class DeviceTensor {
 public:
   virtual ~DeviceTensor() = default;
 
-  // The tensor's memory, for other ways to move it, and the wait for the work queued on it.
+  // The tensor's memory, for the other paths; and the wait for the work queued on it.
   virtual std::byte* data() const = 0;
   virtual void synchronize() const = 0;
 

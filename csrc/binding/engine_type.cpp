@@ -53,7 +53,7 @@ struct SingleCall {
   }
   Op op() const { return write ? Op::Write : Op::Read; }
 
-  // Those that others may delay, or that are read again, do not say what their tool is worth.
+  // Transfers that others may delay, or that are read again to be compared, do not say what their tool is worth.
   Sample sample(BoundEngine& engine, const Memory& lent, bool waited) const {
     return engine.sample(op(), priority, &lent, 1, waited, validate == 0 && priority != Priority::Background);
   }

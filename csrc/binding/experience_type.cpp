@@ -194,7 +194,7 @@ void Sample::Use::end(double cost, bool cached) {
   if (!ending) return;
   if (flight) flight->end();
   if (cost == 0) return ending->experience.lose(choice);
-  // As long as its own bytes and those beside them took together: so many bytes a second the device moved meanwhile.
+  // In that time the device moved both its own bytes and those beside them: together they give the device's rate.
   ending->experience.note(choice, bytes + beside, cached, cost);
 }
 

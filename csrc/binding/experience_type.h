@@ -1,6 +1,6 @@
 // The type `Experience`, by which the handles of one device learn together, and what they measure: a Sample for each
-// transfer. Used only while holding the GIL, so a forked child finds it consistent; but for what other threads must do
-// when a transfer ends, which takes no lock.
+// transfer. Used only while holding the GIL, so a forked child finds it consistent. The exception is what other threads
+// do when a transfer ends: that takes no lock.
 #pragma once
 
 #include <Python.h>
@@ -67,7 +67,7 @@ private:
 
     std::shared_ptr<Learner> learner;  // null once it has ended
     Experience::Choice choice{};
-    std::uint64_t bytes = 0, beside = 0;  // its own; of others, that move meanwhile
+    std::uint64_t bytes = 0, beside = 0;  // its own; those of others that move meanwhile
     bool measured = false;
     std::shared_ptr<Flight> flight{};
     Clock::time_point start{};

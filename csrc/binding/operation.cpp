@@ -154,7 +154,7 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
 PyObject* request_cancel(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Operation& operation = operation_of(self);
-    operation.retrieved = true;  // whoever asks for it does not care how it ends, or has ended
+    operation.retrieved = true;  // who cancels it does not care how it ends
     if (operation.generation == fork_generation() && !operation.outcome->done()) {
       operation.job->fail(system_failure(ECANCELED, "the transfer"));
     }

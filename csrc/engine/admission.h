@@ -13,7 +13,7 @@ namespace nvme_ops {
 // The admission of one engine: its lanes share the bytes below Demand in flight. Several devices have several engines.
 class Admission {
 public:
-  // Returns false if the request must wait; ask again later. Every admitted request must finish. One request of lower
+  // Returns false if the request must wait: ask again later. Every admitted request must finish. One request of lower
   // priority is always admitted.
   bool admit(Priority priority, std::uint64_t bytes) noexcept;
   void finish(Priority priority, std::uint64_t bytes) noexcept;

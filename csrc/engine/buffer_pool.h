@@ -1,5 +1,5 @@
-// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound. What a forked
-// child has too is not: the first write to it would make small pages of huge ones, in both processes.
+// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound. Memory that a
+// forked child shares is not reused: the first write to it would split huge pages into small ones, in both processes.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ public:
     std::size_t cached_bytes;  // freed, kept for reuse, the free parts of divided pages included
   };
 
-  // Smaller allocations are not worth what a huge page costs that one of them keeps.
+  // A smaller allocation would keep a whole huge page alive: that is not worth it.
   static constexpr std::size_t kLeastPart = kHugePage / 4;
 
   static BufferPool& instance();
@@ -40,7 +40,7 @@ public:
   // Returns whether that allocation is in huge pages; a small one is in pages like any other memory's.
   bool huge(const std::byte* memory, std::size_t bytes) const;
 
-  void trim(std::size_t keep = 0) noexcept;  // gives cached memory back to the system, but for so many bytes
+  void trim(std::size_t keep = 0) noexcept;  // gives cached memory back to the system, except so many bytes
   Statistics statistics() const;
 
 private:

@@ -1,4 +1,4 @@
-// Collapses memory that is kept into huge pages afterwards: small ones were faster to get when somebody waited for
+// Collapses long-lived memory into huge pages after the fact: small pages were faster to get while somebody waited for
 // them, and transfers to huge ones are faster by a fifth.
 #pragma once
 

@@ -95,7 +95,7 @@ void Experience::note(const Choice& choice, std::uint64_t bytes, bool cached, do
     TransferClass without = choice.kind;
     without.cached = false;
     cached_[without] = cached;
-    if (cached != choice.kind.cached) cost = 0;  // it says nothing of this class
+    if (cached != choice.kind.cached) cost = 0;  // it says nothing about this class
   }
   entry_of(choice.kind).trials.note(choice.ticket, bytes, cost);
 }

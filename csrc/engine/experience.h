@@ -71,14 +71,14 @@ public:
   // One that will not be `measured` uses what is known, and takes no other tool's turn. Frozen, the choice depends on
   // the class alone, not on the transfers before.
   Choice choose(TransferClass kind, bool measured = true);
-  // What so many bytes cost, in seconds or joules; `cached`: the page cache had most of them.
+  // Records what so many bytes cost, in seconds; `cached`: the page cache had most of them.
   void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);
   void lose(const Choice& choice);
   // No choice made so far will be given back: they are another process's.
   void forget();
 
   const std::map<TransferClass, Entry>& entries() const { return entries_; }
-  // Adds what was learned before with tools_for() the class, unless it is known.
+  // Adds what was learned earlier about a class, with the tools of tools_for(), unless the class is known already.
   void restore(const TransferClass& kind, std::size_t chosen, const std::vector<double>& costs, double usual,
                std::uint64_t transfers);
 

@@ -1,5 +1,5 @@
-// What the transfers of all handles of one device have in flight, by size, so that what a further one has to share the
-// device with can be said. Transfers end on any thread, and a process may fork meanwhile: there is no lock.
+// Counts, by size, the bytes that the transfers of all handles of one device have in flight: a further transfer shares
+// the device with these. Transfers end on any thread, and a process may fork meanwhile: there is no lock.
 #pragma once
 
 #include <algorithm>

@@ -99,7 +99,7 @@ public:
 
   // Ends flights that are not submitted and whose jobs have failed or were interrupted: they need not wait for a queue.
   void drop_stopped();
-  // Fails everything: no queue can be opened.
+  // Fails every share, when no queue can be opened.
   void fail_all(const Failure& failure);
   // Tells the jobs of shares that have ended.
   void finish_shares();

@@ -20,7 +20,7 @@ struct StagingBlock {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// What the lanes of one handle may take together, beyond the one huge page that each can always have.
+// The memory that the lanes of one handle may take together, beyond the one huge page that each can always have.
 class StagingBudget {
 public:
   explicit StagingBudget(std::size_t chunks) : left_(static_cast<std::ptrdiff_t>(chunks)) {}

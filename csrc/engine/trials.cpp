@@ -104,14 +104,14 @@ void Trials::end_round() {
   }
   // A tool that could not be measured stays: nothing is known against it.
   const auto known = [](double cost) { return cost < kUnknown; };
-  // Where costs differ much from use to use, one of the tools is the lucky one: it must be so in each round.
+  // Where costs vary much from use to use some tool is always lucky: it must beat the first one in every round.
   const double first = order_.front() == 0 && !starting ? turn_cost(0) : kUnknown;
   const auto worse = [&](std::size_t tool) { return tool != 0 && known(turn_cost(tool)) && turn_cost(tool) >= first; };
   order_.erase(std::remove_if(order_.begin(), order_.end(), worse), order_.end());
   double best = kUnknown;
   for (const std::size_t number : order_) best = std::min(best, cost_of(tried_[number]));
   const double most = best * (starting ? kStayAfterOneUse : kStay);
-  // The first one, which all others must beat, has a second turn in any case.
+  // The first tool, which all others must beat, has a second turn in any case.
   const auto drops = [&](std::size_t tool) {
     const double cost = cost_of(tried_[tool]);
     return known(cost) && cost > most && (tool != 0 || round_ > 0);

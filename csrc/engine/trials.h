@@ -11,7 +11,7 @@ namespace nvme_ops {
 
 class Trials {
 public:
-  // What one use is counted for. `exploration` 0: for the cost of the tool in use alone.
+  // What one use counts towards. `exploration` 0: only the cost of the tool in use.
   struct Ticket {
     std::size_t tool = 0;
     std::uint64_t exploration = 0;
@@ -33,8 +33,8 @@ public:
   // Returns the tool to use now. Every ticket is given back by note(), repeat() or lose(), unless forget() was called.
   Ticket choose();
   void note(const Ticket& ticket, std::uint64_t bytes, double cost);
-  void repeat(const Ticket& ticket);  // its use says nothing: its tool has another one, if it has no cost, a few times
-  void lose(const Ticket& ticket);    // its use failed, which may be the tool's fault: it has no other one
+  void repeat(const Ticket& ticket);  // the use measured nothing: a tool without a cost gets another, a few times
+  void lose(const Ticket& ticket);    // the use failed, perhaps because of the tool, which gets no other
   void forget() { outstanding_ = 0; }
 
   bool exploring() const { return exploring_; }
@@ -42,10 +42,10 @@ public:
   std::uint64_t explorations() const { return exploration_; }
   const std::vector<Tried>& tried() const { return tried_; }
 
-  // Returns what a byte usually costs with the chosen tool: not its best turn. 0 if too few uses have said.
+  // Returns what a byte usually costs with the chosen tool, not in its best turn; 0 after too few uses.
   double usual() const { return usual_; }
 
-  // Goes on from what was found before: the costs of the tools, the one chosen, which must be one of them, and usual().
+  // Continues from earlier results: the costs of the tools, the one chosen, which must be one of them, and usual().
   void restore(std::size_t chosen, const std::vector<double>& costs, double usual);
 
 private:
@@ -60,7 +60,7 @@ private:
   const unsigned turn_, rounds_;
   std::vector<Tried> tried_;
   std::size_t chosen_ = 0;
-  bool first_ = true;  // what the first use of all pays for, threads and memory, is no tool's fault
+  bool first_ = true;  // the very first use pays for threads and memory: it counts for no tool
   bool exploring_ = false;
   std::uint64_t exploration_ = 0;  // the number of explorations begun
   // Of the present exploration

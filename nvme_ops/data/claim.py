@@ -1,4 +1,4 @@
-"""``WriterClaim``: marks data files that are in no store yet, or no longer; the next writer removes a killed one's."""
+"""``WriterClaim``: marks data files that no store names yet, or no longer. The next writer removes a killed one's."""
 
 from __future__ import annotations
 

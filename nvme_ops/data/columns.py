@@ -250,7 +250,7 @@ def _words(name: str) -> str:
 
 def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
     """Returns whether the numbers are unchanged, except for digits that a float does not have."""
-    if made.is_floating_point() and made.itemsize == 1:  # larger numbers become its largest one
+    if made.is_floating_point() and made.itemsize == 1:  # torch turns larger numbers into the largest one
         return not bool((given.isfinite() & (given.abs() > torch.finfo(made.dtype).max)).any())
     if given.is_floating_point() or given.is_complex() or made.is_complex():
         return not bool((given.isfinite() & ~made.isfinite()).any())

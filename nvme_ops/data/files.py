@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MOST, _LEAST = 1 << 14, 4  # files that are kept open
 _AT_ONCE = 256  # of these are opened at the beginning
-_SHARE = 20  # descriptors of the process's limit for each file kept open, which comes to have up to four
+_SHARE = 20  # one file is kept open for so many descriptors of the process's limit; each may need up to four
 
 
 def trailer(store: str, number: int) -> bytes:
@@ -33,7 +33,7 @@ def trailer(store: str, number: int) -> bytes:
 
 
 class Opened:
-    """A file that stays open while the store, which may forget it, or a read refers to it."""
+    """A file that stays open while a read or the store refers to it; the store may drop it first."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -78,7 +78,7 @@ class SampleIndex:
             raise FormatError(f"{self.path}: the index names its files in no possible order")
 
     def _files_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Avoids torch.searchsorted, which wakes torch's threads even for a batch; they then spin for a while."""
+        """Returns each record's file. Not by torch.searchsorted: it wakes torch's threads, which spin for a while."""
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
         bounds = self._bounds
@@ -117,8 +117,8 @@ class SampleIndex:
             begins = torch.where(numbers == firsts, starts, before)
             lengths = ends - begins
         spans = (lengths + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
-        wrong = (begins < 0) | (ends < begins) | (ends > self._sizes[files])  # not by lengths, which may wrap
-        wrong |= begins + spans > self._sizes[files]  # as much is read
+        wrong = (begins < 0) | (ends < begins) | (ends > self._sizes[files])  # compares places: lengths could overflow
+        wrong |= begins + spans > self._sizes[files]  # a whole span is read
         if wrong.any():
             place = int(wrong.nonzero()[0])
             raise FormatError(
@@ -154,7 +154,7 @@ def write_index(path: str, index: SampleIndex, durable: bool = True) -> None:
     body = aligned(_PREFIX.size + len(text), PAGE)
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # nobody may read what a pipe gets
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # a pipe may have no reader
             raise FileExistsError(errno.EEXIST, "is no regular file", path)
     with replacing(path, durable, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])

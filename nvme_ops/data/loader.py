@@ -306,7 +306,7 @@ class _Stop(threading.Event):
     """Set when nobody wants what is being decoded any more."""
 
 
-_forks = 0  # of this process. The first write to huge pages shared with a child splits them into small ones
+_forks = 0  # of this process: the first write to huge pages that a child shares splits them into small ones
 
 
 def _forked() -> None:

@@ -157,7 +157,7 @@ class AsyncLog:
                     self._changed.wait(1.0)
                 if self._failure is not None:
                     raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
-        self._thread.join()  # which is about to end: interrupted, it may be taken for ended before Python 3.13
+        self._thread.join()  # it is about to end. Before 3.13 an interrupted join may count as done
 
     def _admit(self) -> bool:
         """Returns whether a record may be added, perhaps after a wait."""

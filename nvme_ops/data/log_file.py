@@ -51,7 +51,7 @@ class Segment:
         self.owner = os.fstat(fd).st_uid  # some network file systems choose it
         self.nbytes = self._durable = 0
         self.sync_failed = False
-        self.failed = False  # only what is durable is to stay in it
+        self.failed = False  # only what is durable may stay in it
 
     @classmethod
     def new(cls, path: str) -> Segment:

@@ -388,7 +388,7 @@ class Read:
         for future in self._futures:
             if not future.done():
                 future.request_cancel()
-        for future in self._futures if not self._interrupted else ():  # the device may not answer for long
+        for future in self._futures if not self._interrupted else ():  # the device may not answer for a long time
             future.exception()
 
     def __len__(self) -> int:

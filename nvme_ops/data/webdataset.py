@@ -76,7 +76,7 @@ def _places(path: str) -> foreign.Found:
 
 
 class _BoundedTar(io.BufferedIOBase):
-    """What tarfile reads of a tar: it would take memory for whatever size a header names."""
+    """The file that tarfile reads from: tarfile itself would allocate whatever size a header claims."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _BoundedTar(io.BufferedIOBase):
 
 
 def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Yields the members of a tar, and where each ends. Raises FormatError for whatever tarfile makes of it."""
+    """Yields the members of a tar, and where each ends. Raises FormatError whatever tarfile raises."""
     end = 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], _BoundedTar(file, nbytes)), mode="r:") as tar:

@@ -30,7 +30,7 @@ from nvme_ops.text import parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
-_LEAST = 64  # bytes that a record counts for at least, there
+_LEAST = 64  # bytes that a record counts as at least, in that sum
 _PATIENCE = 5.0  # seconds that the end of the program waits for a thread that is adding or closing
 
 
@@ -213,7 +213,7 @@ class SampleWriter:
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
                 others = {os.path.dirname(file.name) for file in before.files if os.path.isabs(file.name)}
-                copied = before.more.get("path") != self.path  # then those are the original's
+                copied = before.more.get("path") != self.path  # the index is a copy: the files are the original's
                 return WriterClaim(self.path, before.id, [self._folders[0], *([] if copied else sorted(others))])
         except FileNotFoundError:
             pass
@@ -293,15 +293,15 @@ class SampleWriter:
         return f"{self.path}: a SampleWriter {what}: its {len(self)} samples are not kept"
 
     def _leave(self) -> None:
-        """Removes what was written, at the end of the program, unless a thread has the writer and does not return it.
+        """Removes what was written, at the end of the program, unless a thread is still adding or closing.
 
-        Such a thread is a daemon. The next writer in the folder removes what that one has written.
+        Such a thread is a daemon. The next writer in the folder removes what it has written.
         """
         if self._state == "closed" or self._process != os.getpid():
             return
         if not self._lock.acquire(timeout=_PATIENCE):
             at_exit.tell(self._loss("was still at work in a thread when the program ended"))
-            _open.discard(self)  # told once
+            _open.discard(self)  # reported once
             return
         try:
             if self._state != "closed":
