@@ -24,7 +24,7 @@ from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.storage import locks
 
-_MAGIC = b"NVLG"
+_MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the letter is the version
 _HEAD = struct.Struct("<4sIIQ")
 _AFTER_CRC = 8  # bytes of the head that the checksum does not cover
 _SEARCHED = 1 << 20  # bytes that are searched at once for a block after damage
@@ -173,6 +173,8 @@ def _read(path: str, file: File) -> Iterator[bytes]:
     with contextlib.closing(file):
         nbytes = os.fstat(file.fileno()).st_size
         ended = _is_ended(file.fileno(), nbytes)
+        if _MAGIC < (magic := os.pread(file.fileno(), len(_MAGIC), 0)) <= _LAST_MAGIC:
+            raise FormatError(f"{path}: version {magic.decode()} of the format; this program knows {_MAGIC.decode()}")
         place = 0
         while place < nbytes:
             block = _block(file, nbytes - place)

@@ -2,7 +2,8 @@
 
 A line consists of a CRC-32 and the JSON object that it covers. Some are marks: what the first ``bytes`` of the file
 name is on the device, and what follows was written before the machine was started again. Once it was, perhaps after a
-power failure, what follows the last mark is void: it may name what never got there.
+power failure, what follows the last mark is void: it may name what never got there. Marks also have the version of the
+format; without one it is 1.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Value:
         return bool(self.readers)
 
 
+VERSION = 1
 _LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
 
 
@@ -87,6 +89,8 @@ class Journal:
             lines.pop()
         whole = sum(map(len, lines))
         marks = [mark for line in lines if (mark := _mark_in(line)) is not None]
+        if later := next((mark[2] for mark in marks if mark[2] != VERSION), None):
+            raise FormatError(f"{self._path}: version {later} of the index; this program knows {VERSION}")
         covers = bool(marks) and marks[-1][1] + len(lines[-1]) == whole  # the last line is a mark, of all before it
         self._boot_marked = marks[-1][0] if marks else None
         restarted = self._boot_marked not in (None, self._boot)
@@ -239,7 +243,7 @@ def entry_of(key: str, value: Value | None) -> dict[str, Any]:
     }
 
 
-def _end_of_the_durable(lines: list[bytes], marks: list[tuple[str, int]]) -> int:
+def _end_of_the_durable(lines: list[bytes], marks: list[tuple[str, int, int]]) -> int:
     """Returns the bytes that the last mark covers; those of the mark before, if it and not all of these got there."""
     end = marks[-1][1]
     if len(marks) > 1:
@@ -251,16 +255,16 @@ def _end_of_the_durable(lines: list[bytes], marks: list[tuple[str, int]]) -> int
 
 
 def _mark_of(boot: str, nbytes: int) -> bytes:
-    return _sealed(json.dumps({"mark": boot, "bytes": nbytes}).encode())
+    return _sealed(json.dumps({"mark": boot, "bytes": nbytes, "version": VERSION}).encode())
 
 
-def _mark_in(line: bytes) -> tuple[str, int] | None:
-    """Returns what a mark says; None for any other line."""
+def _mark_in(line: bytes) -> tuple[str, int, int] | None:
+    """Returns what a mark says: the start of the machine, bytes, and version; None for any other line."""
     if not line.startswith(b'{"mark": ', 9) or not _is_whole(line):
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
         entry = parse_json(line[9:-1])
-        return str(entry["mark"]), int(entry["bytes"])
+        return str(entry["mark"]), int(entry["bytes"]), int(entry.get("version", VERSION))
     return None
 
 

@@ -34,6 +34,7 @@ from nvme_ops.whole import read_whole
 
 OWNER = "owner"
 MAGIC = "nvme_ops session"
+VERSION = 1  # of the file and of what it describes; without one it is 1
 _CHANGING = ("magic", "pid", "boot", "machine")
 _MOST = 1 << 20  # bytes of the file
 _SECTOR = 512  # bytes that a device writes whole or not at all
@@ -48,7 +49,7 @@ def open_owner(path: str, create: bool = False) -> int:
 
 
 def read_owner(fd: int) -> dict[str, object] | None:
-    """Returns what the file says: an empty dict before the first write, None for any other content."""
+    """Returns what the file says: an empty dict before the first write, None for other content, or a later version."""
     if os.fstat(fd).st_size > _MOST:
         return None
     content = read_whole(fd)
@@ -56,7 +57,7 @@ def read_owner(fd: int) -> dict[str, object] | None:
         return {}
     with contextlib.suppress(ValueError):
         found = parse_json(content)
-        if isinstance(found, dict) and found.get("magic") == MAGIC:
+        if isinstance(found, dict) and found.get("magic") == MAGIC and found.get("version", VERSION) == VERSION:
             return found
     return None
 
@@ -222,6 +223,7 @@ class Session:
     def _owner(self, number: int) -> dict[str, object]:
         return {
             "magic": MAGIC,
+            "version": VERSION,
             "name": self.name,
             "keep": self.reuse,
             "fingerprint": self.fingerprint,
@@ -359,7 +361,8 @@ class _Place:
                 if before is None and os.listdir(path) == [OWNER]:
                     before = {}  # it was being made when the power failed
                 if before is None:
-                    raise FileExistsError(errno.EEXIST, "is not the file of a session, or was damaged", owner)
+                    words = "is not the file of a session, was damaged, or is of a later version"
+                    raise FileExistsError(errno.EEXIST, words, owner)
                 if not before and reuse and any(_files(path)):  # which a session that is just starting has none of
                     raise FileExistsError(
                         errno.EEXIST, "is empty, though the files beside it may have what was kept: remove these", owner

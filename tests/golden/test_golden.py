@@ -1,0 +1,195 @@
+"""Every later version reads the files of earlier ones. ``make`` says how each was made; a folder here is a version."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import dcp
+from nvme_ops.data import AsyncLog, SampleStore
+from nvme_ops.errors import FormatError
+from nvme_ops.offload import NvmeOptimizer
+from nvme_ops.storage import Session, TensorStore
+from nvme_ops.tuning import store as tuning_store
+from tests.golden import make
+
+HERE = Path(__file__).parent
+VERSIONS = sorted(path.name for path in HERE.iterdir() if path.name.isdigit())
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items()
+    )
+
+
+def session(folder: Path) -> None:
+    with Session(folder, name="golden", reuse=True, fingerprint="1") as opened, TensorStore(opened) as store:
+        assert opened.found
+        futures = {name: store.get(name) for name in store}
+        for future in futures.values():
+            future.result()
+        assert equal({name: future.tensor for name, future in futures.items()}, stored())
+
+
+def stored() -> dict[str, torch.Tensor]:
+    return {**make.tensors(), "weight": make.tensors()["weight"].t()}
+
+
+def optimizer(folder: Path) -> None:
+    for from_file in (False, True):
+        expected, param = make.parameter(), make.parameter()
+        adam = torch.optim.Adam([expected], lr=make.RATE)
+        for _ in range(make.STEPS):
+            make.stepped(expected, adam)
+        param.data.copy_(expected)
+        make.stepped(expected, adam)
+        place = folder / "another" if from_file else folder
+        place.mkdir(exist_ok=True)
+        with NvmeOptimizer(
+            [param], torch.optim.Adam, place, lr=make.RATE, memory_budget="1M", reuse=True, checksums=True
+        ) as opened:
+            assert opened.steps == (0 if from_file else make.STEPS)
+            if from_file:
+                opened.load_states(folder / "states.safetensors")
+            make.stepped(param, opened)
+        assert torch.equal(param, expected)
+
+
+def samples(folder: Path) -> None:
+    with SampleStore(folder, verify=True) as store:
+        assert len(store) == len(make.samples())
+        for number, sample in enumerate(make.samples()):
+            found = store[number]
+            assert bytes(found["image"].numpy()) == sample["image"]
+            assert int(found["label"]) == sample["label"]
+
+
+def log(folder: Path) -> None:
+    assert list(AsyncLog.read(folder / "events")) == make.records()
+
+
+def checkpoints(folder: Path) -> None:
+    for name in ("model.safetensors", "sharded"):
+        assert equal(nvme_ops.load(folder / name, verify=True), make.tensors())
+    found = nvme_ops.load(folder / "model.pt", verify=True)
+    assert found["nested"][1] == 5
+    assert equal(found["nested"][0], make.tensors())
+
+
+def distributed(folder: Path) -> None:
+    state: dict[str, Any] = {**{name: torch.zeros_like(each) for name, each in make.tensors().items()}, "step": 0}
+    dcp.load(state, folder, verify=True)
+    assert state.pop("step") == 5
+    assert equal(state, make.tensors())
+
+
+def tuning(folder: Path) -> None:
+    found = tuning_store.load(make.IDENTITY, "tuned", tuning_store.settings_of)
+    assert tuning_store.settings_of(found) == make.SETTINGS
+    assert found["found"] == "by hand"
+
+
+READ: dict[str, Callable[[Path], None]] = {
+    "session": session,
+    "optimizer": optimizer,
+    "samples": samples,
+    "log": log,
+    "checkpoints": checkpoints,
+    "dcp": distributed,
+    "tuning": tuning,
+}
+
+
+def copied(version: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that only this user can write to; git keeps no such rights."""
+    place = folder / kind
+    shutil.copytree(HERE / version / kind, place)
+    for each in [place, *place.rglob("*")]:
+        each.chmod(0o700 if each.is_dir() else 0o600)
+    monkeypatch.setattr(tuning_store, "folder", lambda: place)
+    return place
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_earlier_version_wrote_is_read(
+    version: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    READ[kind](copied(version, kind, folder, monkeypatch))
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_this_version_writes_it_reads(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the files of the next version can be made as these were."""
+    make.made(folder / "new")
+    monkeypatch.setattr(tuning_store, "folder", lambda: folder / "new" / "tuning")
+    READ[kind](folder / "new" / kind)
+
+
+def replaced(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def a_later_journal(folder: Path) -> None:
+    path = next(each for each in folder.rglob("*") if each.is_file() and b'"mark"' in each.read_bytes())
+    lines = [line[9:-1].replace(b'"version": 1', b'"version": 2') for line in path.read_bytes().splitlines(True)]
+    path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines))
+
+
+def a_later_owner(folder: Path) -> None:
+    replaced(next(folder.rglob("owner")), b'"version": 1', b'"version": 2')
+
+
+def a_later_commit(folder: Path) -> None:
+    for path in [each for each in folder.rglob("*") if each.is_file()]:
+        path.write_bytes(path.read_bytes().replace(b"nvme_ops commit 2", b"nvme_ops commit 9"))
+
+
+def a_later_index(folder: Path) -> None:
+    replaced(folder / "index.nvmedata", b"NVMEDATA\1", b"NVMEDATA\2")
+
+
+def a_later_log(folder: Path) -> None:
+    replaced(folder / "events.000000", b"NVLG", b"NVLH")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "error"),
+    [
+        ("session", a_later_journal, "version 2 of the index"),
+        ("session", a_later_owner, "of a later version"),
+        ("optimizer", a_later_commit, "record of an optimizer's step is damaged"),
+        ("samples", a_later_index, "version 2 of the format"),
+        ("log", a_later_log, "version NVLH of the format"),
+    ],
+)
+def test_what_a_later_version_wrote_is_refused_and_stays(
+    kind: str, change: Callable[[Path], None], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = copied(VERSIONS[-1], kind, folder, monkeypatch)
+    change(place)
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != "owner"}
+    with pytest.raises((FormatError, FileExistsError), match=error):
+        READ[kind](place)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_later_tuning_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = copied(VERSIONS[-1], "tuning", folder, monkeypatch)
+    path = next(place.iterdir())
+    path.write_text(re.sub(r'"format": \d+', '"format": 99', path.read_text()))
+    with pytest.warns(RuntimeWarning, match="format 99 instead of"):
+        assert tuning_store.load(make.IDENTITY, "tuned", tuning_store.settings_of) is None
+    assert json.loads(path.read_text())["format"] == 99
