@@ -31,9 +31,10 @@ FILLER = 1 << 16  # bytes: the budget of a tiny model would not do for whole pag
 
 
 class Elsewhere(list[torch.Tensor]):
-    """Parameters whose values are elsewhere, and ``forget``, after which nothing of these is in memory."""
+    """Parameters whose values are elsewhere; ``stats`` says what moved, ``forget`` leaves nothing of them in memory."""
 
     forget: Callable[[], object]
+    stats: Callable[[], Any]
 
 
 @contextlib.contextmanager
@@ -49,16 +50,16 @@ def elsewhere(kind: str, tensors: Sequence[torch.Tensor], folder: Path) -> Itera
     module: Any = torch.nn.ParameterList([*parameters, filler])
     with contextlib.ExitStack() as ends:
         if kind == "swapped":
-            ends.enter_context(swap_params(module, folder, memory_budget=room, min_bytes=1))
+            opened: Any = ends.enter_context(swap_params(module, folder, memory_budget=room, min_bytes=1))
         else:
             small, streamed._SMALL = streamed._SMALL, 0  # else they stay in memory
             try:
-                ends.enter_context(stream_weights(module, folder, memory_budget=2 * room))
+                opened = ends.enter_context(stream_weights(module, folder, memory_budget=2 * room))
             finally:
                 streamed._SMALL = small
         made = iter(list(module)[:-1])
         found = Elsewhere(next(made) if any(each is other for other in moved) else each for each in tensors)
-        found.forget = list(module)[-1].any
+        found.forget, found.stats = list(module)[-1].any, opened.stats
         yield found
 
 

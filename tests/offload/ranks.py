@@ -1,28 +1,133 @@
-"""What each rank runs: a model divided among the ranks by transformers' own plan, its weights streamed."""
+"""What each rank runs: ``python -m tests.offload.ranks WHAT ARGUMENTS`` prints a line that begins with its rank."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from transformers.distributed import DistributedConfig
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from nvme_ops.offload import from_pretrained
+from nvme_ops import dcp
+from nvme_ops.offload import NvmeOptimizer, from_pretrained, save_on_nvme, swap_params
 
-dist.init_process_group("gloo")
-path = sys.argv[1]
-ids = torch.tensor([[1, 2, 3, 4]])
-plain = transformers.LlamaForCausalLM.from_pretrained(path)
-size = sum(each.nbytes for each in plain.parameters())
-divided = DistributedConfig(tp_plan="auto")
-with torch.no_grad(), from_pretrained(path, memory_budget="3M", distributed_config=divided) as model:
-    for _ in range(3):
-        logits = model(ids).logits
-    found = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-    close = torch.allclose(found, plain(ids).logits, atol=1e-5)
-    read = model.stats().bytes_read
-print(f"rank {dist.get_rank()}: close {close}, less than {read / 3 / size:.2f} of the bytes", flush=True)
-dist.barrier()
-dist.destroy_process_group()
+
+def model(way: str) -> Any:
+    """The same on each rank: a copy under DDP, or divided by FSDP2."""
+    torch.manual_seed(3)
+    made = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.GELU()) for _ in range(4)))
+    if way == "ddp":
+        return DistributedDataParallel(made)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in made:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def activations(way: str, folder: str) -> str:
+    """Whether gradients are equal, and the bytes that are saved in each step."""
+    mine, other = model(way), model(way)
+    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
+    equal = True
+    for step in range(3):
+        x = torch.randn(32, 96, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for module in (mine, other):
+            module.zero_grad()
+        with saving:
+            loss = mine(x).square().mean()
+        loss.backward()
+        other(x).square().mean().backward()
+        pairs = zip(mine.parameters(), other.parameters(), strict=True)
+        equal = equal and all(torch.equal(local(one.grad), local(two.grad)) for one, two in pairs)
+    return f"{equal}, {saving.stats().bytes_saved // 3} bytes"
+
+
+def optimizer(way: str, folder: str, first: str, last: str) -> str:
+    """Whether parameters are equal; from step ``first`` on, of a checkpoint that the run from step 0 has left."""
+    begin, end, checkpoint = int(first), int(last), str(Path(folder) / "checkpoint")
+
+    def train(module: Any, optimizer: torch.optim.Optimizer, begin: int) -> None:
+        for step in range(begin, end):
+            optimizer.zero_grad()
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+            module(x).square().mean().backward()
+            optimizer.step()
+
+    mine, other = model(way), model(way)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as ours:
+        if begin:
+            states = {"model": mine.state_dict(), "optimizer": get_optimizer_state_dict(mine, ours)}
+            dcp.load(states, checkpoint_id=checkpoint)
+            mine.load_state_dict(states["model"])
+            set_optimizer_state_dict(mine, ours, states["optimizer"])
+        train(mine, ours, begin)
+        train(other, plain, 0)
+        pairs = zip(mine.parameters(), other.parameters(), strict=True)
+        equal = all(torch.allclose(local(one), local(two), rtol=1e-5, atol=1e-7) for one, two in pairs)
+        if not begin and way == "fsdp":
+            states = {"model": mine.state_dict(), "optimizer": get_optimizer_state_dict(mine, ours)}
+            dcp.save(states, checkpoint_id=checkpoint)
+        dist.barrier()
+    return f"{equal}"
+
+
+def collectives(folder: str) -> str:
+    """Whether collectives over parameters that are on storage do what they do over others."""
+
+    def plain(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+
+    first, second, ours = plain(0), plain(1), plain(dist.get_rank())
+    with swap_params(ours, folder, memory_budget="40K", min_bytes=1), torch.no_grad():
+        dist.broadcast(ours[0].weight.data, 0)
+        work: Any = dist.all_reduce(ours[1].weight.data, async_op=True)
+        ours(torch.ones(1, 64))  # the values leave memory
+        work.wait()
+        gathered = [torch.empty(64, 64) for _ in range(2)]
+        dist.all_gather(gathered, ours[2].weight.data)
+        right = [
+            torch.equal(ours[0].weight + 0, first[0].weight),
+            torch.equal(ours[1].weight + 0, first[1].weight + second[1].weight),
+            torch.equal(torch.stack(gathered), torch.stack([first[2].weight, second[2].weight])),
+        ]
+    return f"{all(right)}"
+
+
+def pretrained(path: str) -> str:
+    """Whether logits of a model that transformers divides among the ranks are close, and the share that is read."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    ids = torch.tensor([[1, 2, 3, 4]])
+    whole = transformers.LlamaForCausalLM.from_pretrained(path)
+    size = sum(each.nbytes for each in whole.parameters())
+    divided = DistributedConfig(tp_plan="auto")
+    with torch.no_grad(), from_pretrained(path, memory_budget="3M", distributed_config=divided) as streamed:
+        for _ in range(3):
+            logits = streamed(ids).logits
+        found = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        close = torch.allclose(found, whole(ids).logits, atol=1e-5)
+        return f"{close}, {streamed.stats().bytes_read / 3 / size:.2f} of the bytes"
+
+
+WHAT: dict[str, Callable[..., str]] = {
+    each.__name__: each for each in (activations, optimizer, collectives, pretrained)
+}
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    said = WHAT[sys.argv[1]](*sys.argv[2:])
+    print(f"rank {dist.get_rank()}: {said}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,59 +1,23 @@
-"""What the tests of save_on_nvme share: nets that save tensors of all kinds, and their gradients."""
+"""What the tests of save_on_nvme share: gradients, and what becomes of saved tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from nvme_ops.offload import ActivationStats, save_on_nvme
-
-KIB = 1024
-
-
-def perceptron() -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    layers = [[torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.LayerNorm(128)] for _ in range(4)]
-    return torch.nn.Sequential(*(each for layer in layers for each in layer))
+from nvme_ops.offload.activations import activations
+from tests.offload.training import KIB
 
 
-def convolutional() -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    layers = [
-        [torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(inplace=number % 2 == 0)]
-        for number in range(4)
-    ]
-    return torch.nn.Sequential(
-        *(each for layer in layers for each in layer),
-        torch.nn.MaxPool2d(2), torch.nn.Dropout(0.2), torch.nn.Flatten(), torch.nn.LazyLinear(3),
-    )  # fmt: skip
-
-
-class Attention(torch.nn.Module):
-    """Saves parts of one storage, and views of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
-            scores = (q @ k.transpose(-1, -2)).softmax(-1)
-            x = x + self.out((scores @ v).transpose(1, 2).reshape(x.shape))
-            x = x * x.mean(0, keepdim=True).expand_as(x)
-        return x
-
-
-MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
-    "perceptron": (perceptron, (128, 128)),
-    "convolutional": (convolutional, (16, 4, 32, 32)),
-    "attention": (Attention, (8, 64, 64)),
-}
+@pytest.fixture(autouse=True)
+def few_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models have the problems of large ones. For modules that import it."""
+    monkeypatch.setattr(activations, "_IN_FLIGHT", 128 * KIB)
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor, saving: Any = None) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import nvme_ops
 from nvme_ops.checkpoint import modules
@@ -40,10 +40,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.second(self.first(x)))
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def require_equal(model: nn.Module, plain: nn.Module) -> None:
 # Saving and loading
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.bin", "a.ckpt", "a.safetensors", "folder"])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "folder"])
 def test_a_module_is_saved_whole_and_ties_once(name: str, either: Any, plain: Model, folder: Path) -> None:
     nvme_ops.save(either, folder / name)
     found = nvme_ops.load(folder / name)
@@ -161,27 +157,6 @@ def test_pickled_tensors_are_usual_and_share_memory_when_tied(either: Any, plain
             assert torch.equal(pickle.loads(pickle.dumps(either.first.weight)), kept + 1)
 
 
-@pytest.mark.parametrize("copy_of", [through_pickle, copy.deepcopy])
-def test_copies_of_views_of_converted_tensors(copy_of: Callable[[Any], Any], either: Any, plain: Model) -> None:
-    """The parameter itself was copied, with the shape and dtype that it has."""
-    found, expected = (copy_of(each.first.weight.detach()[:5].double().t()) for each in (either, plain))
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(found, expected)
-
-
-def test_copies(either: Any, plain: Model) -> None:
-    weight = either.first.weight
-    assert type(copy.deepcopy(weight)) is nn.Parameter
-    assert torch.equal(copy.deepcopy(weight), plain.first.weight)
-    same = copy.copy(weight)
-    assert type(same) is type(weight)
-    assert isinstance(same, nn.Parameter)
-    if isinstance(weight, SwappedTensor):
-        with torch.no_grad():
-            same.zero_()
-        assert not weight.any()
-
-
 # Around the dispatcher
 
 AROUND: dict[str, Callable[[Any], Any]] = {
@@ -215,13 +190,6 @@ def test_torchscript_is_not_saved_without_values(script: Any, either: Any) -> No
     compiled = script(model)
     with pytest.raises(RuntimeError, match=ON_STORAGE):
         torch.jit.save(compiled, io.BytesIO())
-
-
-def test_numbers(either: Any, plain: Model) -> None:
-    weight, expected = either.first.weight, plain.first.weight
-    assert weight.tolist() == expected.tolist()
-    assert (weight.numpy(force=True) == expected.numpy(force=True)).all()
-    assert weight[1, 2].item() == expected[1, 2].item()
 
 
 SHAPES: dict[str, Callable[[Any], Any]] = {
@@ -276,23 +244,12 @@ def test_what_is_written_to_a_view_is_written_or_refused(view: str, either: Any,
     require_equal(either, plain)
 
 
-def test_conjugated_views_have_the_right_values(folder: Path) -> None:
-    found = []
-    for move in (False, True):
-        torch.manual_seed(0)
-        model = nn.ParameterDict({"w": nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))})
-        swapping = swap_params(model, folder, memory_budget="8K", min_bytes=1) if move else None
-        weight: Any = model["w"]
-        (gradient,) = torch.autograd.grad((weight.mH * 2).abs().pow(2).sum(), [weight], create_graph=True)
-        (second,) = torch.autograd.grad(gradient.abs().sum(), [weight])
-        values = (weight.conj() * 2, weight.conj().imag + 0, torch._neg_view(weight) + 0, gradient, second)
-        found.append([each.detach().resolve_conj() for each in values])
-        if swapping:
-            for view in (weight.detach().conj(), torch._neg_view(weight.detach())):
-                with pytest.raises(RuntimeError, match="conjugated or negated view"):
-                    view.zero_()
-            swapping.close()
-    assert all(map(torch.equal, *found))
+def test_conjugated_and_negated_views_are_not_written_to(folder: Path) -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))})
+    with swap_params(model, folder, memory_budget="8K", min_bytes=1):
+        for view in (model["w"].detach().conj(), torch._neg_view(model["w"].detach())):
+            with pytest.raises(RuntimeError, match="conjugated or negated view"):
+                view.zero_()
 
 
 def test_lists_are_taken_one_by_one_and_joined_within_the_budget(folder: Path) -> None:
@@ -332,25 +289,6 @@ def test_a_converted_copy_keeps_the_values_of_its_time(view: str, swapped: Any, 
     assert all(torch.equal(one + 0, other) for one, other in zip((whole, of_part, kept), expected, strict=True))
 
 
-def test_a_converted_copy_can_be_changed_by_itself(swapped: Any, plain: Model) -> None:
-    copied = swapped.first.weight.detach().double()
-    row = copied[3]
-    copied[:, 0] += 1
-    assert torch.equal(row + 0, plain.first.weight.detach().double()[3] + torch.eye(48, dtype=torch.float64)[0])
-    require_equal(swapped, plain)
-
-
-def test_autocast_has_the_gradient_of_the_values_at_the_forward(swapped: Any, plain: Model) -> None:
-    gradients = []
-    for model in (swapped, plain):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(torch.ones(2, 48)).float().pow(2).sum()
-        model.first.weight.data[1] = 5
-        loss.backward()
-        gradients.append(torch.as_tensor(model.first.weight.grad))
-    assert torch.equal(*gradients)
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "foreach": lambda each: torch._foreach_add_(each, 1.0),
     "foreach copy": lambda each: torch._foreach_copy_(each, [torch.ones_like(one) for one in each]),
@@ -373,33 +311,6 @@ def test_a_change_between_forward_and_backward_raises_as_in_memory(change: str, 
 
 
 # data
-
-
-def test_data_takes_the_values_of_another_tensor(swapped: Any, plain: Model) -> None:
-    before = swapped.first.weight.data
-    for model in (swapped, plain):
-        model.first.weight.data = torch.arange(48.0 * 48).view(48, 48).t()
-        model.second.weight.data = model.first.weight.data
-        model.first.bias.data = model.first.bias.data[3:9].double()
-        model.embedding.weight.data[2] = 7
-    require_equal(swapped, plain)
-    assert swapped.first.bias.shape == (6,)
-    assert swapped.first.bias.dtype == torch.float64
-    assert not torch.equal(before + 0, swapped.first.weight + 0)
-    with torch.no_grad():
-        swapped.first.weight.zero_()  # whose memory the second one has
-    assert not swapped.second.weight.any()
-
-
-def test_what_assigns_data_works(swapped: Any, plain: Model) -> None:
-    for model in (swapped, plain):
-        prune.l1_unstructured(model.first, "weight", amount=0.5)
-        prune.remove(model.first, "weight")
-        vector_to_parameters(parameters_to_vector(model.second.parameters()) * 2, model.second.parameters())
-        model.double()
-        model.float()
-    require_equal(swapped, plain)
-    assert isinstance(swapped.second.weight, SwappedTensor)
 
 
 def test_data_that_would_share_memory_is_refused_once_either_changes(swapped: Any) -> None:

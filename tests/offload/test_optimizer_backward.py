@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import threading
 import time
@@ -16,6 +14,7 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer
+from tests.offload.test_optimizer import Failing
 from tests.offload.training import backward, equal, network, values
 
 
@@ -34,35 +33,17 @@ def make(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
     return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **given)
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_the_bits_are_the_same(folder: Path, free: bool) -> None:
-    mine, other = network(), network()
-    plain = torch.optim.AdamW(other.parameters())
-    with make(mine, folder, free_gradients=free) as optimizer:
-        for step in range(12):
-            for model, each in ((mine, optimizer), (other, plain)):
-                backward(model, step)
-                each.step()
-                if free and each is optimizer:
-                    assert all(parameter.grad is None for parameter in model.parameters())
-        assert equal(values(mine), values(other))
-        assert optimizer.steps == 12
-
-
-class Slow(aio_handle):
-    """Takes its time before each write."""
-
-    seconds = 0.2
-
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(self.seconds)
-        return super().submit_pwrite(*arguments, **options)
+def failing(writes: int) -> Failing:
+    """Fails the write after so many."""
+    handle = Failing()
+    handle.after["write"] = writes
+    return handle
 
 
 def test_freed_gradients_and_a_step_that_fails(folder: Path) -> None:
     mine, other = network(), network()
     plain = torch.optim.AdamW(other.parameters())
-    with make(mine, folder, overlap=None, free_gradients=True, handle=Failing()) as optimizer:
+    with make(mine, folder, overlap=None, free_gradients=True, handle=failing(3)) as optimizer:
         for step in range(2):
             backward(mine, step)
             backward(other, step)
@@ -87,26 +68,6 @@ def test_most_of_it_happens_before_the_step(folder: Path) -> None:
         assert optimizer.steps == 0
         optimizer.step()
         assert optimizer.steps == 1
-
-
-def test_several_backward_passes_for_one_step(folder: Path) -> None:
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        for step in range(3):
-            optimizer.zero_grad()
-            x = torch.randn(4, 1, 30, generator=torch.Generator().manual_seed(step))
-            if isinstance(optimizer, NvmeOptimizer):
-                with optimizer.accumulate():
-                    model(x).square().mean().backward()
-                    assert optimizer._pass is None
-            else:
-                model(x).square().mean().backward()
-            model(x + 1).square().mean().backward()
-            optimizer.step()
-        return values(model)
-
-    mine, other = network(), network()
-    with make(mine, folder) as optimizer:
-        assert equal(train(mine, optimizer), train(other, torch.optim.AdamW(other.parameters())))
 
 
 def test_a_second_backward_pass_is_refused(folder: Path) -> None:
@@ -141,22 +102,10 @@ def test_an_exception_in_the_backward_pass(folder: Path) -> None:
         assert optimizer.steps == 2
 
 
-class Failing(aio_handle):
-    """Fails the fourth write."""
-
-    left = 4
-
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().submit_pwrite(*arguments, **options)
-
-
 def test_a_failure_is_raised_by_the_step_which_can_go_on(folder: Path) -> None:
     mine, other = network(), network()
     plain = torch.optim.AdamW(other.parameters())
-    with make(mine, folder, handle=Failing()) as optimizer:
+    with make(mine, folder, handle=failing(3)) as optimizer:
         for model in (mine, other):
             backward(model, 0)
         plain.step()
@@ -178,24 +127,6 @@ def test_state_dicts_wait_for_the_end_of_the_step(folder: Path) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.usefixtures("no_collection")
-def test_ctrl_c_while_the_step_waits(folder: Path) -> None:
-    """What the thread has not updated is updated when the step is called again."""
-    mine, other = network(), network()
-    plain = torch.optim.AdamW(other.parameters())
-    slow = Slow()
-    with make(mine, folder, handle=slow) as optimizer:
-        for model in (mine, other):
-            backward(model, 0)
-        plain.step()
-        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-        slow.seconds = 0
-        optimizer.step()
-        assert equal(values(mine), values(other))
-
-
 class Held(aio_handle):
     """Holds one write up until it is let go."""
 
@@ -213,9 +144,10 @@ class Held(aio_handle):
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("free", [False, True])
-@pytest.mark.parametrize("number", [1, 4])
-@pytest.mark.parametrize(("times", "later"), [(1, True), (1, False), (2, False)])
+@pytest.mark.parametrize(
+    ("number", "free", "times", "later"),
+    [(1, False, 1, True), (4, True, 1, True), (1, True, 1, False), (4, False, 2, False)],
+)
 def test_ctrl_c_while_the_disk_is_slow(folder: Path, number: int, free: bool, times: int, later: bool) -> None:
     """Nothing is updated behind the program's back or twice, and what was given up is not done."""
     mine, other = network(), network()
@@ -250,8 +182,3 @@ def test_closed_in_between(folder: Path) -> None:
     optimizer.close()
     backward(model, 1)  # as any
     assert list(folder.iterdir()) == []
-
-
-def test_another_way_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="overlap must be None or 'backward', not 'forward'"):
-        make(network(), folder, overlap="forward")

@@ -1,4 +1,4 @@
-"""save_on_nvme: gradients have the same bits, whatever is in memory, on its way or on storage."""
+"""save_on_nvme: what is saved, how much memory that takes, and what is changed meanwhile. Bits: ``test_parity.py``."""
 
 from __future__ import annotations
 
@@ -12,52 +12,11 @@ import torch
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
 from tests.conftest import MIB
-from tests.offload.saving import KIB, MODELS, gradients, perceptron, same, settled
+from tests.offload.saving import few_in_flight, gradients, same, settled
+from tests.offload.training import KIB, perceptron
 from tests.storage.slow_store import Slow
 
-
-@pytest.fixture(autouse=True)
-def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small models have the problems of large ones."""
-    monkeypatch.setattr(activations, "_IN_FLIGHT", 128 * KIB)
-
-
-@pytest.mark.parametrize("budget", [0, 200 * KIB, 64 * MIB])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_have_the_same_bits(folder: Path, name: str, budget: int) -> None:
-    make, shape = MODELS[name]
-    model, x = make(), torch.randn(shape)
-    model(x)  # lazy parts
-    expected = gradients(model, x)
-    saving = save_on_nvme(folder, min_bytes=1, memory_budget=budget)
-    for _ in range(3):
-        assert same(gradients(model, x, saving), expected)
-    stats = settled(saving)
-    assert stats.bytes_saved > 0
-    assert stats.bytes_stored == 0, "nothing is left once the graphs are gone"
-    assert (stats.bytes_written > 0) == (budget < 64 * MIB)
-    saving.close()
-    saving.close()
-    assert not any(folder.iterdir())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_other_dtypes_and_layouts(folder: Path, dtype: torch.dtype) -> None:
-    def compute(weight: torch.Tensor) -> torch.Tensor:
-        x = (weight * 2).t().exp()
-        y = x[:, 3:40].sin() * x[::2, :37].repeat_interleave(2, 0).flip(0)
-        z = y.to(dtype).conj() if dtype.is_complex else y.to(memory_format=torch.contiguous_format)
-        return (z.view(x.shape[0], -1) * z.tanh()).abs().sum()
-
-    weight = (torch.randn(64, 64, dtype=dtype) / 8).requires_grad_()  # no NaN, which equals nothing
-    (expected,) = torch.autograd.grad(compute(weight), weight)
-    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
-        loss = compute(weight)
-    settled(saving)
-    (found,) = torch.autograd.grad(loss, weight)
-    assert torch.equal(torch.view_as_real(found) if dtype.is_complex else found,
-                       torch.view_as_real(expected) if dtype.is_complex else expected)  # fmt: skip
-    assert saving.stats().bytes_read > 0
+_ = few_in_flight  # a fixture
 
 
 # What is saved
@@ -92,15 +51,6 @@ def test_parts_of_one_storage_are_written_once_and_small_parts_alone(folder: Pat
     assert x.grad is not None
     usual = torch.autograd.grad(sum(each.exp().sum() for each in x.chunk(3)) + x[7].square().sum(), x)
     assert torch.equal(x.grad, usual[0])
-
-
-def test_small_tensors_stay(folder: Path) -> None:
-    model, x = perceptron(), torch.randn(16, 128)
-    expected = gradients(model, x)
-    with save_on_nvme(folder, memory_budget=0) as saving:
-        pass
-    assert same(gradients(model, x, saving), expected)
-    assert saving.stats().bytes_saved == 0
 
 
 def test_what_the_budget_holds_is_never_written_and_the_last_is_kept(folder: Path) -> None:
@@ -168,55 +118,7 @@ def test_what_shares_memory_without_a_version_is_not_taken_for_the_same(folder: 
     del first
 
 
-# Graphs of all kinds
-
-
-@pytest.mark.parametrize("budget", [0, 16 * MIB])
-def test_a_graph_that_is_kept_and_run_again(folder: Path, budget: int) -> None:
-    model, x = perceptron(), torch.randn(64, 128)
-    model(x).square().sum().backward()
-    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    with save_on_nvme(folder, min_bytes=1, memory_budget=budget) as saving:
-        loss = model(x).square().sum()
-    for number in range(3):
-        for each in model.parameters():
-            each.grad = None
-        loss.backward(retain_graph=number < 2)
-        assert same([each.grad for each in model.parameters() if each.grad is not None], expected)
-    assert saving.stats().peak_bytes <= budget + activations._IN_FLIGHT + 2 * 64 * 128 * 4
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-    assert settled(saving).bytes_stored == 0
-
-
-def test_double_backward(folder: Path) -> None:
-    def penalty(x: torch.Tensor) -> torch.Tensor:
-        (first,) = torch.autograd.grad(x.exp().sin().sum(), x, create_graph=True)
-        return first.square().sum()
-
-    x = torch.randn(64, 64, requires_grad=True)
-    (expected,) = torch.autograd.grad(penalty(x), x)
-    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
-        loss = penalty(x)
-    settled(saving)
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-    assert saving.stats().bytes_read > 0
-
-
-def test_graphs_in_any_order_and_some_never(folder: Path) -> None:
-    model = perceptron()
-    batches = [torch.randn(64, 128) for _ in range(4)]
-    expected = [gradients(model, x)[1:] for x in batches]
-    saving = save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB)
-    with saving:
-        losses = [model(x).square().sum() for x in batches]
-        never = model(batches[0])
-    del never
-    for number in (2, 0, 3, 1):
-        found = torch.autograd.grad(losses[number], list(model.parameters()))
-        assert same(list(found), expected[number])
-    del losses
-    assert settled(saving).bytes_stored == 0
+# Graphs
 
 
 def test_a_graph_that_is_never_run_leaks_nothing(folder: Path) -> None:
@@ -294,14 +196,3 @@ def test_a_change_before_it_is_saved_again(folder: Path) -> None:
     assert torch.equal(found, state)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         first.sum().backward()
-
-
-def test_a_parameter_that_an_optimizer_has_changed(folder: Path) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with save_on_nvme(folder, min_bytes=1):
-        loss = model(torch.randn(64, 128)).sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace"):
-        loss.backward()

@@ -1,47 +1,25 @@
-"""``StoredTensor`` and ``Source``: parts and joins of weights have the right bytes, and are not read to be made."""
+"""Parts and joins of streamed weights have the right bytes, and are not read to be made."""
 
 from __future__ import annotations
 
-import copy
-import io
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from nvme_ops.file import shared_handle
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
-from nvme_ops.offload.weights.window import Window
-from tests.conftest import MIB, store
+from tests.offload.elsewhere import Elsewhere, elsewhere, values
 
 SHAPE = (6, 40, 32)
 VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def file(folder: Path) -> Iterator[WeightFile]:
-    path = store(folder / "weights", VALUES.contiguous().view(torch.uint8).flatten())
-    file = WeightFile(os.open(path, os.O_RDONLY), str(path), shared_handle())
-    yield file
-    file.close()
-
-
-@pytest.fixture
-def stored(file: WeightFile) -> Iterator[StoredTensor]:
-    weights = Weights()
-    source = Source([FileExtent(file, 0, VALUES.nbytes)], torch.float32, SHAPE)
-    weights.window = Window(MIB, torch.device("cpu"), [source])
-    yield StoredTensor(weights, source)
-    weights.window.close()
-
-
-def bytes_read(tensor: StoredTensor) -> int:
-    window = tensor._weights.window
-    assert window is not None
-    return window.stats().bytes_read
+def moved(folder: Path) -> Iterator[Elsewhere]:
+    with elsewhere("streamed", [VALUES], folder) as found:
+        yield found
 
 
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -80,13 +58,14 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_made_without_reading_and_has_its_values(name: str, stored: StoredTensor) -> None:
-    wanted, part = PARTS[name](VALUES), PARTS[name](stored)
-    assert isinstance(part, StoredTensor)
-    assert bytes_read(stored) == 0
+def test_a_part_is_made_without_reading_and_has_its_values(name: str, moved: Elsewhere) -> None:
+    before = moved.stats().bytes_read
+    wanted, part = PARTS[name](VALUES), PARTS[name](moved[0])
+    assert type(part) is not torch.Tensor
+    assert moved.stats().bytes_read == before
     assert (part.shape, part.dtype) == (wanted.shape, wanted.dtype)
     assert torch.equal(part + 0, wanted)
-    assert torch.equal(part.to_memory(), wanted)
+    assert torch.equal(values(part), wanted)
 
 
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -100,45 +79,17 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_else_is_computed_is_a_usual_tensor(name: str, stored: StoredTensor) -> None:
-    found = OTHERS[name](stored)
+def test_what_else_is_computed_is_a_usual_tensor(name: str, moved: Elsewhere) -> None:
+    found = OTHERS[name](moved[0])
     assert type(found) is torch.Tensor
     assert torch.equal(found, OTHERS[name](VALUES))
 
 
-def test_the_same_part_is_the_same_source(stored: StoredTensor) -> None:
-    source = stored.source
-    assert source.rows(1, 3) is source.rows(1, 3)
-    assert source.rows(0, 6) is source
-    assert source.view((240, 32)) is source.view((240, 32))
+def test_its_words(moved: Elsewhere) -> None:
+    assert repr(moved[0].data) == "StoredTensor(shape=(6, 40, 32), dtype=torch.float32)"
 
 
-def test_neighbours_become_one_extent(stored: StoredTensor) -> None:
-    joined = concatenated([stored.source.rows(0, 2), stored.source.rows(2, 6)], 0)
-    assert joined is not None
-    assert len(joined.extents) == 1
-    part = narrowed(stored.source, 1, 0, 20)
-    assert part is not None
-    assert len(part.extents) == 6
-
-
-def test_copies_are_usual_tensors(stored: StoredTensor) -> None:
-    for found in (copy.deepcopy(stored), saved_and_loaded(stored), torch.nn.Parameter(stored, False).data.clone()):
-        assert not isinstance(found, StoredTensor)
-        assert torch.equal(found, VALUES)
-    parameter = copy.deepcopy(torch.nn.Parameter(stored, False))
-    assert isinstance(parameter, torch.nn.Parameter)
-    assert repr(stored) == "StoredTensor(shape=(6, 40, 32), dtype=torch.float32)"
-
-
-def saved_and_loaded(tensor: torch.Tensor) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    buffer.seek(0)
-    return torch.as_tensor(torch.load(buffer, weights_only=True))
-
-
-def test_before_its_model_is_complete_it_cannot_be_read(file: WeightFile) -> None:
-    stored = StoredTensor(Weights(), Source([FileExtent(file, 0, VALUES.nbytes)], torch.float32, SHAPE))
+def test_before_its_model_is_complete_it_cannot_be_read() -> None:
+    stored = StoredTensor(Weights(), Source([], torch.float32, (0, 3)))
     with pytest.raises(RuntimeError, match="before it is complete"):
         stored.sum()

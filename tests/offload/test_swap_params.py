@@ -1,88 +1,30 @@
-"""swap_params: parameters on storage train to the same bits, whatever the module does with them."""
+"""swap_params: memory, order, init, refusals, faults. That it computes the same: ``test_parity`` and ``random_*``."""
 
 from __future__ import annotations
 
-import copy
-import io
+import contextlib
+import errno
+import gc
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
+from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
-from nvme_ops.offload.weights.swapped import SwappedTensor
-from tests.conftest import MIB, in_child
+from tests.conftest import MIB, REPOSITORY, in_child, in_threads
+from tests.offload.random_comparison import interrupted
 from tests.offload.test_optimizer import Failing
-from tests.offload.training import equal, values
-
-KIB = 1024
-
-
-def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    """Some 300 KiB, the largest parameter of 64."""
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Embedding(50, 64, padding_idx=0),
-        *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(2)),
-        torch.nn.LayerNorm(64), torch.nn.Linear(64, 8),
-    ).to(dtype)  # fmt: skip
-
-
-def words(number: int) -> torch.Tensor:
-    return torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(number))
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    losses = []
-    for number in range(steps):
-        optimizer.zero_grad()
-        loss = model(words(number)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def swapped_of(model: torch.nn.Module) -> list[SwappedTensor]:
-    return [each for each in model.parameters() if isinstance(each, SwappedTensor)]
-
-
-@pytest.mark.parametrize("budget", [80 * KIB, 200 * KIB, 4 * MIB])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_has_the_same_bits(folder: Path, budget: int, dtype: torch.dtype) -> None:
-    mine, other = network(dtype), network(dtype)
-    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-    with swap_params(mine, folder, memory_budget=budget, min_bytes=4 * KIB) as swapped:
-        assert len(swapped_of(mine)) >= 5
-        optimizer = torch.optim.AdamW(mine.parameters(), lr=0.01, foreach=False)
-        assert train(mine, optimizer) == train(other, plain)
-        assert equal(values(mine), values(other))
-        stats = swapped.stats()
-        assert 0 < stats.peak_bytes <= budget
-        assert stats.bytes_stored >= sum(each.nbytes for each in swapped_of(mine))
-
-
-@pytest.mark.parametrize("overlap", [None, "backward"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_nvme_optimizer(folder: Path, overlap: Any, dtype: torch.dtype) -> None:
-    mine, other = network(dtype), network(dtype)
-    reference = NvmeOptimizer(other.parameters(), torch.optim.AdamW, folder, lr=0.01)
-    swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
-    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01,
-                              overlap=overlap, free_gradients=overlap is not None)  # fmt: skip
-    with reference, swapped, optimizer:
-        assert train(mine, optimizer) == train(other, reference)
-        assert equal(values(mine), values(other))
-        assert (overlap is None) == any(each.grad is not None for each in mine.parameters())
-        saved, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
-        assert all(torch.equal(saved[key][name], theirs[key][name]) for key in theirs for name in theirs[key])
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert train(mine, optimizer, 1) == train(other, reference, 1)
+from tests.offload.training import KIB, equal, layers, sentences, train, values, words
+from tests.storage.slow_store import Slow
 
 
 def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> None:
@@ -101,99 +43,10 @@ def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> N
         assert after.bytes_written == before.bytes_written
 
 
-class Odd(torch.nn.Module):
-    """Uses parameters in unusual ways: of a child that is never called, tied, as views, twice, and not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words = torch.nn.Embedding(50, 64)
-        self.attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
-        self.memory = torch.nn.LSTM(64, 64, batch_first=True)
-        self.image = torch.nn.Conv1d(64, 64, 3, padding=1)
-        self.block = torch.nn.Parameter(torch.randn(64, 8, 8) / 8)
-        self.frozen = torch.nn.Parameter(torch.randn(64, 64) / 8, requires_grad=False)
-        self.unused = torch.nn.Parameter(torch.ones(64, 64))
-        self.out = torch.nn.Linear(64, 50, bias=False)
-        self.out.weight = self.words.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.words(x)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = x + self.memory(x)[0]
-        x = x + self.image(x.transpose(1, 2)).transpose(1, 2)
-        x = x + x @ self.block.reshape(64, 64) + x @ self.block.flatten(1)
-        x = x.tanh() @ self.frozen.T + torch.einsum("bij,jk->bik", x, self.frozen[:, :64])
-        return self.out(x.tanh())
-
-
-@pytest.mark.parametrize("budget", [256 * KIB, 4 * MIB])
-def test_unusual_uses(folder: Path, budget: int) -> None:
-    mine, other = Odd(), Odd()
-    plain = torch.optim.SGD(other.parameters(), lr=0.001, momentum=0.9)
-    with swap_params(mine, folder, memory_budget=budget, min_bytes=4 * KIB):
-        assert mine.out.weight is mine.words.weight
-        optimizer = NvmeOptimizer(
-            mine.parameters(), torch.optim.SGD, folder, memory_budget="1M", lr=0.001, momentum=0.9
-        )
-        with optimizer:
-            assert train(mine, optimizer) == train(other, plain)
-        assert equal(values(mine), values(other))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(folder: Path, reentrant: bool) -> None:
-    class Checkpointed(torch.nn.Module):
-        layers: torch.nn.Sequential
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.layers[0](x)
-            for layer in list(self.layers)[1:]:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return x
-
-    mine, other = Checkpointed(), Checkpointed()
-    plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    with swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB) as swapped:
-        assert train(mine, torch.optim.SGD(mine.parameters(), lr=0.1, foreach=False)) == train(other, plain)
-        assert swapped.stats().peak_bytes <= 80 * KIB
-
-
-def test_autocast_keeps_no_converted_copies(folder: Path) -> None:
-    """Autocast's cache and autograd would have each weight in bfloat16 until the end of the backward pass."""
-    mine, other = network(), network()
-    plain = torch.optim.SGD(other.parameters(), lr=0.1)
-    with swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB):
-        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, foreach=False)
-        for number in range(3):
-            for model, each in ((mine, optimizer), (other, plain)):
-                each.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(words(number)).float().square().mean()
-                loss.backward()
-                each.step()
-        assert equal(values(mine), values(other))
-
-
-def test_a_copy_has_the_values_of_its_time(folder: Path) -> None:
-    model = torch.nn.Linear(64, 64)
-    with swap_params(model, folder, memory_budget="1M", min_bytes=1):
-        before = model.weight.detach().clone()
-        copied = model.weight.detach().to(torch.float64)
-        with torch.no_grad():
-            model.weight.add_(1)
-        assert torch.equal(copied, before.to(torch.float64))
-        assert torch.equal(model.weight.detach(), before + 1)
-
-
 def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
-    model = torch.nn.Linear(64, 64)
+    model = layers(2)
     with swap_params(model, folder, memory_budget="1M", min_bytes=1), torch.no_grad():
-        (weight, _) = swapped_of(model)
+        weight: Any = model[0].weight
         kept = weight.detach()[3]
         for _ in range(1000):
             weight.detach().to(torch.bfloat16)
@@ -201,48 +54,6 @@ def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
         assert len(weight.resident.copies) <= 100
         kept.fill_(3)
         assert weight[2:4].sum(1).tolist() == [128, 192]
-
-
-def test_backward_after_a_change_is_told_as_usual(folder: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    with swap_params(model, folder, memory_budget="1M", min_bytes=1):
-        optimizer = NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, lr=0.1)
-        with optimizer:
-            loss = model(torch.ones(1, 64)).sum()
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-            optimizer.step()
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-
-def test_writes_of_all_kinds_are_kept(folder: Path) -> None:
-    """In place, to a row, to ``data`` and its rows, by ``init`` and ``load_state_dict``, with evictions between."""
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
-    other = copy.deepcopy(model)
-    with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1):
-        for each in (model, other):
-            layers: list[Any] = list(each)
-            torch.manual_seed(2)
-            with torch.no_grad():
-                layers[0].weight.mul_(2)
-                layers[1].weight[3].fill_(7)
-                torch.nn.init.orthogonal_(layers[2].weight)
-                layers[5].weight[1:3, 4:].copy_(torch.ones(2, 60))
-            layers[3].weight.data.add_(1)
-            layers[4].weight.data[5] = 3
-            each(torch.ones(1, 64))
-        assert equal(values(model), values(other))
-        state = {name: value + 1 for name, value in other.state_dict().items()}
-        model.load_state_dict(state)
-        other.load_state_dict(state)
-        row = model[0].get_parameter("weight").detach()[0]
-        model(torch.ones(1, 64))
-        row.fill_(9)  # of a view that is older than what has been fetched since
-        other[0].get_parameter("weight").data[0].fill_(9)
-        model(torch.ones(1, 64))
-        assert equal(values(model), values(other))
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -277,23 +88,8 @@ def test_a_tensor_in_memory_beside_one_on_storage_in_a_list_is_changed_too(folde
         loss.backward()
 
 
-def test_state_dicts_pickles_and_copies(folder: Path) -> None:
-    mine, other = network(), network()
-    with swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB):
-        file = io.BytesIO()
-        torch.save(mine.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file)
-        assert all(type(each) is torch.Tensor for each in saved.values())
-        other.load_state_dict(saved)
-        assert equal(values(mine), values(other))
-        copied = copy.deepcopy(mine)
-    assert equal(values(copied), values(other))
-    assert all(type(each) is torch.nn.Parameter and each.requires_grad for each in copied.parameters())
-
-
 def test_gathered_and_restored(folder: Path) -> None:
-    mine, other = network(), network()
+    mine, other = sentences(), sentences()
     swapped = swap_params(mine, folder, memory_budget=200 * KIB, min_bytes=4 * KIB)
     parameter, usual = list(mine.parameters())[1], list(other.parameters())[1]
     with swapped.gathered([parameter]) as (found,):
@@ -339,7 +135,7 @@ def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> N
 
 
 def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
-    model = network()
+    model = sentences()
     before = list(model.parameters())
     with pytest.raises(MemoryError, match=r"64 KiB, of shape \(.*\), does not fit a memory_budget of 32 KiB"):
         swap_params(model, folder, memory_budget="32K", min_bytes=1)
@@ -367,14 +163,11 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-# Not alone
-
-
 def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residents, "_PATIENCE", 0.2)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model: Any = layers(3)
     with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1):
-        held = [each.lent().__enter__() for each in swapped_of(model)[:2]]
+        held = [each.lent().__enter__() for each in list(model.parameters())[:2]]
         with pytest.raises(
             MemoryError, match=r"no memory in one piece for a tensor of 16 KiB, .* others in use have 32 KiB of 40"
         ):
@@ -385,7 +178,7 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
 
 
 def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> None:
-    model, found = network(), dict[int, torch.Tensor]()
+    model, found = sentences(), dict[int, torch.Tensor]()
     expected = {number: model(words(number)).detach() for number in range(4)}
     with swap_params(model, folder, memory_budget=150 * KIB, min_bytes=4 * KIB):
 
@@ -394,11 +187,7 @@ def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> Non
                 with torch.no_grad():
                     found[number] = model(words(number))
 
-        threads = [threading.Thread(target=compute, args=(number,)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        in_threads(compute, 4)
     assert all(torch.equal(found[number], expected[number]) for number in range(4))
 
 
@@ -414,16 +203,35 @@ def test_a_forked_child_cannot_use_them(folder: Path) -> None:
         model(torch.ones(1, 64))
 
 
+PROGRAM = """
+import sys
+import torch
+from nvme_ops.offload import swap_params
+from tests.offload.training import KIB, equal, sentences, train, values
+
+rate = float(sys.argv[2])
+mine, other = sentences(), sentences()
+losses = train(other, torch.optim.SGD(other.parameters(), lr=rate, foreach=False), 6)
+with swap_params(mine, sys.argv[1], memory_budget=80 * KIB, min_bytes=4 * KIB):
+    assert train(mine, torch.optim.SGD(mine.parameters(), lr=rate, foreach=False), 6) == losses
+    assert equal(values(mine), values(other))
+"""
+
+
+def test_two_processes_at_one_folder(folder: Path) -> None:
+    """Each has a session of its own: neither sees the other's values, nor removes its files."""
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, folder, rate], cwd=REPOSITORY) for rate in ("0.01", "0.05")
+    ]
+    assert [each.wait(120) for each in running] == [0, 0]
+    assert not list(folder.iterdir())
+
+
 # Failures
 
 
-def layers(count: int = 6) -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(count)))
-
-
 def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path) -> None:
-    mine, other, handle = network(), network(), Failing()
+    mine, other, handle = sentences(), sentences(), Failing()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
     optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, handle=handle)
@@ -442,7 +250,123 @@ def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path)
             assert equal(values(mine), values(other))
 
 
-def test_handles_of_users_work(folder: Path) -> None:
+class Later(Slow):
+    """Writes what the tensor was when it was asked to, once it is told."""
+
+    def submit_pwrite(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
+        return super().submit_pwrite(tensor.clone(), *arguments, **options)
+
+
+def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> None:
+    """The end of a write was taken for that of the one of the last change: several threads lost theirs."""
+    model, handle = layers(4), Later("pwrite")
+    handle.go.set()
+    with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
+        first, *others = model.parameters()
+        handle.go.clear()
+        first.fill_(1.0)
+        others[0].fill_(1.0)
+        assert handle.under_way.wait(60)
+        for each in (first, others[0]):
+            each.fill_(2.0)
+        threading.Timer(0.2, handle.go.set).start()
+        others[1].add(others[2])  # whose memory these have
+        assert torch.equal(first + 0.0, torch.full((64, 64), 2.0))
+        assert torch.equal(others[0] + 0.0, torch.full((64, 64), 2.0))
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
+def test_a_read_that_fails_is_raised_and_tried_again_by_the_next_use(folder: Path, error: BaseException) -> None:
+    mine, other, handle = layers(), layers(), Failing()
+    handle.error = error
+    with swap_params(mine, folder, memory_budget=20 * KIB, min_bytes=1, handle=handle):
+        for number in range(4):
+            x = torch.full((1, 64), number + 1.0)
+            handle.after["read"] = 2
+            with pytest.raises(type(error)):
+                mine(x).sum().backward()
+            mine.zero_grad()
+            mine(x).sum().backward()
+            other.zero_grad()
+            other(x).sum().backward()
+            for one, two in zip(mine.parameters(), other.parameters(), strict=True):
+                assert one.grad is not None
+                assert two.grad is not None
+                assert torch.equal(one.grad, two.grad)
+
+
+def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
+    mine, other, handle = layers(), layers(), Failing()
+    with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
+        for number in range(4):
+            handle.after["write"] = number
+            for each in other.parameters():
+                each.add_(1)
+            for each in mine.parameters():
+                try:
+                    each.add_(1)
+                except OSError:
+                    each.add_(1)
+            handle.after["write"] = -1
+            assert equal(values(mine), values(other))
+
+
+class Ill(aio_handle):
+    """Has the next so many writes fail once they are under way."""
+
+    ill = 0
+
+    def submit_pwrite(self, tensor: Any, file: Any, *arguments: Any, **options: Any) -> Any:
+        file, self.ill = "/dev/full" if self.ill else file, max(0, self.ill - 1)
+        return super().submit_pwrite(tensor, file, *arguments, **options)
+
+
+def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
+    mine, other, handle = layers(), layers(), Ill()
+    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
+        handle.ill = 1
+        for model in (mine, other):
+            for each in list(model.parameters())[:3]:
+                each.add_(1)
+        assert equal(values(mine), values(other))
+
+
+def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
+    place = make_file_system(8 * MIB)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
+    before = list(model.parameters())
+    with pytest.raises(OSError, match="making room for") as caught:
+        swap_params(model, place, memory_budget="8M", min_bytes=1)
+    assert caught.value.errno == errno.ENOSPC
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert not [each for each in place.iterdir() if each.name != "lost+found"]
+
+
+def test_a_flipped_bit_is_told(folder: Path) -> None:
     model = layers()
-    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, handle=aio_handle(queue_depth=4)):
+    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, checksums=True):
         model(torch.ones(1, 64))
+        (file,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= 6 * 16 * KIB]
+        with open(file, "r+b") as opened:
+            for place in range(0, 6 * 16 * KIB, 4 * KIB):
+                opened.seek(place)
+                opened.write(b"\xff")
+        with pytest.raises(ChecksumError):
+            model(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(each, marks=[pytest.mark.slow] * (each % 25 > 0)) for each in range(1, 1000)]
+)
+def test_ctrl_c_at_any_line_of_a_use_loses_nothing(folder: Path, line: int) -> None:
+    """Neither a change that was made before, nor memory."""
+    model: Any = layers(4)
+    with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
+        for number, each in enumerate(model.parameters()):
+            each.fill_(number)  # the last two are newer in memory than on storage
+        with contextlib.suppress(KeyboardInterrupt), interrupted(line):
+            model[0].weight + 0.0
+        gc.collect()
+        assert all(torch.equal(each, torch.full((64, 64), number)) for number, each in enumerate(model.parameters()))
+        with swapped.gathered([model[2].weight, model[3].weight]):  # which takes all the memory
+            assert swapped.stats().peak_bytes <= 32 * KIB

@@ -1,10 +1,13 @@
-"""What is trained in the tests: models, their gradients, and comparisons of what became of them."""
+"""What is trained in the tests: models, their inputs and gradients, and comparisons of what became of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+
+KIB = 1024
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -21,11 +24,132 @@ def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
     return model.to(dtype)
 
 
+def sentences(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    """Some 300 KiB, the largest parameter of 64."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(50, 64, padding_idx=0),
+        *(torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(2)),
+        torch.nn.LayerNorm(64), torch.nn.Linear(64, 8),
+    ).to(dtype)  # fmt: skip
+
+
+class Odd(torch.nn.Module):
+    """Uses parameters in unusual ways: of a child that is never called, tied, as views, twice, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = torch.nn.Embedding(50, 64)
+        self.attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        self.memory = torch.nn.LSTM(64, 64, batch_first=True)
+        self.image = torch.nn.Conv1d(64, 64, 3, padding=1)
+        self.block = torch.nn.Parameter(torch.randn(64, 8, 8) / 8)
+        self.frozen = torch.nn.Parameter(torch.randn(64, 64) / 8, requires_grad=False)
+        self.unused = torch.nn.Parameter(torch.ones(64, 64))
+        self.out = torch.nn.Linear(64, 50, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.memory(x)[0]
+        x = x + self.image(x.transpose(1, 2)).transpose(1, 2)
+        x = x + x @ self.block.reshape(64, 64) + x @ self.block.flatten(1)
+        x = x.tanh() @ self.frozen.T + torch.einsum("bij,jk->bik", x, self.frozen[:, :64])
+        return self.out(x.tanh())
+
+
+def perceptron() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    layers = [[torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.LayerNorm(128)] for _ in range(4)]
+    return torch.nn.Sequential(*(each for layer in layers for each in layer))
+
+
+def convolutional() -> torch.nn.Sequential:
+    torch.manual_seed(1)
+    layers = [
+        [torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(inplace=number % 2 == 0)]
+        for number in range(4)
+    ]
+    return torch.nn.Sequential(
+        *(each for layer in layers for each in layer),
+        torch.nn.MaxPool2d(2), torch.nn.Dropout(0.2), torch.nn.Flatten(), torch.nn.Linear(1024, 3),
+    )  # fmt: skip
+
+
+class Attention(torch.nn.Module):
+    """Saves parts of one storage, and views of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+            scores = (q @ k.transpose(-1, -2)).softmax(-1)
+            x = x + self.out((scores @ v).transpose(1, 2).reshape(x.shape))
+            x = x * x.mean(0, keepdim=True).expand_as(x)
+        return x
+
+
+class Trained(NamedTuple):
+    """A model that tests train, and the shape of its inputs: numbers, or words below 50."""
+
+    make: Callable[[], torch.nn.Module]
+    shape: tuple[int, ...]
+    of_words: bool = False
+
+    def batch(self, number: int) -> torch.Tensor:
+        """Returns an input."""
+        made = torch.Generator().manual_seed(number)
+        return (
+            torch.randint(0, 50, self.shape, generator=made)
+            if self.of_words
+            else torch.randn(self.shape, generator=made)
+        )
+
+
+MODELS = {
+    "network": Trained(network, (4, 1, 30)),
+    "sentences": Trained(sentences, (4, 6), True),
+    "odd": Trained(Odd, (4, 6), True),
+    "perceptron": Trained(perceptron, (128, 128)),
+    "convolutional": Trained(convolutional, (16, 4, 32, 32)),
+    "attention": Trained(Attention, (8, 64, 64)),
+}
+
+
 def backward(model: torch.nn.Module, number: int) -> None:
     first = next(model.parameters())
     x = torch.randn(4, 1, 30, generator=torch.Generator().manual_seed(number)).to(first.dtype)
     model.zero_grad()
     model(x).float().square().mean().backward()
+
+
+def words(number: int) -> torch.Tensor:
+    """An input of ``sentences`` and ``Odd``."""
+    return MODELS["sentences"].batch(number)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """Trains ``sentences``, and returns the losses."""
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = model(words(number)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def layers(count: int = 6) -> torch.nn.Sequential:
+    """Weights of 16 KiB."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(count)))
 
 
 def values(model: torch.nn.Module) -> list[torch.Tensor]:

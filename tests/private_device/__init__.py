@@ -143,6 +143,15 @@ class PrivateDevice:
             self._library.pd_set_pinned(0)
 
     @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """For programs that free what is queued, whose memory a real device gives away in the order of its stream."""
+        self._library.pd_set_copying_at_once(1)
+        try:
+            yield
+        finally:
+            self._library.pd_set_copying_at_once(0)
+
+    @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
         """With page-locked memory; fails where memory, events, or another current stream or device are left behind."""
         before, streams = self.statistics(), [self.stream(index) for index in range(self.count)]

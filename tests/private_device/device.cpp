@@ -2,6 +2,7 @@
 // made, viewed and copied, and plain C functions by which the tests steer and watch it.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
@@ -22,6 +23,7 @@ thread_local int current_device = 0;
 thread_local std::array<std::int64_t, kDevices> current_stream{};
 std::atomic<std::int64_t> exchanges{0};  // of the current stream
 std::atomic<bool> with_pinned{false};
+std::atomic<bool> copying_at_once{false};  // from one tensor to another of the device
 
 // The device's failures come as torch's errors, as a real device's do.
 template <class Body>
@@ -169,13 +171,17 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
         from.scalar_type() == to.scalar_type()) {
       if (from.numel() > 0)
         queue_copy(device.index(), stream, {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes()});
-      if (!non_blocking && (from.is_cpu() || to.is_cpu())) synchronize(device.index(), stream);
+      if (!non_blocking && (from.is_cpu() || to.is_cpu() || copying_at_once)) synchronize(device.index(), stream);
     } else {
       synchronize(device.index(), stream);
       on_host(to).copy_(on_host(from));
     }
   });
   return to;
+}
+
+at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef size, at::IntArrayRef stride) {
+  return at::native::as_strided_tensorimpl(tensor, size, stride, tensor.storage_offset());
 }
 
 at::Tensor view(const at::Tensor& tensor, at::IntArrayRef size) {
@@ -201,14 +207,35 @@ at::Tensor& set_whole(at::Tensor& tensor, at::Storage storage) {
   return set_part(tensor, std::move(storage), 0, {count}, {1});
 }
 
+// What is returned through an argument may have no memory yet.
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) {
+    at::Tensor resized = to;
+    const at::Tensor made = empty(from.sizes(), to.scalar_type(), {}, to.device(), {}, {});
+    set_part(resized, made.storage(), 0, made.sizes(), made.strides());
+  }
+  return copy_from(from, to, false);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", set_whole);
   library.impl("set_.source_Storage_storage_offset", set_part);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_reshape_alias", reshaped);
   library.impl("view", view);
   library.impl("as_strided", as_strided);
+}
+
+// All others are computed on the host, between a copy there and one back.
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
 
 }  // namespace
@@ -249,6 +276,9 @@ int pd_synchronize(int device, std::int64_t stream) {
 }
 void pd_set_pinned(int available) {
   with_pinned = available != 0;
+}
+void pd_set_copying_at_once(int now) {
+  copying_at_once = now != 0;
 }
 void pd_fail_copy(int fault, int skipped) {
   fail_copy(static_cast<Fault>(fault), skipped);

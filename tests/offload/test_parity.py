@@ -1,0 +1,319 @@
+"""One table of trainings: with any of their tensors on storage, on any device, they see the bits of plain torch.
+
+A case is trained twice: as it is, and with its parameters (``swap_params``), gradients (``swap_gradients``), states
+(``NvmeOptimizer``) or activations (``save_on_nvme``) on storage. What both see has to be the same: each loss, norm,
+gradient and parameter of each step, and the states at the end. What moved is then within its budget, and gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nvme_ops import aio_handle
+from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
+from nvme_ops.offload.optimizer.chunks import ELEMENTWISE, MASTER
+from tests.conftest import MIB
+from tests.gpu.support import on_a_gpu
+from tests.offload.elsewhere import alone, same
+from tests.offload.random_optimizers import states
+from tests.offload.saving import few_in_flight, settled
+from tests.offload.training import KIB, MODELS, backward, equal, network, values
+from tests.private_device import private_device
+
+_ = few_in_flight  # a fixture
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So little is computed that others would wait for each other alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Slow(aio_handle):
+    """A device that answers late."""
+
+    def submit_pread(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.01)
+        return super().submit_pread(*arguments, **options)
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(0.015)
+        return super().submit_pwrite(*arguments, **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, what of it is on storage, and how.
+
+    Args:
+        moves: any of ``params``, ``gradients``, ``states``, ``activations``, ``auto`` (with that policy).
+        how: any of ``autocast``, ``scaled``, ``clipped``, ``accumulated``, ``checkpointed``, ``reentrant``,
+            ``compiled``, ``slow``, ``checksums``, ``overlap``, ``free``.
+        budget: of parameters and activations.
+    """
+
+    moves: str
+    model: str = "sentences"
+    how: str = ""
+    budget: int = 80 * KIB
+    dtype: torch.dtype = torch.float32
+    optimizer: str = "AdamW"
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+
+    def __str__(self) -> str:
+        words = [self.moves, self.model, self.how, str(self.budget), str(self.dtype)[6:], self.optimizer, *self.options]
+        return "-".join(word.replace(" ", "+") for word in words if word)
+
+
+class Training:
+    """A case that is trained, with what is on storage as ``moves`` says."""
+
+    def __init__(self, case: Case, device: torch.device, folder: Path, moves: str) -> None:
+        self.case, self.device, self.folder = case, device, folder
+        self.moves, self.how = moves.split(), case.how.split()
+        self.seen: list[Any] = []
+        self.figures: dict[str, Any] = {}
+        self.ends = contextlib.ExitStack()
+        self.given = MODELS[case.model]
+        self.model: Any = self.given.make().to(device, case.dtype)
+        common: dict[str, Any] = {
+            "checksums": "checksums" in self.how,
+            "handle": Slow() if "slow" in self.how else None,
+        }
+        if "params" in self.moves:
+            budget = {"memory_budget": case.budget, "min_bytes": 4 * KIB}
+            self.figures["params"] = self.ends.enter_context(swap_params(self.model, folder, **budget, **common))
+        if "gradients" in self.moves:
+            budget = {"memory_budget": 100 * KIB, "min_bytes": 4 * KIB}
+            made = swap_gradients(self.model.parameters(), folder, **budget, **common)
+            self.figures["gradients"] = self.ends.enter_context(made)
+        self.optimizer = self._optimizer(common)
+        self.saving: Any = contextlib.nullcontext()
+        if saved := [each for each in self.moves if each in ("activations", "auto")]:
+            policy: Any = "auto" if saved == ["auto"] else "nvme"
+            self.budget = 0 if "params" in self.moves else case.budget
+            self.saving = save_on_nvme(folder, min_bytes=1, memory_budget=self.budget, policy=policy, **common)
+            self.figures["activations"] = self.saving
+        self.forward: Any = torch.compile(self.model, backend="aot_eager") if "compiled" in self.how else self._forward
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled="scaled" in self.how)
+
+    def _optimizer(self, common: dict[str, Any]) -> Any:
+        kind, options = getattr(torch.optim, self.case.optimizer), {"foreach": False, **self.case.options}
+        if "fused" in options:
+            del options["foreach"]
+        if "states" not in self.moves:
+            made = kind(self.model.parameters(), **options)
+            if "free" in self.how:
+                made.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+            return made
+        ours: dict[str, Any] = {"overlap": "backward" if "overlap" in self.how else None, "memory_budget": "1M"}
+        ours |= {"free_gradients": "free" in self.how, "master_weights": False, **common}
+        made = NvmeOptimizer(self.model.parameters(), kind, self.folder, **ours, **options)
+        self.figures["states"] = self.ends.enter_context(made)
+        return made
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Layer by layer, so that each can be computed again."""
+        if not {"checkpointed", "reentrant"} & {*self.how}:
+            return torch.as_tensor(self.model(x))
+        for number, layer in enumerate(self.model):
+            again = partial(checkpoint, layer, use_reentrant="reentrant" in self.how)
+            x = again(x) if number else layer(x)
+        return x
+
+    def loss(self, number: int) -> torch.Tensor:
+        """Computes one."""
+        torch.manual_seed(number)  # of dropout
+        x = self.given.batch(number).to(self.device)
+        x = x if self.given.of_words else x.to(self.case.dtype)
+        with self.saving, torch.autocast(self.device.type, torch.bfloat16, enabled="autocast" in self.how):
+            return self.forward(x).float().square().mean()
+
+    def see(self, *found: Any) -> None:
+        """Notes what is seen."""
+        self.seen += [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in found]
+
+    def step(self, number: int) -> None:
+        """Takes a step, and looks at all of it."""
+        self.optimizer.zero_grad()
+        if "accumulated" in self.how:
+            more = self.optimizer.accumulate() if "states" in self.moves else contextlib.nullcontext()
+            with more:
+                self.loss(number + 100).backward()
+        loss = self.loss(number) * (math.inf if "scaled" in self.how and number == 1 else 1.0)
+        self.scaler.scale(loss).backward()
+        if "clipped" in self.how:
+            self.scaler.unscale_(self.optimizer)
+            if "gradients" in self.moves:
+                self.see(self.figures["gradients"].clip_grad_norm_(0.1))
+            else:
+                self.see(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1, foreach=False))
+        if "overlap" not in self.how:
+            self.see(*(each.grad for each in self.model.parameters()))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.see(loss, self.scaler.get_scale(), *self.model.parameters())
+        if "free" in self.how:
+            self.see(*(each.grad for each in self.model.parameters()))
+
+    def run(self) -> list[Any]:
+        """Returns all that was seen, once what moved is gone."""
+        with self.ends:
+            for number in range(self.case.steps):
+                self.step(number)
+            for each in states(self.optimizer):
+                self.see(each.cpu() if isinstance(each, torch.Tensor) else each)  # ours are there
+            self.check()
+        return self.seen
+
+    def check(self) -> None:
+        """Fails unless what was to be on storage was there, within its budget."""
+        if "params" in self.figures:
+            stats = self.figures["params"].stats()
+            assert 0 < stats.peak_bytes <= self.case.budget
+            assert stats.bytes_read > 0 or self.case.budget > MIB
+        if "gradients" in self.figures:
+            stats = self.figures["gradients"].stats()
+            large = sum(
+                each.nbytes for each in self.model.parameters() if each.nbytes >= 4 * KIB and each.requires_grad
+            )
+            assert stats.bytes_written >= self.case.steps * large
+            assert 0 < stats.peak_bytes <= 75 * KIB, "a quarter is for those that leave"
+        if "states" in self.figures:
+            assert self.optimizer.steps == self.case.steps - ("scaled" in self.how)
+            stats = self.optimizer.stats()
+            assert 0 < stats.peak_bytes <= MIB
+            assert (stats.bytes_written > 0) == (len(states(self.optimizer)) > 1)
+        if "activations" in self.figures:
+            stats = settled(self.saving)
+            assert stats.bytes_saved > 0
+            assert stats.bytes_stored == 0, "nothing is left once the graphs are gone"
+            assert (stats.bytes_written > 0) == (self.budget < 64 * MIB)
+            self.saving.close()
+
+
+def require_parity(case: Case, device: torch.device, folder: Path) -> None:
+    """Fails where a training sees something else with its tensors on storage, or leaves something there."""
+    wanted = Training(case, device, folder, "").run()
+    found = Training(case, device, folder, case.moves).run()
+    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert same(one, other) == "", f"{case}: {place} of {len(wanted)} differs"
+    assert list(folder.iterdir()) == []
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ELEMENTWISE] + [
+    ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("AdamW", {"amsgrad": True}),
+    ("Adam", {"maximize": True}),
+    ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {"fused": True, "momentum": 0.5}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}), ("Adagrad", {"initial_accumulator_value": 0.5}),
+    ("AdamW", {"lr": torch.tensor(0.01)}),
+]  # fmt: skip
+LOW = torch.bfloat16
+CASES = [
+    *(Case("states", "network", optimizer=name, options=options, steps=8) for name, options in OPTIMIZERS),
+    Case("states", "network", dtype=LOW),
+    Case("states", "network", "overlap"),
+    Case("states", "network", "overlap free slow"),
+    Case("states", "network", "overlap accumulated"),
+    Case("states", "network", "clipped scaled checksums"),
+    *(Case("params", budget=budget * KIB, dtype=dtype) for budget in (80, 200, 4096) for dtype in (torch.float32, LOW)),
+    *(Case("params states", "odd", budget=budget, optimizer="SGD", options={"lr": 0.001, "momentum": 0.9})
+      for budget in (256 * KIB, 4 * MIB)),
+    *(Case("params states", how=how, dtype=dtype) for how in ("", "overlap free") for dtype in (torch.float32, LOW)),
+    Case("params states", how="overlap slow", steps=2),
+    *(Case("params", how=how, optimizer="SGD", options={"lr": 0.1})
+      for how in ("checkpointed", "reentrant", "autocast", "checksums")),
+    *(Case(moves, how="accumulated clipped", dtype=dtype) for moves in ("gradients states", "params gradients states")
+      for dtype in (torch.float32, LOW)),
+    *(Case(moves, how=how) for moves in ("gradients", "gradients states") for how in ("scaled", "scaled clipped")),
+    Case("gradients", how="checkpointed slow", steps=2),
+    *(Case(moves, model, budget=budget) for model in ("perceptron", "convolutional", "attention")
+      for moves in ("activations", "auto") for budget in (0, 200 * KIB, 64 * MIB)),
+    *(Case(moves, "perceptron", how, 0) for how in ("checkpointed", "reentrant", "autocast", "compiled", "checksums")
+      for moves in ("activations", "auto")),
+    *(Case("auto", model, "slow", 0, steps=4) for model in ("perceptron", "attention")),
+    Case("params activations", "perceptron", budget=160 * KIB), Case("states activations", "perceptron", "free"),
+    *(Case(f"params gradients states {saved}", how="accumulated clipped scaled autocast checksums", dtype=torch.float32)
+      for saved in ("activations", "auto")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bits_are_those_of_torch(case: Case, folder: Path) -> None:
+    require_parity(case, torch.device("cpu"), folder)
+
+
+SMALL = 160 * KIB
+ON_DEVICE = [
+    *(Case("states", "perceptron", dtype=dtype, options=options)
+      for dtype in (torch.float32, LOW) for options in ({}, {"foreach": True}, {"fused": True})),
+    Case("states", "perceptron", "overlap free"), Case("states", "perceptron", "clipped", optimizer="SGD"),
+    Case("params", "sentences"), Case("params", "perceptron", budget=4 * MIB), Case("gradients", "perceptron"),
+    Case("gradients states", "perceptron", "accumulated clipped"),
+    Case("params gradients states", "perceptron", budget=SMALL, dtype=LOW),
+    *(Case(moves, model, budget=budget) for moves in ("activations", "auto") for model in ("perceptron", "attention")
+      for budget in (0, 64 * MIB)),
+    Case("activations", "perceptron", "checkpointed", 0),
+    Case("params gradients states activations", "perceptron", budget=SMALL),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real accelerator")
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler, which builds the simulated accelerator"
+)
+@alone
+def test_the_bits_are_those_of_torch_on_a_device_made_of_host_memory(folder: Path) -> None:
+    """What is not waited for there shows as other bits. Autograd knows the devices that are there when it begins."""
+    simulated = private_device()
+    for case in ON_DEVICE:
+        if "fused" not in case.options:
+            with simulated.left_as_found(), simulated.computing():
+                require_parity(case, simulated.device(), folder)
+
+
+@pytest.mark.parametrize("case", ON_DEVICE, ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])
+def test_the_bits_are_those_of_torch_on_a_gpu(case: Case, device: str, folder: Path) -> None:
+    require_parity(case, torch.device(device), folder)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_master_weights_are_as_by_hand(folder: Path, name: str) -> None:
+    """A float32 copy is updated with the gradients in float32, and copied to the parameter."""
+    mine, other = network(LOW), network(LOW)
+    kind: Any = getattr(torch.optim, name)
+    masters = [each.detach().float().requires_grad_() for each in other.parameters()]
+    plain = kind(masters, lr=0.01)
+    with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", lr=0.01) as optimizer:
+        for step in range(4):
+            for model in (mine, other):
+                backward(model, step)
+            optimizer.step()
+            for master, parameter in zip(masters, other.parameters(), strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            plain.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, other.parameters(), strict=True):
+                    parameter.copy_(master)
+        assert equal(values(mine), values(other))
+        found = optimizer.state_dict()["state"]
+        assert all(torch.equal(states[MASTER], masters[number]) for number, states in found.items())
