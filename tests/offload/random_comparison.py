@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
+import nvme_ops
 from nvme_ops.offload import save_on_nvme, stream_weights, swap_params
 from nvme_ops.offload.weights import residents, window
 from tests.offload.random_model import Model, Statement, namespace
 
 PAGE = 4096
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError)
-PRODUCT = str(Path(residents.__file__).parents[1]) + os.sep
+PRODUCT = str(Path(nvme_ops.__file__).parent) + os.sep
 INTERRUPTED = (f"{PRODUCT}offload", f"{PRODUCT}storage{os.sep}")
 
 

@@ -1,6 +1,6 @@
 """Random programs over tensors on storage, each run on plain torch as well: the same bits, or a refusal.
 
-    python -m tests.offload.random_programs swap_params --programs 20000 --seed 0 --processes 2
+    python -m tests.offload.random_programs swap_params --programs 20000 --seed 0
 
 A program is a list of statements of Python over one small model. It is written from a seed, on plain torch alone, so
 that a seed is the same program whatever is tested. Each statement runs with the capability first. What that refuses, in
@@ -13,27 +13,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import gc
 import json
-import os
-import pickle
 import random
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from nvme_ops._native import native
 from nvme_ops.offload.weights import residents, streamed, window
-from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened, said
+from tests.offload.elsewhere import apart
+from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
 from tests.offload.random_model import Statement, model_of
 from tests.offload.random_statements import Writer
 
@@ -88,59 +83,17 @@ def write_program(capability: str, seed: int, without: Sequence[str] = ()) -> li
     return Writer(capability, seed, without).write(random.Random(seed).randint(6, 30))
 
 
-def _child(seeds: Sequence[int], work: Callable[[int], Outcome], report: int) -> None:
-    """Runs programs in this process, which may crash, and writes lines about them."""
+def outcomes(seeds: Sequence[int], work: Callable[[int], Outcome]) -> Iterator[tuple[int, Outcome]]:
+    """Runs programs in children; a crash or a hang is an outcome."""
     native()  # which may have to be compiled
-    with open(report, "w") as file:
-        for seed in seeds:
-            print(json.dumps({"begin": seed}), file=file, flush=True)
-            faulthandler.dump_traceback_later(LONGEST, exit=True)
-            try:
-                outcome = work(seed)
-            except BaseException as error:
-                last = traceback.format_exception(error)[-6:]
-                outcome = Outcome("the harness raises", 0, said(error) + "\n" + "".join(last))
-            print(json.dumps(vars(outcome)), file=file, flush=True)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def in_children(seeds: Sequence[int], work: Callable[[int], Outcome], batch: int = 50) -> Iterator[tuple[int, Outcome]]:
-    """Runs programs in children, a batch each; a crash or a hang is an outcome."""
-    left = list(seeds)
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  (for as long as children are)
-    while left:
-        reading, writing = os.pipe()
-        errors.truncate(0)
-        child = os.fork()
-        if child == 0:
-            os.close(reading)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(errors.fileno(), 2)
-            faulthandler.enable()
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            try:
-                _child(left[:batch], work, writing)
-            finally:
-                os._exit(0)
-        os.close(writing)
-        done, begun = 0, None
-        with open(reading) as lines:
-            for line in lines:
-                found = json.loads(line)
-                if "begin" in found:
-                    begun = found["begin"]
-                else:
-                    for name in ("refusals", "counts"):
-                        found[name] = Counter(found[name])
-                    yield left[done], Outcome(**found)
-                    done, begun = done + 1, None
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if begun is not None or done < min(batch, len(left)):
-            errors.seek(0)
-            stacks = errors.read().decode(errors="replace").strip("\0")[-20000:]
-            yield left[done], Outcome("hangs" if status == 1 else f"crashes with {status}", detail="\n" + stacks)
-            done += 1
-        del left[:done]
+    for seed, (line,) in apart(
+        list(map(str, seeds)), lambda seed: [json.dumps(vars(work(int(seed))))], LONGEST
+    ).items():
+        if line.startswith("{"):
+            found = json.loads(line)
+            yield int(seed), Outcome(**{**found, **{name: Counter(found[name]) for name in ("refusals", "counts")}})
+        else:
+            yield int(seed), Outcome("hangs" if "SIGALRM" in line else "crashes, or the harness raises", detail=line)
 
 
 def shrunk(
@@ -149,7 +102,7 @@ def shrunk(
     """Returns the program without the statements that it fails without."""
 
     def fails(tried: list[Statement]) -> bool:
-        found = in_children([seed], lambda seed: run_program(capability, seed, tried, folder, without))
+        found = outcomes([seed], lambda seed: run_program(capability, seed, tried, folder, without))
         return next(found)[1].kind == kind
 
     end = time.monotonic() + 60
@@ -180,12 +133,6 @@ class Summary:
     refusals: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Summary) -> None:
-        self.programs += other.programs
-        self.failures += other.failures
-        for name in ("kinds", "refusals", "counts"):
-            getattr(self, name).update(getattr(other, name))
-
 
 def run_many(
     capability: str,
@@ -207,7 +154,7 @@ def run_many(
     def work(seed: int) -> Outcome:
         return run_program(capability, seed, write_program(capability, seed, without), folder, without)
 
-    for seed, outcome in in_children(seeds, work):
+    for seed, outcome in outcomes(seeds, work):
         summary.programs += 1
         summary.refusals += outcome.refusals
         summary.counts += outcome.counts
@@ -235,7 +182,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("capability", choices=CAPABILITIES)
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--shrink", type=int, default=1, help="failures of each kind that are shown")
     parser.add_argument(
         "--without",
@@ -253,21 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        workers = []
-        for number in range(given.processes):
-            child = os.fork()
-            if child == 0:
-                try:
-                    mine = seeds[number :: given.processes]
-                    found = run_many(given.capability, mine, folder, without=without, shrink=given.shrink, show=True)
-                    Path(folder, f"summary {number}").write_bytes(pickle.dumps(found))
-                finally:
-                    os._exit(0)
-            workers.append(child)
-        total = Summary()
-        for number, child in enumerate(workers):
-            os.waitpid(child, 0)
-            total.add(pickle.loads(Path(folder, f"summary {number}").read_bytes()))
+        total = run_many(given.capability, seeds, folder, without=without, shrink=given.shrink, show=True)
     seconds = time.perf_counter() - begin
     print(f"\n{total.programs} programs of {given.capability} in {seconds:.0f} s; {sum(total.kinds.values())} failed")
     for title, counter in (("failures", total.kinds), ("refusals", total.refusals), ("statements", total.counts)):
