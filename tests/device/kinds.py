@@ -91,6 +91,10 @@ class Simulated:
     def keep_busy(self) -> None:
         """Has the current stream do for a while what it is to do before the next; here it waits until somebody asks."""
 
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """For operations on tensors: they are computed on the host."""
+        return self.simulated.computing()
+
     def require_pending(self, stream: Any) -> None:
         """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
         assert not self.simulated.idle(stream)
@@ -215,6 +219,9 @@ class Gpu:
 
     def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
         return self.on(index=self.count - 1)
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def current(self) -> Any:
         return torch.cuda.current_device(), [torch.cuda.current_stream(index) for index in range(self.count)]

@@ -10,23 +10,23 @@ import torch
 
 import nvme_ops
 from tests.conftest import MIB, contents, store
-from tests.device.calls import VIEWS, Call, each_read, each_write
+from tests.device.calls import VIEWS, Call, each_read
 from tests.device.kinds import PAGE, Device, sample
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
-OFFSETS = [0, 1, PAGE - 1, PAGE, 12345]
-# Chunks, and bytes more; the last needs every slot, one of them twice.
+# Chunks and bytes more, an offset, and lanes; the last size needs every slot, one of them twice.
 SIZES = [(0, 0), (0, 1), (0, PAGE - 1), (0, PAGE), (0, PAGE + 1), (1, -1), (1, 0), (1, 1), (8, MIB + 3)]
+OFFSETS = [0, 1, PAGE - 1, PAGE, 12345]
+TRANSFERS = [(*size, OFFSETS[(number + more) % 5], 1 + 2 * ((number + more) % 2))
+             for number, size in enumerate(SIZES) for more in range(0, 5, 2)]  # fmt: skip
 DTYPES = [torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 DTYPES += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
 
 each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 
 
-@each_lanes
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize(("chunks", "more"), SIZES)
+@pytest.mark.parametrize(("chunks", "more", "offset", "lanes"), TRANSFERS)
 def test_round_trip(device: Device, folder: Path, chunks: int, more: int, offset: int, lanes: int) -> None:
     size, before = chunks * device.chunk + more, sample(offset + 10, 1)
     handle, path, data, back = device.handle(lanes), store(folder / "file", before), sample(size), device.empty(size)
@@ -37,35 +37,10 @@ def test_round_trip(device: Device, folder: Path, chunks: int, more: int, offset
     assert torch.equal(device.peek(back), data)
 
 
-@each_lanes
-@each_write
-def test_every_way_to_write(device: Device, folder: Path, write: Call, lanes: int) -> None:
-    path, data = folder / "file", sample(device.odd)
-    write(device.handle(lanes), device.tensor(data), path, 777)
-    assert torch.equal(contents(path)[777:], data)
-
-
-@each_lanes
-@each_read
-def test_every_way_to_read(device: Device, folder: Path, read: Call, lanes: int) -> None:
-    data = sample(device.odd)
-    path, back = store(folder / "file", data), device.empty(device.odd - 777)
-    read(device.handle(lanes), back, path, 777)
-    assert torch.equal(device.peek(back), data[777:])
-    device.require_pages(777, device.odd - 777)
-
-
 def test_a_write_without_offset_makes_the_whole_file(device: Device, folder: Path) -> None:
     path, data = store(folder / "file", sample(3 * device.odd, 1)), sample(device.odd)
     device.handle().write(device.tensor(data), path)
     assert torch.equal(contents(path), data)
-
-
-def test_a_write_with_an_offset_leaves_the_rest(device: Device, folder: Path) -> None:
-    before, data = sample(3 * device.odd, 1), sample(device.odd)
-    path = store(folder / "file", before)
-    device.handle().write(device.tensor(data), path, file_offset=0)
-    assert torch.equal(contents(path), torch.cat([data, before[device.odd :]]))
 
 
 # What tensors can be
@@ -127,34 +102,15 @@ def test_autograd_sees_a_read(device: Device, folder: Path, read: Call) -> None:
 
 
 @each_read
-def test_inference_tensors(device: Device, folder: Path, read: Call) -> None:
-    path = store(folder / "file", sample(device.odd))
+def test_inference_mode(device: Device, folder: Path, read: Call) -> None:
+    path, usual = store(folder / "file", sample(device.odd)), device.empty(device.odd)
     with torch.inference_mode():
-        made_here = device.empty(device.odd)
-        read(device.handle(), made_here, path, 0)
-    assert torch.equal(device.peek(made_here), sample(device.odd))
-    with torch.inference_mode():
-        filled_outside = device.empty(device.odd)
-    read(device.handle(), filled_outside, path, 0)
-    assert torch.equal(device.peek(filled_outside), sample(device.odd))
-
-
-def test_a_normal_tensor_in_inference_mode(device: Device, folder: Path) -> None:
-    handle, path, there = device.handle(), folder / "file", device.tensor(sample(device.odd))
-    back = device.empty(device.odd)
-    with torch.inference_mode():
-        handle.write(there, path, True)
-        handle.read(back, path, True)
-    assert torch.equal(device.peek(back), sample(device.odd))
-
-
-@pytest.mark.parametrize("validated", ["write", "read"])
-def test_validation_of_what_is_right(device: Device, folder: Path, validated: str) -> None:
-    handle, path, back = device.handle(), folder / "file", device.empty(device.odd)
-    handle.pwrite(device.tensor(sample(device.odd)), path, validated == "write", False)
-    handle.pread(back, path, validated == "read", False)
-    assert torch.equal(device.peek(back), sample(device.odd))
-    device.require_route(handle)
+        made_here, filled_outside = device.empty(device.odd), device.empty(device.odd)
+        device.handle().write(device.tensor(sample(device.odd)), folder / "other", True)
+        for there in (made_here, usual):
+            read(device.handle(), there, path, 0)
+    read(device.handle(), filled_outside, folder / "other", 0)
+    assert all(torch.equal(device.peek(each), sample(device.odd)) for each in (made_here, usual, filled_outside))
 
 
 # What files can be
@@ -170,19 +126,12 @@ def test_descriptors(device: Device, folder: Path) -> None:
     assert torch.equal(contents(path), torch.cat([sample(size), before[size:]]))
     assert torch.equal(device.peek(back), before[size : 2 * size])
     assert os.fstat(fd).st_size == 3 * size  # still open, and the caller's
-    os.close(fd)
+    futures = [handle.submit_pwrite(device.tensor(sample(size, 2)), fd, 0), handle.submit_pread(back, fd, 2 * size)]
+    os.close(fd)  # at once
+    assert [future.result() for future in futures] == [size] * 2
+    assert torch.equal(contents(path)[:size], sample(size, 2))
+    assert torch.equal(device.peek(back), before[2 * size :])
     device.require_route(handle)
-
-
-def test_a_descriptor_may_be_closed_at_once(device: Device, folder: Path) -> None:
-    handle, path, back = device.handle(), folder / "file", device.empty(device.odd)
-    with path.open("wb") as file:
-        future = handle.submit_pwrite(device.tensor(sample(device.odd)), file.fileno(), 0)
-    assert future.result() == device.odd
-    with path.open("rb") as file:
-        future = handle.submit_pread(back, file.fileno())
-    assert future.result() == device.odd
-    assert torch.equal(device.peek(back), sample(device.odd))
 
 
 def test_a_file_object(device: Device, folder: Path) -> None:

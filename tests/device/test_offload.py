@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
-from nvme_ops.offload.weights.window import Window
-from tests.conftest import MIB, store
-from tests.device.kinds import Device, on_gpus, sample
+from tests.device.kinds import Device
+from tests.offload.models import Tied
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
-SIZE, COUNT = MIB, 6
 
-
-@contextlib.contextmanager
-def window_of(device: Device, folder: Path, budget: int) -> Iterator[tuple[Window, list[Source]]]:
-    """Weights that follow each other in a file, one byte off its pages."""
-    path = store(folder / "weights", sample(COUNT * SIZE + 1))
-    file = WeightFile(os.open(path, os.O_RDONLY), str(path), device.handle())
-    weights = [Source([FileExtent(file, 1 + number * SIZE, SIZE)], torch.uint8, (SIZE,)) for number in range(COUNT)]
-    window = Window(budget, device.empty(0).device, weights)
-    try:
-        yield window, weights
-    finally:
-        window.close()
-        file.close()
-
-
-def expected(number: int) -> torch.Tensor:
-    return sample(COUNT * SIZE + 1)[1 + number * SIZE :][:SIZE]
-
-
-def test_each_comes_within_the_budget(device: Device, folder: Path) -> None:
-    with window_of(device, folder, 4 * SIZE + MIB // 2) as (window, weights):
-        for _ in range(3):
-            for number, weight in enumerate(weights):
-                assert torch.equal(device.peek(window.fetch(weight)), expected(number))
-        stats = window.stats()
-        assert 2 * SIZE < stats.peak_bytes <= 4 * SIZE + MIB // 2
-        assert stats.bytes_on_demand <= SIZE, "the others were read ahead"
-        assert stats.bytes_kept > 0
-
-
-@on_gpus  # whose allocator goes by the order of the stream, where the simulated device frees memory at once
-def test_memory_is_used_again_after_what_is_queued_on_it(device: Device, folder: Path) -> None:
-    copies = [device.empty(SIZE) for _ in range(2 * COUNT)]
-    device.settle()
-    with window_of(device, folder, 3 * SIZE) as (window, weights), device.on() as stream:
-        for number, copy in enumerate(copies):
-            there = window.fetch(weights[number % COUNT])
-            device.keep_busy()
-            copy.copy_(there, non_blocking=True)
-            del there
-        device.synchronize(stream)
-        for number, copy in enumerate(copies):
-            assert torch.equal(device.peek(copy), expected(number % COUNT))
-
-
-def test_rows_come_to_the_device(device: Device, folder: Path) -> None:
-    with window_of(device, folder, 3 * SIZE) as (window, weights):
-        rows = window.rows(weights[0].view((SIZE // 4096, 4096)), [3, 200, 7])
-        assert rows is not None
-        assert rows.shape == (3, 4096)
-        assert torch.equal(device.peek(rows).flatten(), expected(0).view(-1, 4096)[[3, 200, 7]].flatten())
+@torch.no_grad()
+def test_the_output_is_that_of_the_model_in_memory(device: Device, folder: Path) -> None:
+    """Rows of an embedding and whole weights, whose memory is used again while the device is behind."""
+    torch.manual_seed(1)
+    model, tokens = Tied().eval(), torch.tensor([[1, 2, 2], [5, 1, 3]])
+    there = device.empty(0).device
+    with device.computing():
+        wanted = copy.deepcopy(model).to(there)(tokens.to(there)).cpu()
+        with stream_weights(model, folder, memory_budget="1200K", device=there, handle=device.handle()) as streamed:
+            found, given = [], tokens.to(there)
+            device.settle()
+            with device.on() as stream:
+                for _ in range(4):
+                    device.keep_busy()
+                    found.append(streamed(given))
+                device.synchronize(stream)
+            assert all(torch.equal(each.cpu(), wanted) for each in found)
+            stats = streamed.stats()
+            assert 0 < stats.peak_bytes <= 1200 << 10
+            assert stats.bytes_read > stats.bytes_on_demand
+        del found, streamed
 
 
 def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folder: Path) -> None:

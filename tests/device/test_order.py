@@ -15,11 +15,11 @@ from tests.device.kinds import Device, Simulated, in_own_process, on_doubles, sa
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
-each_lanes = pytest.mark.parametrize("lanes", [1, 3])
-each_stream = pytest.mark.parametrize("default_stream", [True, False], ids=["default stream", "side stream"])
+each_stream = pytest.mark.parametrize(
+    ("default_stream", "lanes"), [(True, 1), (False, 3)], ids=["default stream", "side stream, lanes"]
+)
 
 
-@each_lanes
 @each_stream
 @each_write
 def test_a_write_comes_after_what_is_queued(
@@ -36,7 +36,6 @@ def test_a_write_comes_after_what_is_queued(
     assert torch.equal(contents(path)[1:], data)
 
 
-@each_lanes
 @each_stream
 @each_read
 def test_a_read_comes_after_what_is_queued(
