@@ -17,22 +17,6 @@ pytest_plugins = ("tests.fake_cufile.fixtures",)
 each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 
 
-@each_lanes
-def test_several_devices(device: Device, folder: Path, lanes: int) -> None:
-    if device.count < 2:
-        pytest.skip("there is one device only")
-    handle, size, numbers = device.handle(lanes), device.odd, range(2 * device.count)
-    names, indices = [folder / f"file{number}" for number in numbers], [number % device.count for number in numbers]
-    sent = [device.tensor(sample(size, number), index) for number, index in enumerate(indices)]
-    back = [device.empty(size, index=index) for index in indices]
-    assert handle.submit_pwritev(sent, names).result() == len(numbers) * size
-    assert handle.submit_preadv(back, names).result() == len(numbers) * size
-    for number, index in enumerate(indices):
-        assert back[number].device == device.device(index)
-        assert torch.equal(contents(names[number]), sample(size, number))
-        assert torch.equal(device.peek(back[number]), sample(size, number))
-
-
 @pytest.mark.parametrize(("files", "lanes"), [(1, 3), (2, 1)])
 def test_cpu_and_device_tensors_in_one_call(device: Device, folder: Path, files: int, lanes: int) -> None:
     handle, data = device.handle(lanes), sample(12 * MIB)
@@ -52,16 +36,19 @@ def test_cpu_and_device_tensors_in_one_call(device: Device, folder: Path, files:
 
 
 @each_lanes
-def test_many_files_in_one_call(device: Device, folder: Path, lanes: int) -> None:
-    handle, sizes = device.handle(lanes), [PAGE * (number % 7) + 37 * (number % 3) for number in range(200)]
-    names = [folder / f"file{number}" for number in range(200)]
-    sent = [device.tensor(sample(size, number)) for number, size in enumerate(sizes)]
-    back = [device.empty(size) for size in sizes]
+def test_many_files_and_several_devices_in_one_call(device: Device, folder: Path, lanes: int) -> None:
+    count = 200
+    handle, sizes = device.handle(lanes), [PAGE * (number % 7) + 37 * (number % 3) for number in range(count)]
+    sizes[:4] = [device.odd] * 4
+    names, indices = [folder / f"file{number}" for number in range(count)], [i % device.count for i in range(count)]
+    sent = [device.tensor(sample(sizes[number], number), index) for number, index in enumerate(indices)]
+    back = [device.empty(sizes[number], index=index) for number, index in enumerate(indices)]
     assert handle.submit_pwritev(sent, names).result() == sum(sizes)
     assert handle.submit_preadv(back, names).result() == sum(sizes)
-    for number, size in enumerate(sizes):
-        assert torch.equal(contents(names[number]), sample(size, number))
-        assert torch.equal(device.peek(back[number]), sample(size, number))
+    for number, index in enumerate(indices):
+        assert back[number].device == device.device(index)
+        assert torch.equal(contents(names[number]), sample(sizes[number], number))
+        assert torch.equal(device.peek(back[number]), sample(sizes[number], number))
 
 
 def test_rows_on_a_device_are_refused(device: Device, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What each rank runs: ``python -m tests.offload.ranks WHAT ARGUMENTS`` prints a line that begins with its rank."""
+"""What each rank runs: ``python -m tests.offload.ranks "WHAT ARGUMENTS" ...`` prints a line for each of these."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ WHAT: dict[str, Callable[..., str]] = {
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    said = WHAT[sys.argv[1]](*sys.argv[2:])
-    print(f"rank {dist.get_rank()}: {said}", flush=True)
-    dist.barrier()
+    for what, *words in map(str.split, sys.argv[1:]):
+        print(f"rank {dist.get_rank()}: {WHAT[what](*words)}", flush=True)
+        dist.barrier()
     dist.destroy_process_group()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer
 from tests.conftest import in_child, run_python
 from tests.crashing_save import NoStraceError, kill_at, save_under_strace
-from tests.offload.training import backward, equal, network, values
+from tests.offload.training import equal, values
 
 
 def kept(folder: Path, model: torch.nn.Module, **options: Any) -> NvmeOptimizer:
@@ -71,33 +71,34 @@ def test_kept_states_of_something_else_are_refused(folder: Path) -> None:
         assert optimizer.steps == 0
 
 
-def one_step(folder: Path) -> None:
-    """Resumes with the parameters of the last step, and saves those of the next one before it is committed."""
+def parameters_after(steps: int) -> list[dict[str, torch.Tensor]]:
+    """Those of torch's own optimizer before the first step, and after each."""
     model = small()
-    optimizer = kept(folder, model, handle=aio_handle(backend="threads"))
-    step = optimizer.steps
-    model.load_state_dict(torch.load(folder / f"{step}.pt"))
-    pull(model, step)
-    commit = optimizer._states.commit
+    plain, found = torch.optim.AdamW(model.parameters(), lr=0.01), [copy.deepcopy(model.state_dict())]
+    for step in range(steps):
+        pull(model, step)
+        plain.step()
+        found.append(copy.deepcopy(model.state_dict()))
+    return found
 
-    def save_and_commit(about: dict[str, Any], *arguments: Any) -> None:
-        torch.save(model.state_dict(), folder / f"{about['steps']}.pt")
-        commit(about, *arguments)
 
-    optimizer._states.commit = save_and_commit  # type: ignore[method-assign, assignment]
-    optimizer.step()
-    optimizer.close()
+def go_on(folder: Path, expected: list[dict[str, torch.Tensor]], steps: int) -> tuple[int, torch.nn.Module]:
+    """Resumes with the parameters of the last step; returns which that was, and the model after ``steps``."""
+    model = small()
+    with kept(folder, model, handle=aio_handle(backend="threads")) as optimizer:
+        first = optimizer.steps
+        model.load_state_dict(expected[first])
+        for step in range(first, steps):
+            pull(model, step)
+            optimizer.step()
+    return first, model
 
 
 def prepare(folder: Path) -> None:
     """One step, in an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    model = small()
-    with kept(folder, model) as optimizer:
-        pull(model, 0)
-        optimizer.step()
-    torch.save(model.state_dict(), folder / "1.pt")
+    go_on(folder, parameters_after(0), 1)
 
 
 def same_bits(one: torch.nn.Module, other: torch.nn.Module, when: str) -> None:
@@ -110,16 +111,11 @@ CHANGING = {"openat", "pwrite64", "write", "ftruncate", "fallocate", "rename", "
 
 @pytest.mark.parametrize("calls", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(folder: Path, calls: str) -> None:
-    place = folder / "place"
-    expected = small()
-    plain = torch.optim.AdamW(expected.parameters(), lr=0.01)
-    for step in range(3):
-        pull(expected, step)
-        plain.step()
-
+    place, expected, last = folder / "place", parameters_after(3), small()
+    last.load_state_dict(expected[3])
     prepare(place)
     try:
-        outcome = save_under_strace(lambda: one_step(place), folder)
+        outcome = save_under_strace(lambda: go_on(place, expected, 2), folder)
     except NoStraceError as error:
         pytest.skip(f"strace: {error}")
     assert (outcome.status, outcome.error) == (0, None)
@@ -127,26 +123,23 @@ def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(fold
     seen = set()
     for name, number in points if calls == "all" else points[:: max(1, len(points) // 12)]:
         prepare(place)
-        killed = save_under_strace(lambda: one_step(place), folder, kill_at(name, number))
+        killed = save_under_strace(lambda: go_on(place, expected, 2), folder, kill_at(name, number))
         assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
-        model = small()
-        with kept(place, model) as optimizer:
-            seen.add(first := optimizer.steps)
-            model.load_state_dict(torch.load(place / f"{first}.pt"))
-            for step in range(first, 3):
-                pull(model, step)
-                optimizer.step()
-        same_bits(model, expected, f"killed at {name} {number}, found step {first}")
+        first, model = go_on(place, expected, 3)
+        seen.add(first)
+        same_bits(model, last, f"killed at {name} {number}, found step {first}")
     assert seen == {1, 2}
 
 
 class Killing(aio_handle):
-    """Kills the process when so many more writes were begun; those before have ended then."""
+    """Kills the process, or is interrupted, when so many more writes were begun; those before have ended then."""
 
-    left = -1
+    left, stop = -1, False
 
     def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
         self.left -= 1
+        if self.left == 0 and self.stop:
+            raise KeyboardInterrupt
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         future = super().submit_pwrite(*arguments, **options)
@@ -164,16 +157,12 @@ def loaded(optimizer: NvmeOptimizer, _: torch.nn.Module, handle: Killing, number
 
 
 def attempted_twice(optimizer: NvmeOptimizer, model: torch.nn.Module, handle: Killing, number: int) -> None:
-    def stop(_: object) -> None:
-        raise KeyboardInterrupt
-
-    optimizer._states.when_done = stop  # when the first chunk is updated
+    handle.left, handle.stop = 2, True
     with contextlib.suppress(KeyboardInterrupt):
         pull(model, 7)
         optimizer.step()
-    optimizer._states.when_done = lambda _: None
     pull(model, 8)
-    handle.left = number
+    handle.left, handle.stop = number, False
     optimizer.step()
 
 
@@ -208,13 +197,12 @@ def test_killed_before_a_commit_it_goes_on_with_the_one_before(
 
 
 def test_a_failed_step_takes_a_third_place_for_no_longer_than_it_lasts(folder: Path) -> None:
-    model = small()
-    with kept(folder, model) as optimizer:
+    model, handle = small(), Killing()
+    with kept(folder, model, handle=handle) as optimizer:
         for step in range(3):
             if step == 2:
                 before = optimizer.stats().bytes_stored
-                with contextlib.suppress(KeyboardInterrupt):
-                    attempted_twice(optimizer, model, Killing(), 0)
+                attempted_twice(optimizer, model, handle, -1)
             pull(model, step)
             optimizer.step()
         optimizer.step()
@@ -272,28 +260,3 @@ def test_states_that_somebody_has_damaged_are_refused(folder: Path, change: str)
     with pytest.raises((OSError, ValueError, EOFError)):
         kept(folder, model).step()
     assert equal(values(model), before)
-
-
-class Slow(aio_handle):
-    """A device that answers late, in another order than it was asked."""
-
-    def submit_pread(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.02)
-        return super().submit_pread(*arguments, **options)
-
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.03)
-        return super().submit_pwrite(*arguments, **options)
-
-
-@pytest.mark.parametrize("overlap", [None, "backward"])
-def test_a_slow_device(folder: Path, overlap: Any) -> None:
-    mine, other = network(), network()
-    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-    with kept(folder, mine, handle=Slow(), overlap=overlap, free_gradients=True) as optimizer:
-        for step in range(2):
-            backward(mine, step)
-            optimizer.step()
-            backward(other, step)
-            plain.step()
-    assert equal(values(mine), values(other))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.offload.weights import replaced
 from tests.offload.training import backward, network, values
 
 Make = Callable[[torch.nn.Module, Path], torch.optim.Optimizer]
@@ -88,13 +86,3 @@ def test_other_optimizers_go_on(folder: Path) -> None:
             backward(each, 0)
             optimizer.step()
             assert not torch.equal(before[2], values(each)[2])
-
-
-def test_what_is_gone_is_forgotten(folder: Path) -> None:
-    gc.collect()
-    count = len(replaced._replaced)
-    model = network()
-    with swapped(model, folder):
-        del model
-        gc.collect()
-        assert len(replaced._replaced) <= count

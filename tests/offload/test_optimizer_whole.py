@@ -1,17 +1,14 @@
-"""NvmeOptimizer stopped at any line, or killed at any moment: it has the states of before or the new ones, whole."""
+"""NvmeOptimizer stopped or killed at any moment: it has the states of before or the new ones, whole."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import linecache
 import os
 import random
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +16,24 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.memory import ring
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.offload.optimizer import backward, chunks, saved_states, state_dicts, states, updates
-from nvme_ops.offload.optimizer import nvme_optimizer as optimizer
+from tests.contract.conftest import lost_unraisable
+from tests.moments import Interrupt, numbers
 from tests.offload.training import equal, values
 
-TRACED = {module.__file__ for module in (backward, chunks, optimizer, saved_states, state_dicts, states, updates, ring)}
-POINTS = pytest.mark.parametrize("points", [25, pytest.param(1000, marks=pytest.mark.slow)])
+POINTS = pytest.mark.parametrize("points", [15, pytest.param(1000, marks=pytest.mark.slow)])
 LIMIT = pytest.mark.timeout(3000)
+pytestmark = pytest.mark.usefixtures(lost_unraisable.__name__)
 
 
-class Line:
-    """Raises at the line of our files that is run as the n-th one, on this thread and those that begin in the block."""
-
-    def __init__(self, number: int = -1, main: bool = True) -> None:
-        self.number, self.main = number, main  # whether lines of this thread count
-        self.count, self.where = 0, ""
-
-    def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code.co_filename not in TRACED or code.co_name in ("_work", "work"):  # to these Ctrl-C never comes
-            return None
-        # An exception at the end of a with block, before the lock is released, is one that Python itself never raises.
-        lock = linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with self._")
-        if event == "line" and not lock and (self.main or threading.current_thread() is not threading.main_thread()):
-            self.count += 1
-            if self.count == self.number:
-                self.where = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._trace
-
-    def __enter__(self) -> Line:
-        self._before = sys.gettrace()
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        threading.settrace(None)
-
-
-def stopped(line: Line, call: Callable[[], object]) -> bool:
-    """Whether the call was ended by what the line has raised."""
+def stopped(moment: Interrupt, call: Callable[[], object]) -> bool:
+    """Whether the call was ended by Ctrl-C."""
     try:
-        with line:
+        with moment:
             call()
     except KeyboardInterrupt:
         return True
     return False
-
-
-def numbers(count: int, points: int) -> Iterator[int]:
-    """Yields so many of ``count`` lines, from the first to the last, or at random once there are more."""
-    draw = random.Random(points)
-    for number in range(points):
-        yield 1 + (number * count // points if points < count else draw.randrange(count))
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -153,55 +111,50 @@ class Reference:
 )  # fmt: skip
 @POINTS
 @LIMIT
-def test_a_step_stopped_at_any_line_goes_on(folder: Path, options: dict[str, Any], points: int) -> None:
+def test_a_step_stopped_at_any_moment_goes_on(folder: Path, options: dict[str, Any], points: int) -> None:
     mine, other = parameters(), parameters()
     plain = torch.optim.AdamW(other)
     with adamw(mine, folder, **options) as ours:
 
-        def step(number: int, line: Line) -> bool:
-            line.main = False
-
-            def attempt() -> None:
-                weigh(mine, number)
-                line.main = True
-                ours.step()
-
-            weigh(other, number)
+        def step(number: int, moment: Interrupt) -> None:
+            for params in (mine, other):
+                weigh(params, number)
             plain.step()
-            return stopped(line, attempt)
-
-        lines = Line()
-        assert not step(0, Line())
-        assert not step(1, lines)
-        for number in numbers(lines.count, points):
-            line = Line(number)
             before = ours.steps
-            if step(number, line):
+            if stopped(moment, ours.step):
                 ours.step()
-            assert equal(values_of(mine), values_of(other)), f"line {number}, {line.where}"
-            assert ours.steps == before + 1, f"line {number}, {line.where}"
+            assert equal(values_of(mine), values_of(other)), moment.where
+            assert ours.steps == before + 1, moment.where
+
+        step(0, Interrupt())
+        step(1, counted := Interrupt())
+        for number in numbers("step", counted.count, points):
+            step(number, Interrupt(number))
         assert same(ours.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("free", [False, True])
 def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path, free: bool) -> None:
-    """Wherever it is stopped: at each line from the first to the last."""
+    """Wherever it is stopped."""
     mine, other = parameters(), parameters()
     plain = torch.optim.AdamW(other)
     with adamw(mine, folder, overlap="backward", free_gradients=free) as ours:
-        line, number = Line(0), 0
-        while number <= line.count:
-            number += 1
-            line = Line(number)
-            weigh(mine, number)
-            weigh(other, number)
+
+        def step(number: int, moment: Interrupt) -> None:
+            for params in (mine, other):
+                weigh(params, number)
             plain.step()
-            assert ours._pass is not None
-            assert ours._pass._ended.wait(60)
-            if stopped(line, ours.step):
+            end = time.monotonic() + 60
+            while not equal(values_of(mine), values_of(other)):
+                assert time.monotonic() < end
+            if stopped(moment, ours.step):
                 ours.step()
-            assert equal(values_of(mine), values_of(other)), f"line {number}, {line.where}"
-        assert ours.steps == number > 50
+            assert equal(values_of(mine), values_of(other)), moment.where
+
+        step(0, counted := Interrupt())
+        for number in (found := list(numbers("taken", counted.count, 40))):
+            step(number, Interrupt(number))
+        assert ours.steps == len(found) + 1
         assert same(ours.state_dict(), plain.state_dict())
 
 
@@ -209,7 +162,7 @@ def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path
 @pytest.mark.parametrize("how", ["load_state_dict", "load_states"])
 @POINTS
 @LIMIT
-def test_a_load_stopped_at_any_line_is_old_or_new(folder: Path, reuse: bool, how: str, points: int) -> None:
+def test_a_load_stopped_at_any_moment_is_old_or_new(folder: Path, reuse: bool, how: str, points: int) -> None:
     mine, reference, options = parameters(), Reference(4), how == "load_state_dict"
     with adamw(mine, folder, reuse=reuse) as ours:
         sources: list[Any] = []
@@ -218,42 +171,62 @@ def test_a_load_stopped_at_any_line_is_old_or_new(folder: Path, reuse: bool, how
             ours.save_states(folder / str(step))
             sources.append(reference.dicts[step] if how == "load_state_dict" else folder / str(step))
         load = getattr(ours, how)
-        lines = Line()
-        assert not stopped(lines, lambda: load(sources[0]))
+        counted = Interrupt()
+        assert not stopped(counted, lambda: load(sources[0]))
         now = 2
-        for number in numbers(lines.count, points):
-            line, new = Line(number), 5 - now
+        for number in numbers(how, counted.count, points):
+            line, new = Interrupt(number), 5 - now
             stopped(line, lambda new=new: load(sources[new - 2]))  # type: ignore[misc]
             found = ours.state_dict()
             if not same(found, reference.dicts[now], options):
-                assert same(found, reference.dicts[new], options), f"line {number}, {line.where}"
+                assert same(found, reference.dicts[new], options), line.where
                 now = new
             if number % 5 == 0:  # and that is what a step begins with
                 reference.set(mine, now)
                 reference.take(mine, ours, now + 1)
-                assert equal(values_of(mine), reference.values[now + 1]), f"line {number}, {line.where}"
+                assert equal(values_of(mine), reference.values[now + 1]), line.where
                 load(sources[now - 2])
 
 
 @POINTS
 @LIMIT
-def test_a_save_stopped_at_any_line_is_old_or_new(folder: Path, points: int) -> None:
+def test_a_save_stopped_at_any_moment_is_old_or_new(folder: Path, points: int) -> None:
     mine, reference = parameters(), Reference(3)
     with adamw(mine, folder) as ours, adamw(parameters(), folder) as other:
         ours.load_state_dict(reference.dicts[2])
-        path, lines = folder / "states", Line()
-        assert not stopped(lines, lambda: ours.save_states(path, durable=False))
+        path, counted = folder / "states", Interrupt()
+        assert not stopped(counted, lambda: ours.save_states(path, durable=False))
         now = 2
-        for number in numbers(lines.count, points):
-            line, new = Line(number), 5 - now
+        for number in numbers("save", counted.count, points):
+            line, new = Interrupt(number), 5 - now
             ours.load_state_dict(reference.dicts[new])
             stopped(line, lambda: ours.save_states(path, durable=False))
             other.load_states(path)
             if not same(other.state_dict(), reference.dicts[now]):
-                assert same(other.state_dict(), reference.dicts[new]), f"line {number}, {line.where}"
+                assert same(other.state_dict(), reference.dicts[new]), line.where
                 now = new
             assert same(ours.state_dict(), reference.dicts[new])
         assert [each.name for each in folder.iterdir() if not each.name.startswith(".nvme_ops-")] == ["states"]
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+class Stopping(aio_handle):
+    """Something happens at a write, once."""
+
+    left, act = -1, staticmethod(interrupted)
+
+    def stop_after(self, writes: int, act: Callable[[], None]) -> None:
+        """Lets it happen at the write after so many."""
+        self.left, self.act = writes, act
+
+    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            self.act()
+        return super().submit_pwrite(*arguments, **options)
 
 
 class Tape:
@@ -275,7 +248,8 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
     """Steps, loads and saves until it is killed."""
     torch.set_num_threads(1)  # a forked child has no others
     params, draw = parameters(), random.Random(seed)
-    ours = adamw(params, folder, reuse=True, handle=aio_handle(backend="threads"))
+    handle = Stopping(backend="threads")
+    ours = adamw(params, folder, reuse=True, handle=handle)
     while True:
         last = len(reference.dicts) - 1
         what = draw.choice(("step", "step", "step", "load", "load", "save", "save", "again"))
@@ -290,34 +264,21 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
             ours.save_states(folder / "states", durable=False)
         else:
             if what == "again":  # a first attempt with other gradients, of which some chunks are done
+                for each in params:
+                    each.grad = torch.ones_like(each)
+                handle.stop_after(1, interrupted)
                 with contextlib.suppress(KeyboardInterrupt):
-                    for each in params:
-                        each.grad = torch.ones_like(each)
-                    stop_after(ours, draw.randrange(3))
                     ours.step()
                     raise AssertionError("was to be stopped")
-                ours._states.when_done = lambda _: None
                 tape.note("ended 0")
                 tape.note(f"second {at}")
                 for each in params:
                     each.grad = torch.full_like(each, 2.0)
-                ours._states.commit = lambda *_: time.sleep(60)  # type: ignore[method-assign]
+                handle.stop_after(draw.randrange(2), lambda: time.sleep(60))
                 ours.step()
             reference.take(params, ours, new)
         at = new
         tape.note(f"ended {at}")
-
-
-def stop_after(ours: NvmeOptimizer, count: int) -> None:
-    """Ends the next step when so many more chunks are done."""
-
-    def done(_: object) -> None:
-        nonlocal count
-        count -= 1
-        if count < 0:
-            raise KeyboardInterrupt
-
-    ours._states.when_done = done
 
 
 @pytest.mark.parametrize("kills", [15, pytest.param(1000, marks=pytest.mark.slow)])

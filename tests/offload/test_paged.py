@@ -1,54 +1,64 @@
-"""Layers of an ``NvmeCache`` against those of transformers' ``DynamicCache``, call by call."""
+"""``NvmeCache`` against transformers' ``DynamicCache``, call by call; hypothesis finds the shortest that differ."""
 
 from __future__ import annotations
 
-import random
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nvme_ops.offload import NvmeCache
 from tests.conftest import KIB, MIB
 
 transformers = pytest.importorskip("transformers")
 
-from nvme_ops.offload.cache.nvme_cache import NvmeLayer  # noqa: E402  (needs transformers)
-
-LAYERS = 5
-WINDOWS: list[list[int | None]] = [[None] * LAYERS, [None, 33, None, 33, 70]]
+LAYERS, WINDOW, LEAST = 5, 33, 2600 * KIB
 
 
-def in_memory(windows: list[int | None]) -> Any:
-    layers = [
-        transformers.cache_utils.DynamicLayer()
-        if window is None
-        else transformers.cache_utils.DynamicSlidingWindowLayer(window)
-        for window in windows
-    ]
-    return transformers.Cache(layers=layers)
+def config(windows: bool) -> Any:
+    """All layers attend to everything, or some to a window."""
+    kinds = ["full_attention", "sliding_attention" if windows else "full_attention"] * LAYERS
+    return transformers.Qwen2Config(
+        num_hidden_layers=LAYERS, use_sliding_window=windows, sliding_window=WINDOW, layer_types=kinds[:LAYERS]
+    )
 
 
-def paged(folder: Path, budget: int, windows: list[int | None]) -> NvmeCache:
-    cache = NvmeCache(folder, budget)
-    cache.layer_class_to_replicate = None
-    layers: Any = [NvmeLayer(cache._pager, number, window) for number, window in enumerate(windows)]
-    cache.layers = layers
-    return cache
-
-
-class Pair:
+class Caches(RuleBasedStateMachine):
     """Two caches that are given the same calls, and must return the same."""
 
-    def __init__(self, mine: Any, theirs: Any, seed: int) -> None:
-        self.caches = (mine, theirs)
-        self.random, self.states = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.batch = 2
+    @initialize(windows=st.booleans(), budget=st.sampled_from([LEAST, 4 * MIB, 64 * MIB]), seed=st.integers(0, 99))
+    def begin(self, windows: bool, budget: int, seed: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="caches-")
+        self.windows, self.budget, self.batch = windows, budget, 2
+        self.states = torch.Generator().manual_seed(seed)
+        self.mine = NvmeCache(self.folder, budget, config=config(windows))
+        self.caches: list[Any] = [self.mine, transformers.DynamicCache(config=config(windows))]
 
+    def teardown(self) -> None:
+        if hasattr(self, "mine"):
+            self.mine.close()
+            shutil.rmtree(self.folder)
+
+    def length(self) -> int:
+        return int(self.caches[1].get_seq_length())
+
+    def call(self, name: str, *arguments: Any) -> None:
+        for cache in self.caches:
+            getattr(cache, name)(*arguments)
+
+    @rule(tokens=st.sampled_from([1, 1, 1, 2, 7, 40]))
     def update(self, tokens: int) -> None:
+        if self.length() > 110:
+            self.reset()
         for layer in range(LAYERS):
-            assert self.same(lambda cache, at=layer: list(cache.get_mask_sizes(tokens, at)))
+            sizes = [list(cache.get_mask_sizes(tokens, layer)) for cache in self.caches]
+            assert sizes[0] == sizes[1]
             keys = torch.randn(self.batch, 2, tokens, 64, generator=self.states)
             values = torch.randn(self.batch, 2, tokens, 128, generator=self.states).to(torch.bfloat16)
             found, want = (cache.update(keys, values, layer) for cache in self.caches)
@@ -56,83 +66,75 @@ class Pair:
             assert torch.equal(found[1], want[1])
             del found, want  # their memory is needed
 
-    def same(self, function: Any) -> bool:
-        first, second = map(function, self.caches)
-        return bool(first == second)
+    @precondition(lambda self: self.length() > 0)
+    @rule()
+    def reorder(self) -> None:
+        self.call("reorder_cache", torch.randint(self.batch, (self.batch,), generator=self.states))
 
-    def call(self, name: str, *arguments: Any) -> None:
-        for cache in self.caches:
-            getattr(cache, name)(*arguments)
+    @precondition(lambda self: self.length() > 0 and not self.windows)
+    @rule(removed=st.integers(0, 60))
+    def crop(self, removed: int) -> None:
+        self.call("crop", -min(removed, self.length()))
 
-    def step(self, croppable: bool) -> None:
-        length = self.caches[1].get_seq_length()
-        kind = self.random.choice(["update"] * 8 + ["reorder"] * 4 + ["crop"] * 3 * croppable + ["batch", "reset"])
-        if kind == "update" or not length:
-            self.update(self.random.choice([1, 1, 1, 1, 2, 7, 40]))
-        elif kind == "reorder":
-            self.call("reorder_cache", torch.randint(self.batch, (self.batch,), generator=self.states))
-        elif kind == "crop":
-            self.call("crop", -self.random.randint(0, min(length, self.random.choice([3, 60]))))
-        elif kind == "batch" and self.batch < 4:
+    @precondition(lambda self: self.length() > 0)
+    @rule()
+    def change_batch(self) -> None:
+        if self.batch < 4:
             self.call("batch_repeat_interleave", 2)
             self.batch *= 2
-        elif kind == "batch":
+        else:
             self.call("batch_select_indices", torch.tensor([3, 0, 3]))
             self.batch = 3
-        elif self.random.random() < 0.3:
-            self.call("reset")
-            self.batch = 2
-        assert self.same(lambda cache: cache.get_seq_length())
+
+    @rule()
+    def reset(self) -> None:
+        self.call("reset")
+        self.batch = 2
+
+    @invariant()
+    def same_length_within_the_budget(self) -> None:
+        if hasattr(self, "mine"):
+            assert self.mine.get_seq_length() == self.length()
+            assert self.mine.stats().peak_bytes <= self.budget
 
 
-@pytest.mark.parametrize("windows", WINDOWS, ids=["full", "windows"])
-@pytest.mark.parametrize("budget", [2600 * KIB, 4 * MIB, 64 * MIB])
-@pytest.mark.parametrize("seed", range(4))
-def test_all_calls_return_what_a_cache_in_memory_returns(
-    seed: int, budget: int, windows: list[int | None], folder: Path
-) -> None:
-    with paged(folder, budget, windows) as mine:
-        pair = Pair(mine, in_memory(windows), seed)
-        for _ in range(70):
-            if pair.caches[1].get_seq_length() > 110:
-                pair.call("reset")
-                pair.batch = 2
-            pair.step(croppable=windows is WINDOWS[0])
-        if budget == 2600 * KIB:
-            assert mine.stats().bytes_read > 0
-        assert mine.stats().peak_bytes <= budget
+Caches.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
+TestCaches = Caches.TestCase
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_what_does_not_fit_is_written_and_read(folder: Path, windows: bool) -> None:
+    calls = Caches()
+    calls.begin(windows, LEAST, 1)
+    calls.update(40)
+    calls.change_batch()
+    for tokens in (40, 20, 7, 1):
+        calls.update(tokens)
+        calls.reorder()
+    assert calls.mine.stats().bytes_read > 0
+    calls.teardown()
 
 
 def test_recording_keeps_what_leaves_the_window(folder: Path) -> None:
-    windows: list[int | None] = [33] * LAYERS
-    with paged(folder, 2 * MIB, windows) as mine:
-        pair = Pair(mine, in_memory(windows), 1)
-        pair.update(100)
-        pair.call("activate_past_recording")
-        for tokens, removed in [(30, 25), (7, 0), (50, 50), (3, 1), (1, 1)]:
-            pair.update(tokens)
-            pair.call("crop", -removed)
+    calls = Caches()
+    calls.begin(True, 2 * MIB, 1)
+    calls.update(100)
+    calls.call("activate_past_recording")
+    for tokens, removed in [(30, 25), (7, 0), (50, 50), (3, 1), (1, 1)]:
+        calls.update(tokens)
+        calls.call("crop", -removed)
+    calls.teardown()
 
 
-def test_a_crop_beyond_what_a_window_keeps_is_refused(folder: Path) -> None:
-    with paged(folder, 1 << 20, [33] * LAYERS) as mine:
+def test_what_cannot_be_is_refused(folder: Path) -> None:
+    states = torch.zeros(2, 2, 9, 64)
+    with NvmeCache(folder, 1 << 20, config=config(True)) as cache:
         for _ in range(100):
-            mine.update(torch.zeros(1, 2, 9, 64), torch.zeros(1, 2, 9, 64), 0)
-        with pytest.raises(RuntimeError, match="layer 0 has forgotten the tokens before its window of 33"):
-            mine.crop(-500)
-
-
-def test_another_shape_is_refused(folder: Path) -> None:
-    with NvmeCache(folder, "1M") as cache:
-        cache.update(torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), 0)
-        with pytest.raises(ValueError, match=r"layer 0 has keys or values of a batch of 2, 2 heads of 8"):
-            cache.update(torch.zeros(3, 2, 1, 8), torch.zeros(3, 2, 1, 8), 0)
-        assert cache.get_seq_length() == 9
-
-
-def test_a_positive_crop_is_refused(folder: Path) -> None:
-    with NvmeCache(folder, "1M") as cache:
-        cache.update(torch.zeros(2, 2, 9, 8), torch.zeros(2, 2, 9, 8), 0)
+            cache.update(states, states, 1)
+        with pytest.raises(RuntimeError, match="layer 1 has forgotten the tokens before its window of 33"):
+            cache.crop(-500)
+        with pytest.raises(ValueError, match=r"layer 1 has keys or values of a batch of 2, 2 heads of 64"):
+            cache.update(states[:1], states[:1], 1)
         with pytest.raises(ValueError, match="negative"):
             cache.crop(3)
 

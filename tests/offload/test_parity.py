@@ -99,7 +99,7 @@ class Training:
             "handle": Slow() if "slow" in self.how else None,
         }
         if "params" in self.moves:
-            budget = {"memory_budget": case.budget, "min_bytes": 4 * KIB}
+            budget: dict[str, Any] = {"memory_budget": case.budget, "min_bytes": 4 * KIB}
             self.figures["params"] = self.ends.enter_context(swap_params(self.model, folder, **budget, **common))
         if "gradients" in self.moves:
             budget = {"memory_budget": 100 * KIB, "min_bytes": 4 * KIB}

@@ -12,32 +12,24 @@ import torch
 from tests.launch import run_ranks
 
 
-def said(folder: Path, ranks: int, *words: object) -> list[str]:
-    """What the ranks say, of whom none has left files."""
-    found = dict(re.findall(r"rank (\d): (.*)", run_ranks(ranks, "tests.offload.ranks", *words)))
+def said(folder: Path, ranks: int, *words: str) -> list[list[str]]:
+    """What the ranks say to each of the words, of whom none has left files."""
+    found = re.findall(r"rank (\d): (.*)", run_ranks(ranks, "tests.offload.ranks", *words))
     assert [each.name for each in folder.iterdir() if each.name not in ("checkpoint", "model")] == []
-    return [found[str(rank)] for rank in range(ranks)]
-
-
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_gradients_are_the_same_and_no_parameter_is_saved(folder: Path, way: str) -> None:
-    one = 32 * 96 * 4  # bytes of what goes from one layer to the next
-    inputs = f"True, {9 * one} bytes"  # of linear layers and of GELU, and of the loss
-    assert said(folder, 2, "activations", way, folder) == [inputs] * 2
-
-
-def test_states_of_ddp(folder: Path) -> None:
-    assert said(folder, 2, "optimizer", "ddp", folder, 0, 4) == ["True"] * 2
+    by_rank = [[line for rank, line in found if rank == str(number)] for number in range(ranks)]
+    return [list(each) for each in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_states_of_fsdp_are_resumed_on_another_number(folder: Path, ranks: int) -> None:
-    assert said(folder, 2, "optimizer", "fsdp", folder, 0, 3) == ["True"] * 2
-    assert said(folder, ranks, "optimizer", "fsdp", folder, 3, 6) == ["True"] * ranks
-
-
-def test_collectives_over_parameters_on_storage(folder: Path) -> None:
-    assert said(folder, 2, "collectives", folder) == ["True"] * 2
+def test_copies_and_shards_are_those_of_torch(folder: Path, ranks: int) -> None:
+    """No parameter is saved for backward, and shards of states are resumed on another number of ranks."""
+    one = 32 * 96 * 4  # bytes of what goes from one layer to the next
+    inputs = f"True, {9 * one} bytes"  # of linear layers and of GELU, and of the loss
+    assert said(
+        folder, 2, f"activations ddp {folder}", f"activations fsdp {folder}", f"collectives {folder}",
+        f"optimizer ddp {folder} 0 4", f"optimizer fsdp {folder} 0 3",
+    ) == [[inputs] * 2] * 2 + [["True"] * 2] * 3  # fmt: skip
+    assert said(folder, ranks, f"optimizer fsdp {folder} 3 6") == [["True"] * ranks]
 
 
 def test_tensor_parallel_ranks_stream_their_parts(folder: Path) -> None:
@@ -48,7 +40,7 @@ def test_tensor_parallel_ranks_stream_their_parts(folder: Path) -> None:
         hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, vocab_size=1024
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    for line in said(folder, 2, "pretrained", folder / "model"):
+    for line in said(folder, 2, f"pretrained {folder / 'model'}")[0]:
         close, share = re.fullmatch(r"(\w+), ([\d.]+) of the bytes", line).groups()  # type: ignore[union-attr]
         assert close == "True"
         assert float(share) <= 0.6

@@ -16,6 +16,7 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_gradients
 from tests.conftest import MIB, in_threads, run_python
+from tests.contract.conftest import lost_unraisable
 from tests.moments import Interrupt, numbers
 from tests.offload.random_gradients import program
 from tests.offload.test_optimizer import Failing
@@ -55,7 +56,7 @@ def test_a_block_finds_usual_tensors(folder: Path) -> None:
 
 def test_a_gradient_that_another_thread_adds_to_stays_where_it_is(folder: Path) -> None:
     """Autograd adds to what ``grad`` was: values were lost, or it crashed, when a hook replaced that meanwhile."""
-    weight = torch.nn.Parameter(torch.randn(64, 64))
+    weight: Any = torch.nn.Parameter(torch.randn(64, 64))
     adds, go_on = threading.Event(), threading.Event()
 
     def pause(_: torch.Tensor) -> None:
@@ -156,11 +157,11 @@ def test_gradients_that_were_set_to_zero_are_zero(folder: Path, foreach: bool) -
 
 
 def test_after_close_gradients_are_usual_ones(folder: Path) -> None:
-    model = torch.nn.Linear(64, 64)
+    model: Any = torch.nn.Linear(64, 64)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
         assert gradients.clip_grad_norm_(1.0).item() == 0
         model(torch.ones(1, 64)).sum().backward()
-    assert model.weight.grad is None
+    assert all(each.grad is None for each in model.parameters())
     model(torch.ones(1, 64)).sum().backward()
     assert type(model.weight.grad) is torch.Tensor
 
@@ -248,6 +249,7 @@ def test_a_gradient_that_cannot_be_read_fails_the_step_which_goes_on(folder: Pat
             assert equal(values(mine), values(other))
 
 
+@pytest.mark.usefixtures(lost_unraisable.__name__)
 def test_an_interruption_at_any_moment_leaves_gradients_old_or_new(folder: Path) -> None:
     def loss(model: torch.nn.Module, number: int) -> torch.Tensor:
         return torch.as_tensor(model(torch.full((2, 64), number + 1.0)).square().mean())

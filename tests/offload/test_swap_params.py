@@ -21,7 +21,8 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
 from tests.conftest import MIB, REPOSITORY, in_child, in_threads
-from tests.offload.random_comparison import interrupted
+from tests.contract.conftest import lost_unraisable
+from tests.moments import Interrupt, numbers
 from tests.offload.test_optimizer import Failing
 from tests.offload.training import KIB, equal, layers, sentences, train, values, words
 from tests.storage.slow_store import Slow
@@ -355,18 +356,24 @@ def test_a_flipped_bit_is_told(folder: Path) -> None:
             model(torch.ones(1, 64))
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(each, marks=[pytest.mark.slow] * (each % 25 > 0)) for each in range(1, 1000)]
-)
-def test_ctrl_c_at_any_line_of_a_use_loses_nothing(folder: Path, line: int) -> None:
+@pytest.mark.usefixtures(lost_unraisable.__name__)
+@pytest.mark.parametrize("points", [25, pytest.param(300, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment_of_a_use_loses_nothing(folder: Path, points: int) -> None:
     """Neither a change that was made before, nor memory."""
-    model: Any = layers(4)
-    with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
-        for number, each in enumerate(model.parameters()):
-            each.fill_(number)  # the last two are newer in memory than on storage
-        with contextlib.suppress(KeyboardInterrupt), interrupted(line):
-            model[0].weight + 0.0
-        gc.collect()
-        assert all(torch.equal(each, torch.full((64, 64), number)) for number, each in enumerate(model.parameters()))
-        with swapped.gathered([model[2].weight, model[3].weight]):  # which takes all the memory
-            assert swapped.stats().peak_bytes <= 32 * KIB
+
+    def attempt(moment: Interrupt) -> None:
+        model: Any = layers(4)
+        with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
+            for number, each in enumerate(model.parameters()):
+                each.fill_(number)  # the last two are newer in memory than on storage
+            with contextlib.suppress(KeyboardInterrupt), moment:
+                model[0].weight + 0.0
+            gc.collect()
+            found = [torch.equal(each, torch.full((64, 64), number)) for number, each in enumerate(model.parameters())]
+            assert all(found), moment.where
+            with swapped.gathered([model[2].weight, model[3].weight]):  # which takes all the memory
+                assert swapped.stats().peak_bytes <= 32 * KIB
+
+    attempt(counted := Interrupt())
+    for number in numbers("use", counted.count, points):
+        attempt(Interrupt(number))

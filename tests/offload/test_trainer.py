@@ -16,10 +16,11 @@ from tests.launch import run_ranks
 from tests.offload.training import equal, values
 
 transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate: Any = pytest.importorskip("accelerate")
 
 from nvme_ops.integrations.trainer import use_nvme  # noqa: E402
-from tests.offload.trainer_models import SMALL, llama, take_small_activations, trainer  # noqa: E402
+from nvme_ops.integrations.transformers import nvme_optimizer  # noqa: E402
+from tests.offload.trainer_models import SMALL, Texts, llama, take_small_activations, trainer  # noqa: E402
 
 # Of a version before activation_checkpointing, which works here as well.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -373,3 +374,38 @@ def test_mistakes_that_show_when_training_begins(
         ours.train()
     assert ours.optimizer is None
     assert list(nvme.iterdir()) == []
+
+
+# NvmeOptimizer in the hands of trainers, without use_nvme
+
+
+def test_a_trainer_saves_and_resumes_an_nvme_optimizer(folder: Path, nvme: Path) -> None:
+    found = {}
+    for name in ("plain", "ours"):
+        chosen: Any = (torch.optim.AdamW, {"lr": 1e-3})
+        if name == "ours":
+            chosen = nvme_optimizer(torch.optim.AdamW, nvme, memory_budget="1M", lr=1e-3)
+        for steps in (2, 4):
+            made: Any = trainer(
+                folder / name, max_steps=steps, save_strategy="steps", save_steps=2, optimizer_cls_and_kwargs=chosen
+            )
+            train(made, resume_from_checkpoint=steps == 4)
+        found[name] = values(made.model)
+    assert equal(found["ours"], found["plain"])
+
+
+def test_accelerate_prepares_an_nvme_optimizer(nvme: Path) -> None:
+    def trained(make: Any) -> list[torch.Tensor]:
+        model, accelerator = llama(), accelerate.Accelerator(cpu=True)
+        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
+        prepared, optimizer, batches = accelerator.prepare(model, make(model.parameters()), loader)
+        torch.manual_seed(5)  # of dropout
+        for batch in batches:
+            optimizer.zero_grad()
+            accelerator.backward(prepared(**batch).loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            optimizer.step()
+        return values(model)
+
+    mine = trained(lambda those: NvmeOptimizer(those, torch.optim.AdamW, nvme, memory_budget="1M", lr=1e-3))
+    assert equal(mine, trained(lambda those: torch.optim.AdamW(those, lr=1e-3)))

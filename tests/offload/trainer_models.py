@@ -39,9 +39,8 @@ def llama() -> Any:
 
 def trainer(folder: Path, **arguments: Any) -> transformers.Trainer:
     """A Trainer of three steps with four texts each."""
-    given = {
-        name: arguments.pop(name) for name in ("model", "optimizers", "model_init", "callbacks") if name in arguments
-    }
+    own = ("model", "optimizers", "model_init", "callbacks", "optimizer_cls_and_kwargs")
+    given = {name: arguments.pop(name) for name in own if name in arguments}
     chosen: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 3, "save_strategy": "no",
         "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-3,
