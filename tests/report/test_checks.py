@@ -1,0 +1,682 @@
+"""One table of the report's checks: what is faked of a machine, and which result and fix follow.
+
+The machines are made up of files: nothing here says anything about a real GPU. What is not faked is this machine's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvme_ops.op_builder import machine
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report import gds, kernel, ops, storage
+from nvme_ops.report.result import Result, Status
+from nvme_ops.storage.device import Device, Mount
+from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
+
+ROOT = Path(__file__).parents[2]
+# Mounts of a process of its own; one who is not root becomes it in a user namespace, where the kernel allows that.
+UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
+OKAY, INFO, WARNING, NO, FAIL = Status.OKAY, Status.INFO, Status.WARNING, Status.NO, Status.FAIL
+Check = Callable[[Host], "Result | Sequence[Result]"]
+CHECKS: dict[str, Check] = {
+    "kernel": kernel.version,
+    "io_uring": kernel.io_uring,
+    "io_uring sysctl": kernel.io_uring_sysctl,
+    "seccomp": kernel.seccomp,
+    "aio-max-nr": kernel.aio_limit,
+    "libaio": lambda _: kernel.libaio(lambda _: None),
+    "memlock limit": kernel.memlock,
+    "transparent huge pages": kernel.transparent,
+    "huge pages (hugetlb)": kernel.reserved,
+    "shared memory (/dev/shm) size": kernel.shared,
+    "ninja": lambda _: ops.ninja(),
+    "C++ compiler": lambda _: ops.compiler(),
+    "Python headers": lambda _: ops.python_headers(),
+    "CUDA_HOME": ops.cuda,
+    "nvcc version": ops.cuda,
+}  # all others are in the section of cuFile
+
+
+@dataclass
+class Case:
+    """What is faked, by ``files`` of the root, ``programs`` of the PATH, variables and patches; and what follows."""
+
+    check: str
+    status: Status
+    detail: str = ""
+    fix: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+    patches: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def result_of(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
+    put(folder, case.files)
+    for name, body in case.programs.items():
+        put(folder, {name: f"#!/bin/sh\n{body}\n"})
+        (folder / name).chmod(0o755)
+    if case.check not in CHECKS:
+        clear_environment(monkeypatch, folder)
+        monkeypatch.setattr(ops, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
+    for name, value in case.environ.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value.replace("ROOT", str(folder)))
+    for name, value in case.patches.items():
+        monkeypatch.setattr(name, value)
+    found = CHECKS.get(case.check, gds.section)(Host(folder))
+    results = [found] if isinstance(found, Result) else found
+    return next(result for result in results if result.name == case.check)
+
+
+def fails(code: int) -> Callable[..., int]:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+SYSCTL, STATUS = "proc/sys/kernel/io_uring_disabled", "proc/self/status"
+FILTERED, UNFILTERED = {STATUS: "Name:\tx\nSeccomp:\t2"}, {STATUS: "Seccomp:\t0"}
+
+
+def refused(code: int, detail: str, fix: str, files: Mapping[str, str] | None = None) -> Case:
+    """``io_uring_setup`` fails with an errno, which is named."""
+    setup = {"nvme_ops.report.kernel.io_uring_setup": fails(code)}
+    return Case("io_uring", NO, f"{detail} [{errno.errorcode[code]}]", fix, files or {}, patches=setup)
+
+
+def libaio(detail: str, fix: str = "", header: bool = True, name: str | None = "libaio.so.1", code: int = 0) -> Case:
+    """libaio with or without its header, its library and the kernel's part."""
+    patches = {
+        "nvme_ops.report.ops.has_libaio": lambda *_: header,
+        "nvme_ops.report.kernel.libaio_name": lambda: name,
+        "nvme_ops.report.kernel.io_setup": fails(code) if code else lambda _: None,
+    }
+    return Case("libaio", NO if fix else OKAY, detail, fix, patches=patches)
+
+
+THP, HUGE = "sys/kernel/mm/transparent_hugepage/enabled", "sys/kernel/mm/hugepages/hugepages-2048kB"
+NEVER = {THP: "always madvise [never]\n"}
+RESERVED = {**NEVER, f"{HUGE}/nr_hugepages": "64\n", f"{HUGE}/free_hugepages": "60\n"}
+
+
+def memlock(status: Status, detail: str, fix: str = "", soft: int = 0, hard: int = -1, caps: str = "") -> Case:
+    """Limits in bytes, -1 for none, and the mask of capabilities."""
+    files = {STATUS: f"Name:\tx\nCapEff:\t{caps}\n"} if caps else {}
+    return Case("memlock limit", status, detail, fix, files, patches={"resource.getrlimit": lambda _: (soft, hard)})
+
+
+def compiler(status: Status, detail: str, fix: str, body: str) -> Case:
+    return Case("C++ compiler", status, detail, fix, programs={"cxx": body}, environ={"CXX": "ROOT/cxx"})
+
+
+PATH = {"PATH": "ROOT/bin:/usr/bin:/bin"}
+NO_CUDA = {"CUDA_HOME": None, "CUDA_PATH": None, "PATH": "ROOT"}
+
+CASES = {
+    "the kernel": Case("kernel", INFO, "5.4.0-42", files={"proc/sys/kernel/osrelease": "5.4.0-42"}),
+    "the kernel without /proc": Case("kernel", INFO, platform.release()),
+    # io_uring, and who forbids it
+    "forbidden to all": refused(errno.EPERM, "io_uring_disabled=2 forbids it to everyone", "sysctl -w", {SYSCTL: "2"}),
+    "forbidden to users": refused(errno.EPERM, "to unprivileged processes", "sysctl -w", {SYSCTL: "1"}),
+    "seccomp EPERM": refused(errno.EPERM, "(the default of container runtimes)", "seccomp=unconfined", FILTERED),
+    "no filter": refused(errno.EPERM, "or a sandbox forbids it", "NVME_OPS_BACKEND=libaio", UNFILTERED),
+    "EACCES": refused(errno.EACCES, "or a sandbox forbids it", "journalctl"),
+    "seccomp ENOSYS": refused(errno.ENOSYS, "of container runtimes)", "docker run", {**FILTERED, SYSCTL: "0"}),
+    "an old kernel": refused(errno.ENOSYS, "or a sandbox)", "upgrade", {**FILTERED,
+        "proc/sys/kernel/osrelease": "4.18.0"}),
+    "ENOSYS": refused(errno.ENOSYS, "the kernel has no io_uring (5.1 with CONFIG_IO_URING, or a sandbox)", "upgrade"),
+    "ENOMEM": refused(errno.ENOMEM, "the memlock limit is too small for a ring", "ulimit -l unlimited"),
+    "EMFILE": refused(errno.EMFILE, "no file descriptor is left", "ulimit -n"),
+    "ENFILE": refused(errno.ENFILE, "no file descriptor is left", "ulimit -n"),
+    "EINVAL": refused(errno.EINVAL, "io_uring_setup fails", "NVME_OPS_BACKEND=libaio"),
+    "older than its plain reads": Case("io_uring", NO, "5.6", "upgrade",
+        patches={"nvme_ops.report.kernel.io_uring_setup": lambda _: 0b111}),
+    "unknown architecture": Case("io_uring", NO, "ENOSYS", "upgrade", patches={"platform.machine": lambda: "pdp11"}),
+    "sysctl 0": Case("io_uring sysctl", INFO, "0 (allowed)", files={SYSCTL: "0"}),
+    "sysctl 1": Case("io_uring sysctl", WARNING, "1 (privileged", "sysctl -w kernel.io_uring", {SYSCTL: "1"}),
+    "sysctl 2": Case("io_uring sysctl", WARNING, "2 (forbidden)", "sysctl -w kernel.io_uring", {SYSCTL: "2"}),
+    "no sysctl": Case("io_uring sysctl", INFO, "none (kernels before 6.6)"),
+    "seccomp off": Case("seccomp", INFO, "no filter", files=UNFILTERED),
+    "seccomp strict": Case("seccomp", INFO, "strict", files={STATUS: "Seccomp:\t1"}),
+    "seccomp filtered": Case("seccomp", INFO, "filtered", files=FILTERED),
+    "seccomp unknown": Case("seccomp", INFO, "unknown"),
+    # AIO
+    "aio left": Case("aio-max-nr", OKAY, "65536, 0 in use", "", {"proc/sys/fs/aio-max-nr": "65536",
+        "proc/sys/fs/aio-nr": "0"}),
+    "aio used up": Case("aio-max-nr", WARNING, "65000 in use", "sysctl -w fs.aio-max-nr",
+        {"proc/sys/fs/aio-max-nr": "65536", "proc/sys/fs/aio-nr": "65000"}),
+    "libaio": libaio("libaio.so.1, io_setup succeeds"),
+    "aio without a kernel's part": libaio("CONFIG_AIO), or a seccomp filter hides it [ENOSYS]", "CONFIG_AIO=y",
+        code=errno.ENOSYS),
+    "aio EPERM": libaio("a seccomp filter forbids io_setup [EPERM]", "seccomp=unconfined", code=errno.EPERM),
+    "aio EACCES": libaio("a seccomp filter forbids io_setup [EACCES]", "seccomp=unconfined", code=errno.EACCES),
+    "aio EAGAIN": libaio("used up [EAGAIN]", "sysctl -w fs.aio-max-nr=1048576", code=errno.EAGAIN),
+    "aio ENOMEM": libaio("io_setup fails [ENOMEM]", "sysctl -w fs.aio-max-nr", code=errno.ENOMEM),
+    "no library": libaio("libaio.so.1 cannot be loaded", "libaio", name=None),
+    "no header": libaio("libaio.h was not found when the op was compiled", "libaio", header=False),
+    "neither": libaio("libaio is not installed", "libaio", header=False, name=None),
+    # Memory
+    "nothing may be locked": memlock(WARNING, "0 B, staging buffers", "ulimit -l 65536"),
+    "who may raise it": memlock(WARNING, "1 MiB", "docker run --ulimit memlock", 1 << 20, 8 << 20),
+    "enough may be locked": memlock(OKAY, "64 MiB", "", 64 << 20),
+    "no limit": memlock(OKAY, "unlimited", "", -1),
+    "all capabilities": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="000001ffffffffff"),
+    "CAP_IPC_LOCK": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="0000000000004000"),
+    "no capability": memlock(WARNING, "0 B", "ulimit", caps="0"),
+    "always": Case("transparent huge pages", OKAY, "always", files={THP: "[always] madvise never"}),
+    "madvise": Case("transparent huge pages", OKAY, "madvise", files={THP: "always [madvise] never"}),
+    "never": Case("transparent huge pages", WARNING, "never: staging", f"echo madvise > /{THP}", NEVER),
+    "no huge pages": Case("transparent huge pages", WARNING, "not in this kernel", "sysctl -w vm.nr_hugepages="),
+    "reserved": Case("transparent huge pages", WARNING, "never", "echo madvise", RESERVED),
+    "reserved and asked for": Case("transparent huge pages", INFO, "the reserved ones serve", "", RESERVED,
+        environ={"NVME_OPS_HUGETLB": "1"}),
+    "some reserved": Case("huge pages (hugetlb)", INFO, "60 of 64 free, 2 MiB each", "", RESERVED),
+    "none reserved": Case("huge pages (hugetlb)", INFO, "none reserved"),
+    "no /dev/shm": Case("shared memory (/dev/shm) size", WARNING, "No such file", "mount -t tmpfs"),
+    # What compiles an op
+    "no ninja": Case("ninja", FAIL, "not found", "pip install",
+        patches={"nvme_ops.op_builder.machine.ninja_directory": lambda: None}),
+    "a ninja that fails": Case("ninja", FAIL, "exit status 3: GLIBC_2.99 not found", "pip install", {},
+        {"bin/ninja": "echo GLIBC_2.99 not found; exit 3"}, PATH),
+    "a ninja that hangs": Case("ninja", FAIL, "no answer", "pip install", {}, {"bin/ninja": "exec sleep 600"}, PATH,
+        {"nvme_ops.report.ops.COMMAND_TIMEOUT": 0.1}),
+    "no compiler": Case("C++ compiler", NO, "c++, g++, clang++", "g++", environ={"CXX": None, "PATH": "ROOT"}),
+    "a CXX that is not there": Case("C++ compiler", NO, "no-such-compiler", "unset CXX",
+        environ={"CXX": "no-such-compiler -O2"}),
+    "a compiler that fails": compiler(NO, "exit status 1: licence expired", "unset CXX",
+        "echo licence expired; exit 1"),
+    "a CXX that cannot run": Case("C++ compiler", NO, "No such file", "unset CXX", {}, {"cxx": ""},
+        {"CXX": "ROOT/cxx"}, {"subprocess.run": fails(2)}),
+    "gcc 12": compiler(OKAY, "12.2.0", "", "echo 'c++ (Debian 12.2.0-14+deb12u1) 12.2.0'"),
+    "gcc 8": compiler(WARNING, "need version 9", "CXX=", "echo 'g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-22)'"),
+    "clang 14": compiler(OKAY, "14.0.0", "", "echo 'Ubuntu clang version 14.0.0-1ubuntu1.1'"),
+    "clang 7": compiler(WARNING, "need version 9", "CXX=", "echo 'clang version 7.0.1-8 (tags/RELEASE_701/final)'"),
+    "another compiler": compiler(OKAY, "some other compiler", "", "echo some other compiler"),
+    "no Python headers": Case("Python headers", NO, "no Python.h in /no", "python",
+        patches={"sysconfig.get_path": lambda *_: "/no"}),
+    "a CUDA_HOME that is gone": Case("CUDA_HOME", WARNING, "gone is not a folder", "unset CUDA_HOME",
+        environ={"CUDA_HOME": "ROOT/gone"}),
+    "nvcc": Case("nvcc version", INFO, "12.8, ", "", {}, {"bin/nvcc": "echo 'Cuda tools, release 12.8, V12.8.93'"},
+        {"CUDA_HOME": "ROOT"}, data={"version": "12.8"}),
+    "an nvcc that fails": Case("nvcc version", INFO, "(no op needs it)", "", {}, {"bin/nvcc": "exit 1"},
+        {"CUDA_HOME": "ROOT"}),
+    "no CUDA": Case("CUDA_HOME", INFO, "none (no op needs it)", environ=NO_CUDA),
+    "no nvcc": Case("nvcc version", INFO, "none (no op needs it)", environ=NO_CUDA),
+}  # fmt: skip
+
+
+WAY, PEER = "path of GPU tensors", "PCI peer-to-peer"
+HIDDEN = {name: text for name, text in EVERYTHING.items() if "nvidia-fs" not in name}
+PEERS = {
+    "proc/sys/kernel/osrelease": "6.8.0-made-up",
+    "boot/config-6.8.0-made-up": "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n",
+    "proc/driver/nvidia/params": 'RegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1"\n',
+    "sys/module/nvme_core/parameters/multipath": "N\n",
+    "etc/cufile.json": '{"properties": {"use_pci_p2pdma": true}}',
+}
+SYMBOLS = {**EVERYTHING, **PEERS, "boot/config-6.8.0-made-up": ""}
+MODULE = "proc/driver/nvidia/version"
+
+
+def apart(detail: str, **files: str) -> Case:
+    """One thing that keeps peers apart."""
+    change = {name.replace("__", "/"): text for name, text in files.items()}
+    return Case(PEER, INFO, f"no: {detail}", "", {**EVERYTHING, **PEERS, **change}, data={"possible": False})
+
+
+def way(
+    status: Status,
+    detail: str,
+    fix: str = "",
+    paths: str = "",
+    files: Any = EVERYTHING,
+    mode: str = "",
+    **settings: bool,
+) -> Case:
+    """Which path GPU tensors take."""
+    put_in = {**files, "etc/cufile.json": json.dumps({"properties": settings})} if settings else files
+    return Case(WAY, status, detail, fix, put_in, environ={"NVME_OPS_GDS": mode or None}, data={"paths": paths.split()})
+
+
+CUFILE = {
+    "no GPU": Case("GPU", NO, "no NVIDIA GPU is visible", "docker run --gpus all"),
+    "GPUs": Case("GPU", OKAY, "2 x NVIDIA H200", files=WITH_GPU),
+    "a driver": Case("NVIDIA driver", OKAY, "580.65.06", files=WITH_GPU),
+    "no library": Case("cuFile library", NO, "libcufile.so.0 is not found", "pip install nvidia-cufile", WITH_GPU),
+    "no library needed without a GPU": Case("cuFile library", INFO, "libcufile.so.0 is not found"),
+    "no nvidia-fs": Case("nvidia-fs", WARNING, "data pass through host memory", "modprobe nvidia-fs", WITH_GPU),
+    "nvidia-fs": Case("nvidia-fs", OKAY, "2.22.3", files=EVERYTHING),
+    "peers serve": Case("nvidia-fs", INFO, "PCI peer-to-peer does without", files={**HIDDEN, **PEERS}),
+    "no modules": Case("kernel modules", NO, "no /proc/modules", "CONFIG_MODULES=y", WITH_GPU),
+    "no udev": Case("udev data", WARNING, "no /run/udev/data", "CUFILE_EXPERIMENTAL_FS=1", WITH_GPU),
+    "torch without CUDA": Case("torch with CUDA", NO, "2.13.0+cpu", "pip install", EVERYTHING,
+        patches={"nvme_ops.report.ops.torch_build": lambda: ("2.13.0+cpu", None)}),
+    "a library": Case("cuFile library", OKAY, "libcufile.so.0 (site-packages)", files=EVERYTHING,
+        data={"source": "site-packages"}),
+    "a header": Case("cuFile header", OKAY, "site-packages/nvidia/cu13/include/cufile.h", files=EVERYTHING),
+    "no header": Case("cuFile header", INFO, "no op needs it", files=WITH_GPU),
+    "settings": Case("cuFile settings", INFO, "/etc/cufile.json: allow_compat_mode true", files={**EVERYTHING,
+        **PEERS}, data={"use_pci_p2pdma": True}),
+    "no settings": Case("cuFile settings", INFO, "defaults, no /etc/cufile.json", files=EVERYTHING,
+        data={"path": None}),
+    "settings that are no JSON": Case("cuFile settings", WARNING, "cannot be read as JSON",
+        "correct /etc/cufile.json", {**EVERYTHING, "etc/cufile.json": '{"properties": '}),
+    "settings in a folder": Case("cuFile settings", WARNING, "/etc/cufile.json: Is a directory",
+        "ls -ld /etc/cufile.json", {**EVERYTHING, "etc/cufile.json/file": ""}),
+    "named settings that are gone": Case("cuFile settings", WARNING, "/no/such.json: No such file",
+        f"unset {gds.NAMED_BY}", EVERYTHING, environ={gds.NAMED_BY: "/no/such.json"}),
+    # Peers
+    "peers": Case(PEER, OKAY, "set up, as far as files tell (IOMMU off)", files={**EVERYTHING, **PEERS}),
+    "a kernel without": apart("the kernel lacks CONFIG_PCI_P2PDMA (",
+        **{"boot/config-6.8.0-made-up": "# CONFIG_PCI_P2PDMA is not set\n"}),
+    "proprietary driver": apart("the driver is not NVIDIA's open one, 565 or later (",
+        **{MODULE: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06"}),
+    "old driver": apart("the driver is not NVIDIA's",
+        **{MODULE: "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.1.1"}),
+    "multipath": apart("nvme_core.multipath is on (", sys__module__nvme_core__parameters__multipath="Y\n"),
+    "not in the settings": apart("use_pci_p2pdma is not set in /etc/cufile.json (", **{"etc/cufile.json": "{}"}),
+    "by symbols": Case(PEER, OKAY, "set up", files={**SYMBOLS, "proc/kallsyms": "x p2pdma_pgmap_ops\n"}),
+    "not by symbols": Case(PEER, INFO, "lacks CONFIG_PCI_P2PDMA", files={**SYMBOLS,
+        "proc/kallsyms": "x something_else\n"}),
+    "IOMMU on": Case(PEER, OKAY, "(IOMMU on;", files={**EVERYTHING, **PEERS, "sys/kernel/iommu_groups/0/x": ""}),
+    "IOMMU passes": Case(PEER, OKAY, "(IOMMU in pass-through;", files={**EVERYTHING, **PEERS,
+        "sys/kernel/iommu_groups/0/x": "", "proc/cmdline": "quiet iommu=pt"}),
+    # The path
+    "direct": way(OKAY, "gds where the file system takes part", paths="gds bounce"),
+    "direct by peers": way(OKAY, "gds where", paths="gds bounce", files={**HIDDEN, **PEERS}),
+    "not direct": way(INFO, "because neither nvidia-fs nor PCI peer-to-peer", paths="compat bounce", files=HIDDEN),
+    "required": way(NO, "RuntimeError, because NVME_OPS_GDS=require", "unset NVME_OPS_GDS", files=HIDDEN,
+        mode="require"),
+    "off": way(INFO, "bounce (NVME_OPS_GDS=off)", paths="bounce", files=WITH_GPU, mode="off"),
+    "off needs no library": Case("cuFile library", INFO, "not found", files=WITH_GPU, environ={"NVME_OPS_GDS": "off"}),
+    "off needs no modules": Case("kernel modules", INFO, "no /proc/modules", files=WITH_GPU,
+        environ={"NVME_OPS_GDS": "off"}),
+    "unknown": way(NO, "NVME_OPS_GDS=maybe is not one of", "unset NVME_OPS_GDS", mode="maybe"),
+    "parts are missing": way(NO, "for lack of: cuFile library, kernel modules", "NVME_OPS_GDS=off", files=WITH_GPU),
+    "forced": way(INFO, "force_compat_mode is set (/etc/cufile.json)", paths="compat bounce", force_compat_mode=True),
+    "not forced": way(OKAY, "gds where", paths="gds bounce", force_compat_mode=False),
+    "forced by the environment": Case(WAY, INFO, "is set (CUFILE_FORCE_COMPAT_MODE)", "", EVERYTHING,
+        environ={gds.FORCED_BY: "true"}, data={"paths": ["compat", "bounce"]}),
+    "no way": way(NO, "allow_compat_mode is false", "/etc/cufile.json", files=HIDDEN, allow_compat_mode=False),
+}  # fmt: skip
+
+
+IDS = [*CASES, *(f"cuFile: {name}" for name in CUFILE)]
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *CUFILE.values()], ids=IDS)
+def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = result_of(case, tmp_path, monkeypatch)
+    assert result.status is case.status, result
+    assert case.detail in result.detail
+    assert case.fix in result.fix
+    assert bool(result.fix) == result.status.needs_fix
+    assert {name: result.data[name] for name in case.data} == case.data
+
+
+@pytest.mark.parametrize(
+    ("files", "states"), [({}, {INFO, OKAY, NO}), (EVERYTHING, {INFO, OKAY})], ids=["nothing", "all"]
+)
+def test_only_the_gpu_is_complained_about_where_there_is_none(
+    files: Mapping[str, str], states: set[Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result_of(Case("GPU", OKAY, files=files), tmp_path, monkeypatch)
+    found = gds.section(Host(tmp_path))
+    assert {result.status for result in found} == states
+    assert [result.name for result in found if result.status.needs_fix] == ["GPU"] * (not files)
+
+
+def test_the_version_of_the_library_is_that_of_the_file_that_a_link_points_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, {"no-toolkit/lib64/libcufile.so.1.15.1": ""})
+    (tmp_path / "no-toolkit/lib64/libcufile.so.0").symlink_to("libcufile.so.1.15.1")
+    assert result_of(Case("cuFile library", OKAY), tmp_path, monkeypatch).detail.startswith("1.15.1, ")
+
+
+def test_looking_loads_no_library_and_leaves_cuda_alone() -> None:
+    script = """
+import torch
+def loaded():
+    return {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line and "libcu" in line}
+before = loaded()
+from nvme_ops.op_builder import GDSBuilder
+from nvme_ops.report import gds
+gds.section(gds.Host())
+GDSBuilder().pieces()
+assert loaded() == before
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+# cuFile's settings
+
+# As NVIDIA's own file: comments of both kinds, between and behind values.
+COMMENTED = """
+{
+    // NOTE: applications can override this file
+    "logging": { "dir": "/var//log", /* not here */ "level": "ERROR" },  // a path with two slashes
+    "properties": {
+        "use_pci_p2pdma": true, // the last has a comma too
+        "allow_compat_mode": false,
+    },
+    "note": "a \\"quoted\\" // no comment, ]",
+}
+"""
+PARSED = {
+    "logging": {"dir": "/var//log", "level": "ERROR"},
+    "properties": {"use_pci_p2pdma": True, "allow_compat_mode": False},
+    "note": 'a "quoted" // no comment, ]',
+}
+
+
+@pytest.mark.parametrize("value", [[], {}, {"a": [1, {"b": "//"}]}, "text", 1, PARSED])
+def test_settings_are_json_with_comments_and_trailing_commas(value: object) -> None:
+    assert gds.parse(COMMENTED if value == PARSED else json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("text", ["{", "{'properties': {}}", "{]", "/* never closed"])
+def test_settings_that_are_no_json_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="line 1"):
+        gds.parse(text)
+
+
+FORCED = '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'
+SETTINGS: dict[str, tuple[dict[str, str], dict[str, str], gds.CuFileSettings]] = {
+    "defaults": ({}, {}, gds.CuFileSettings(forced_by="/etc/cufile.json")),
+    "the system's": (
+        {"etc/cufile.json": COMMENTED}, {}, gds.CuFileSettings("/etc/cufile.json", False, False, "/etc/cufile.json",
+            True)
+    ),
+    "a named one's": (
+        {"etc/cufile.json": COMMENTED, "mine.json": FORCED}, {gds.NAMED_BY: "/mine.json"},
+        gds.CuFileSettings("/mine.json", True, True, "/mine.json", True),
+    ),
+    "the environment's": (
+        {"etc/cufile.json": FORCED}, {gds.FORCED_BY: "false", gds.PEER_TO_PEER_BY: "FALSE"},
+        gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json"),
+    ),
+    "forced": ({}, {gds.FORCED_BY: "1"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
+    **{
+        f"values of another kind, {text}": (
+            {"etc/cufile.json": text}, {}, gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json")
+        )
+        for text in ("[]", "1", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "environ", "expected"), SETTINGS.values(), ids=SETTINGS)
+def test_the_settings_in_force_are_the_environments_then_the_files(
+    files: dict[str, str],
+    environ: dict[str, str],
+    expected: gds.CuFileSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(tmp_path, files)
+    clear_environment(monkeypatch, tmp_path)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert gds.read_settings(Host(tmp_path)) == expected
+
+
+# GPUDirect Storage by file system
+
+
+def mount(kind: str, *options: str) -> Mount:
+    return Mount("/mnt/a place", kind, "/dev/nvme0n1", ("rw", *options))
+
+
+def device(*stack: str, kind: str = "nvme") -> Device:
+    return Device(stack[-1], kind, "", 512, False, stack)
+
+
+NVME = device("nvme0n1p1", "nvme0n1")
+STORAGE: dict[str, tuple[Mount | None, list[Device], str]] = {  # "": supported
+    "ext4": (mount("ext4", "data=ordered"), [NVME], ""),
+    "xfs": (mount("xfs"), [NVME], ""),
+    "xfs over fabrics": (mount("xfs"), [device("nvme1n1", kind="network")], ""),
+    "xfs on a RAID": (mount("xfs"), [device("md0", name) for name in ("nvme0n1", "nvme1n1")], ""),
+    "nfs over rdma": (mount("nfs4", "proto=rdma"), [], ""),
+    **{kind: (mount(kind), [], "") for kind in ("lustre", "wekafs", "gpfs", "beegfs", "scatefs")},
+    "no mount": (None, [NVME], "not known"),
+    "ext4 by default": (mount("ext4"), [NVME], "do not show data=ordered"),
+    "ext4 with its data in the journal": (mount("ext4", "data=journal"), [NVME], "data=journal"),
+    "btrfs": (mount("btrfs"), [NVME], "btrfs is not among"),
+    "tmpfs": (mount("tmpfs"), [], "tmpfs is not among"),
+    "nfs over tcp": (mount("nfs4", "proto=tcp"), [], "without proto=rdma"),
+    "overlay": (mount("overlay"), [], "container"),
+    "xfs on sata": (mount("xfs"), [device("sda1", "sda", kind="ssd")], "sda is not an NVMe device (ssd)"),
+    "xfs on LVM": (mount("xfs"), [device("dm-0", "nvme0n1")], "it lies on dm-0"),
+    "xfs on a file": (mount("xfs"), [device("loop3", "nvme0n1")], "it lies on loop3"),
+    "xfs on both": (mount("xfs"), [NVME, device("sda", kind="ssd")], "sda is not an NVMe device"),
+    "xfs on nothing known": (mount("xfs"), [], "device under the file system is not known"),
+}
+
+
+@pytest.mark.parametrize(("mounted", "found", "refusal"), STORAGE.values(), ids=STORAGE)
+def test_file_systems_are_judged_by_nvidias_list(mounted: Mount | None, found: list[Device], refusal: str) -> None:
+    result = storage.gpudirect(mounted, found, has_gpu=True)
+    assert (result.status, result.data["supported"]) == ((WARNING, False) if refusal else (OKAY, True))
+    assert refusal in result.detail
+    assert storage.gpudirect(mounted, found, has_gpu=False).status is INFO
+
+
+def test_the_mount_to_change_is_named() -> None:
+    fix = storage.gpudirect(mount("ext4"), [NVME], has_gpu=True).fix
+    assert fix == "umount '/mnt/a place' && mount -o data=ordered /dev/nvme0n1 '/mnt/a place'"
+
+
+# The backends
+
+
+@pytest.mark.parametrize(
+    ("override", "usable", "status", "backend", "fix"),
+    [
+        (None, "io_uring libaio", OKAY, "io_uring", ""),
+        (None, "libaio", OKAY, "libaio", ""),
+        (None, "io_uring", OKAY, "io_uring", ""),
+        ("auto", "", WARNING, "threads", "fix io_uring"),
+        ("threads", "io_uring libaio", OKAY, "threads", ""),
+        ("libaio", "io_uring", NO, None, "unset NVME_OPS_BACKEND"),
+        ("posix", "io_uring", NO, None, "unset NVME_OPS_BACKEND"),
+    ],
+)
+def test_the_first_usable_backend_is_chosen_unless_the_environment_names_one(
+    override: str | None, usable: str, status: Status, backend: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVME_OPS_BACKEND", raising=False)
+    if override is not None:
+        monkeypatch.setenv("NVME_OPS_BACKEND", override)
+    there = [name in f"{usable} threads".split() for name in kernel.ORDER]
+    results = [
+        Result(name, OKAY) if each else Result(name, NO, "why", f"fix {name}")
+        for name, each in zip(kernel.ORDER, there, strict=True)
+    ]
+    result = kernel.chosen(results)
+    assert (result.status, result.data["backend"], result.fix) == (status, backend, fix)
+    assert (override or backend or "") in result.detail or override == "auto"
+
+
+def test_the_section_has_every_backend_in_the_order_of_the_engine() -> None:
+    source = (ROOT / "csrc" / "backends" / "registry.cpp").read_text()
+    order = sorted(kernel.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
+    names = [result.name for result in kernel.backends(Host(), ops.built)]
+    assert names == [*order, "chosen"] == [*kernel.ORDER, "chosen"]
+
+
+def test_libaio_is_looked_for_under_both_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(name: str) -> None:
+        asked.append(name)
+        raise OSError("not here")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert kernel.libaio_name() is None
+    assert asked == ["libaio.so.1", "libaio.so.1t64"]
+
+
+# This machine's kernel
+
+
+def test_io_uring_is_tried_for_real_and_leaves_no_descriptor() -> None:
+    before = os.listdir("/proc/self/fd")
+    result = kernel.io_uring(Host())
+    assert os.listdir("/proc/self/fd") == before
+    try:
+        features = kernel.io_uring_setup(1)
+    except OSError as error:
+        features = -(error.errno or 0)
+    if features < 0:
+        assert (result.status, result.data["errno"]) == (NO, errno.errorcode[-features])
+    else:
+        assert (result.status, result.data["features"]) == (OKAY, features)
+
+
+# Installs a seccomp filter that answers one system call with one errno, as container runtimes do, then runs a check.
+FILTER = """
+import ctypes, json, struct, sys
+number, code = int(sys.argv[1]), int(sys.argv[2])
+program = b"".join(struct.pack("HBBI", *instruction) for instruction in [
+    (0x20, 0, 0, 0),                   # load the system call's number
+    (0x15, 0, 1, number),              # is it this one?
+    (0x06, 0, 0, 0x00050000 | code),   # then fail with the errno
+    (0x06, 0, 0, 0x7fff0000),          # else allow
+])
+memory = ctypes.create_string_buffer(program)
+header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(memory)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+if libc.prctl(22, 2, header):
+    sys.exit(77)
+from nvme_ops.report import kernel
+host = kernel.Host()
+ring = kernel.io_uring(host)
+print(json.dumps([ring.status.value, ring.detail, ring.fix, kernel.seccomp(host).detail, *kernel.aio_context()]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("io_uring_setup", errno.EPERM), ("io_uring_setup", errno.ENOSYS), ("io_setup", errno.EPERM)]
+)
+def test_a_seccomp_filter_is_recognised(call: str, code: int) -> None:
+    numbers = kernel._NUMBERS.get(platform.machine())
+    if numbers is None:
+        pytest.skip(f"no system call numbers for {platform.machine()}")
+    command = [sys.executable, "-c", FILTER, str(numbers[call]), str(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77:
+        pytest.skip("this kernel or sandbox takes no seccomp filter")
+    assert done.returncode == 0, done.stderr
+    status, detail, fix, seccomp, aio_reason, aio_fix = json.loads(done.stdout)
+    assert seccomp == "filtered"
+    if call == "io_setup":
+        status, detail, fix = "NO", f"{aio_reason} EPERM", aio_fix
+    assert (status, "seccomp" in detail, errno.errorcode[code] in detail) == ("NO", True, True)
+    assert "seccomp=unconfined" in fix
+
+
+def test_no_descriptor_left_is_recognised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        result = kernel.io_uring(Host())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if "EMFILE" not in result.detail:
+        pytest.skip(f"io_uring is refused here before it takes a descriptor: {result.detail}")
+    assert (result.status, result.fix) == (NO, "ulimit -n 65536")
+
+
+def test_an_exhausted_aio_max_nr_is_recognised() -> None:
+    most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    if most >= 1 << 21:
+        pytest.skip(f"fs.aio-max-nr={most} cannot be exceeded by one context")
+    assert "used up [EAGAIN]" in kernel.aio_context(most + 1)[0]
+
+
+def test_an_unknown_architecture_reports_no_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "pdp11")
+    with open(__file__, "rb") as file:
+        assert kernel.direct_io_alignment(file.fileno()) is None
+
+
+def test_small_shared_memory_is_a_warning() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    script = "from nvme_ops.report.kernel import Host, shared; print(shared(Host()))"
+    mounted = f"mount -t tmpfs -o size=64m none /dev/shm && {sys.executable} -c '{script}'"
+    done = subprocess.run([*UNSHARE, "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs a mount namespace: {done.stderr.strip()}")
+    assert all(words in done.stdout for words in ("WARNING", "64 MiB, too small", "--shm-size=1g"))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024 TiB")]
+)
+def test_sizes_read_well(count: int, words: str) -> None:
+    assert kernel.size(count) == words
+
+
+# torch, this package, and the command that installs what is missing
+
+
+def test_torch_and_this_package_are_shown() -> None:
+    results = {result.name: result for result in (*ops.torch(), *ops.package())}
+    assert {"torch install path", "torch version", "torch cuda version", "torch C++ ABI"} <= results.keys()
+    assert Path(results["torch install path"].detail).is_dir()
+    assert Path(results["nvme_ops install path"].detail, "report").is_dir()
+    assert results["nvme_ops version"].detail[0].isdigit()
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.13.0+cpu", INFO), ("2.4.0a0+git", INFO), ("2.3.1", WARNING)])
+def test_a_torch_that_is_too_old_is_a_warning(version: str, status: Status) -> None:
+    assert ops.torch_version(version).status is status
+
+
+@pytest.mark.parametrize(
+    ("manager", "command"),
+    [
+        ("apt-get", "apt-get install -y libaio-dev"),
+        ("dnf", "dnf install -y libaio-devel"),
+        ("yum", "yum install -y libaio-devel"),
+        ("pacman", "pacman -S --noconfirm libaio"),
+        ("apk", "apk add libaio-dev"),
+        ("conda", "conda install -y -c conda-forge libaio"),
+        ("", "install libaio-devel (libaio-dev on Debian) with the system's package manager"),
+    ],
+)
+def test_the_command_is_that_of_the_package_manager_at_hand(
+    manager: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "conda_prefix", lambda: tmp_path if manager == "conda" else None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if manager:
+        (tmp_path / manager).touch(0o755)
+    assert ops.install_command("libaio") == command
+    for piece in ("compiler", "python headers", "nvidia-gds"):
+        assert ops.install_command(piece)
