@@ -1,14 +1,14 @@
-"""Formats and parses sizes, rates, shares and columns of text. Units of sizes are powers of 1024."""
+"""Formats and parses sizes, rates, shares and columns of text. Units of what is formatted are powers of 1024."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 # Control characters, halves of surrogate pairs, and what changes the direction of what follows.
@@ -18,7 +18,6 @@ _ACTED_ON = re.compile(_ACTED_ON_IN_LINES.pattern[:-1] + "\\t\\n]")
 _WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths and flags stay whole
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40}
 
 
 def parse_json(content: bytes | str) -> Any:
@@ -38,27 +37,18 @@ def printable(text: object, *, lines: bool = False) -> str:
 
 
 def parse_size(text: str, *, zero: bool = False) -> int:
-    """Parses a size in bytes: ``64M``, ``1G``, ``1.5GiB``, ``4096``; units are powers of 1024.
+    """Parses a size in bytes: ``2G`` and ``2GiB`` are 2 * 1024**3, ``2GB`` is 2 * 1000**3, ``4096`` is 4096.
 
     ``zero``: a size of 0 is one too. Raises ValueError for what is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    size = float(found[1]) * _UNITS[found[2].upper()] if found else -1
-    if not (1 <= size < math.inf or (zero and size == 0)):
-        raise ValueError(f"{text!r} is not a size; examples: 512M, 1G, 1.5G")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
+    size = Fraction(-1)
+    if found:
+        unit = 1000 if (found[3] or "").upper() == "B" else 1024
+        size = Fraction(found[1]) * unit ** " KMGT".index((found[2] or " ").upper())
+    if not (1 <= size < 1 << 63 or (zero and size == 0)):
+        raise ValueError(f"{text!r} is not a size; examples: 512M, 2GiB (powers of 1024), 5GB (of 1000)")
     return int(size)
-
-
-def size_of(size: int | str) -> int:
-    """Parses a size as Hugging Face's libraries do: ``GB`` is 1000**3, ``GiB`` 1024**3. Raises ValueError."""
-    if isinstance(size, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", size.strip(), re.IGNORECASE)
-        if found is None:
-            raise ValueError(f"{size!r} is not a size; examples: 500MB, 5GB, 2GiB")
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1))
-    if size < 1:
-        raise ValueError(f"a size must be at least 1 byte, not {size}")
-    return size
 
 
 def size_words(size: int) -> str:

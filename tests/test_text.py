@@ -19,13 +19,13 @@ from nvme_ops.text import (
     rate_words,
     rounded,
     share_words,
-    size_of,
     size_words,
 )
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("64M", 64 * MIB), ("1g", GIB), ("1.5GiB", 3 * GIB // 2), ("2 KB", 2048)]
+    ("text", "size"),
+    [("4096", 4096), ("7 B", 7), ("64M", 64 * MIB), ("1g", GIB), ("1.5GiB", 3 * GIB // 2), ("1.5kb", 1500)],
 )
 def test_sizes_are_understood(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -48,10 +48,13 @@ def test_sizes_read_well() -> None:
     assert [size_words(size) for size in (0, 512, 3 * MIB // 2, 64 * GIB)] == ["0 B", "512 B", "1.5 MiB", "64 GiB"]
 
 
-@given(st.integers(1, 2**50), st.sampled_from([("", 1), ("K", KIB), ("m", MIB), ("Gi", GIB), ("T", GIB * KIB)]))
+@given(
+    st.integers(1, 2**22),
+    st.sampled_from([("", 1), ("K", KIB), ("mib", MIB), ("Mb", 1000**2), ("GB", 10**9), ("T", KIB**4)]),
+)
 def test_whole_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
     word, factor = unit
-    assert parse_size(f" {number} {word}b " if word else f"{number}") == number * factor
+    assert parse_size(f" {number} {word} ") == number * factor
 
 
 @given(st.integers(1, 9999 << 40))
@@ -61,17 +64,6 @@ def test_sizes_in_words_are_sizes(size: int) -> None:
     assert re.fullmatch(r"\d+(\.\d+)? (B|KiB|MiB|GiB|TiB)", words)
     assert math.isclose(parse_size(words), size, rel_tol=1e-3)
     assert float(words.split()[0]) < 1024 or words.endswith("TiB")
-
-
-@pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), ("2 GiB", 2 * GIB), ("1.5kb", 1500), (7, 7)])
-def test_sizes_of_hugging_face_tell_powers_of_1000_from_powers_of_1024(size: int | str, count: int) -> None:
-    assert size_of(size) == count
-
-
-@pytest.mark.parametrize(("size", "words"), [("5G", "'5G' is not a size"), (0, "must be at least 1 byte, not 0")])
-def test_other_sizes_of_hugging_face_are_refused(size: int | str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        size_of(size)
 
 
 @pytest.mark.parametrize(("share", "words"), [(0, "0 %"), (0.004, "< 1 %"), (0.5, "50 %"), (1, "100 %")])

@@ -12,7 +12,7 @@ from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import state_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.text import size_of
+from nvme_ops.text import parse_size
 
 
 class Plan(Protocol):
@@ -59,7 +59,10 @@ def plan_for(
     if max_shard_size is not None:
         if not sharded:
             raise ValueError(f"{path}: max_shard_size is of checkpoints in several files: name a folder or an index")
-        more["max_shard_size"] = size_of(max_shard_size)
+        limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        if limit < 1:
+            raise ValueError(f"max_shard_size must be at least 1 byte, not {limit}")
+        more["max_shard_size"] = limit
     made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **more)
     return made
 
