@@ -1,7 +1,4 @@
-"""A progress bar on standard error: tqdm's if it is installed, else one line that is overwritten.
-
-If standard error is not a terminal, a line every few seconds.
-"""
+"""A progress bar on standard error, drawn by tqdm where it is installed; else, and in a log, a line now and then."""
 
 from __future__ import annotations
 
@@ -16,28 +13,17 @@ _NOW_AND_THEN = 30.0  # seconds between lines
 Step = Callable[[str], None]  # ends the previous step and names the next one
 
 
-class _Line:
-    """What stands in for a bar: on a terminal one line that is overwritten, elsewhere one every few seconds."""
+class _Lines:
+    """What stands in for a bar: nothing is shown of what is short."""
 
     def __init__(self) -> None:
-        self._overwrites, self._shown, self._words = sys.stderr.isatty(), time.monotonic(), ""
+        self._shown = time.monotonic()
 
     def show(self, words: str) -> None:
-        if self._overwrites:
-            if words != self._words:
-                self._write(f"\r\033[K{words}")
-            self._words = words
-        elif time.monotonic() - self._shown >= _NOW_AND_THEN:
+        if time.monotonic() - self._shown >= _NOW_AND_THEN:
             self._shown = time.monotonic()
-            self._write(f"{words}\n")
-
-    def end(self) -> None:
-        if self._overwrites:
-            self._write("\r\033[K")
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+            sys.stderr.write(f"{words}\n")
+            sys.stderr.flush()
 
 
 def _bar(**options: Any) -> Any:
@@ -55,13 +41,13 @@ def _bar(**options: Any) -> Any:
 def progress_bar(total: int) -> Iterator[Step]:
     """Shows a bar of ``total`` steps; yields a function that starts the next step and names it."""
     bar = _bar(total=total, dynamic_ncols=True, bar_format="{l_bar}{bar}| {n}/{total} {elapsed}")
-    line, number = _Line(), 0
+    lines, number = _Lines(), 0
 
     def step(words: str) -> None:
         nonlocal number
         number += 1
         if bar is None:
-            line.show(f"{number} of {total}: {words}")
+            lines.show(f"{number} of {total}: {words}")
             return
         bar.update(number - 1 - bar.n)
         bar.set_description_str(words)
@@ -69,24 +55,26 @@ def progress_bar(total: int) -> Iterator[Step]:
     try:
         yield step
     finally:
-        (line.end if bar is None else bar.close)()
+        if bar is not None:
+            bar.close()
 
 
 @contextmanager
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
     """Shows a bar of ``total`` bytes; yields a function that adds to the bytes done."""
     bar = _bar(total=total, desc=words, unit="B", unit_scale=True, unit_divisor=1024)
-    line, done = _Line(), 0
+    lines, done = _Lines(), 0
 
     def advance(count: int) -> None:
         nonlocal done
         done += count
         if bar is None:
-            line.show(f"{words}: {100 * done // max(1, total)} %")
+            lines.show(f"{words}: {100 * done // max(1, total)} %")
         else:
             bar.update(count)
 
     try:
         yield advance
     finally:
-        (line.end if bar is None else bar.close)()
+        if bar is not None:
+            bar.close()
