@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from packaging.version import Version
+
 from nvme_ops import op_builder
 
 _MODULE = "deepspeed.ops.op_builder"
@@ -50,7 +52,7 @@ def install() -> None:
     if _replaced:
         return
     version: str = importlib.import_module("deepspeed").__version__
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    numbers = Version(version).release[:2]
     builders = importlib.import_module(_MODULE)
     if not _KNOWN[0] <= numbers < _KNOWN[1] or not hasattr(builders, _BUILDERS[0]):
         known = " up to before ".join(".".join(map(str, each)) for each in _KNOWN)
