@@ -1,10 +1,10 @@
-"""Every command fits a terminal of 80 columns."""
+"""``nvme-ops`` leads to every command, and each fits a terminal of 80 columns."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops.__main__ import COMMANDS as OURS
 from tests import prepared
+from tests.conftest import REPOSITORY, run_python
 
 #: Modules with the parser of a command, by its words.
 COMMANDS = {
@@ -22,6 +24,7 @@ COMMANDS = {
     "nvme-checkpoint": "nvme_ops.inspection.cli",
     "nvme-data": "nvme_ops.data.cli",
     "nvme-offload": "nvme_ops.offload.cli",
+    "nvme-ops": "nvme_ops.__main__",
     "nvme-report": "nvme_ops.report.cli",
     "nvme-tune": "nvme_ops.tune.options",
 }
@@ -48,11 +51,39 @@ def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [line for line in lines if len(line) > 80] == []
 
 
-def test_no_command_is_missing_here() -> None:
-    installed = importlib.metadata.entry_points(group="console_scripts")
-    assert {each.name for each in installed if each.value.startswith("nvme_ops.")} == {
-        name.partition(" ")[0] for name in COMMANDS
-    }
+def test_no_command_is_missing() -> None:
+    listed = re.findall(r'^(nvme-\w+) = "(.*):main"$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    assert dict(listed) == {
+        "nvme-ops": "nvme_ops.__main__", **{f"nvme-{name}": module for name, (module, _) in OURS.items()}
+    }  # fmt: skip
+    assert {name for name, _ in listed} == {name.partition(" ")[0] for name in COMMANDS}
+
+
+def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named() -> None:
+    said = "\n".join(lines_of("nvme_ops", "--help"))
+    assert [name for name, (_, words) in OURS.items() if f"  {name:12}{words}" not in said] == []
+    assert lines_of("nvme_ops", "--version") == [f"nvme-ops {nvme_ops.__version__}"]
+    for name in OURS:
+        assert lines_of("nvme_ops", name, "--help")[0].startswith(f"usage: nvme-{name} ")
+    done = prepared.run("-m", "nvme_ops", "checkpoint", "info", "/no/such.pt")
+    assert (done.returncode, done.stderr.partition(":")[0]) == (2, "nvme-checkpoint")
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["--fly"], ["rep"]])
+def test_nvme_ops_refuses_what_is_no_command(words: list[str]) -> None:
+    done = prepared.run("-m", "nvme_ops", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: nvme-ops [-h] [--version] COMMAND" in done.stderr
+
+
+def test_nvme_ops_imports_no_other_command() -> None:
+    program = """
+        import sys
+        from nvme_ops.__main__ import COMMANDS, main
+        assert main(["data", "info", "/no/such"]) == 2
+        print([name for name, (module, _) in COMMANDS.items() if module in sys.modules])
+    """
+    assert run_python(program).stdout == "['data']\n"
 
 
 def lines_of(module: str, *words: str) -> list[str]:

@@ -65,7 +65,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.save({'a': t, 'b': t}, 'x.safetensors')", ValueError, "share memory.* save one of them, or a clone"),
     ("nvme_ops.save({'a': t}, 'x.pt', metadata={'a': 1})", TypeError, "metadata must be strings"),
     ("nvme_ops.save({'a': t}, 'x.pt', max_shard_size='1GB')", ValueError, "name a folder or an index"),
-    ("nvme_ops.save({'a': t}, 'x', max_shard_size='abc')", ValueError, "examples: 500MB"),
+    ("nvme_ops.save({'a': t}, 'x', max_shard_size='abc')", ValueError, "examples: 512M, 2GiB"),
     ("nvme_ops.save({'a': t}, 'x', recycle=True)", ValueError, "recycle=True is of one file"),
     ("nvme_ops.save(lambda: 1, 'x.pt')", Exception, "pickle"),
     ("nvme_ops.save_async({'a': t}, 'x.pt', strategy='fast')", ValueError, "strategy must be "),
