@@ -78,7 +78,7 @@ def test_every_page_is_in_the_site_and_the_front_page_leads_to_it() -> None:
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     assert set(re.findall(r"[\w-]+\.md", (REPOSITORY / "mkdocs.yml").read_text())) == pages
     front = (REPOSITORY / "docs" / "index.md").read_text()
-    assert pages - set(LINK.findall(front)) == {"index.md", "architecture.md", "environment.md"}
+    assert pages - set(LINK.findall(front)) == {"index.md", "environment.md"}
 
 
 def test_completion_shows_what_is_public_and_nothing_else() -> None:
