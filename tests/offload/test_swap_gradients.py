@@ -161,7 +161,7 @@ def test_after_close_gradients_are_usual_ones(folder: Path) -> None:
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
         assert gradients.clip_grad_norm_(1.0).item() == 0
         model(torch.ones(1, 64)).sum().backward()
-    assert all(each.grad is None for each in model.parameters())
+    assert [each.grad is None for each in model.parameters()] == [True, False], "the bias is small"
     model(torch.ones(1, 64)).sum().backward()
     assert type(model.weight.grad) is torch.Tensor
 
