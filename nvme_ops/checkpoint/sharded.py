@@ -30,7 +30,6 @@ from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.safetensors_build import require_tensors
 from nvme_ops.checkpoint.targets import Targets
-from nvme_ops.checkpoint.torch_open import PICKLE
 from nvme_ops.durable import make_folder, sync_folder
 from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
@@ -44,6 +43,7 @@ from nvme_ops.formats.sharded_index import (
     shards_of,
     text_of,
 )
+from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage import unlink

@@ -15,15 +15,14 @@ from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.checkpoint.targets import Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
-from nvme_ops.checkpoint.torch_open import PICKLE, TorchFile, require_record
-from nvme_ops.checkpoint.torch_save import CHECKSUM, METADATA, TorchPlan, plan
-from nvme_ops.checkpoint.torch_verify import names_by_record, require_undamaged, verify_others
-from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, require_undamaged, verify_others
+from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_pickle import Described, Other
+from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, refuse
 from nvme_ops.memory.carve import Kind, is_plain
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.publication import opened
@@ -72,8 +71,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
         archive = file.archive()
         if archive is not None:
             if request.verify:
-                verify_others(file, archive)
-            known = _described(file, archive)
+                verify_others(archive)
+            known = _described(archive)
             names = request.chosen(known, path, targets)
             described = {name: each for name in names if isinstance(each := known[name], Described)}
             if len(described) == len(names):
@@ -100,17 +99,17 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
     with opened(path) as fd:
         file = TorchFile(fd, path, request.handle)
         archive = file.archive()
-        known = {} if archive is None else _described(file, archive)
+        known = {} if archive is None else _described(archive)
     asked = known if request.keys is None else request.keys
     return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), Described)}
 
 
-def _described(file: TorchFile, archive: Archive) -> dict[str, Described | Other]:
-    root, _ = torch_pickle.read(file.pickle(archive), file.path)
+def _described(archive: Archive) -> dict[str, Described | Other]:
+    root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
     known: dict[str, Described | Other] = {}
-    for name, each in torch_pickle.tensors(root, file.path):
+    for name, each in torch_pickle.tensors(root, archive.path):
         if name in known:
-            raise ValueError(f"{file.path}: two tensors are called {name!r} when their places are joined by dots")
+            raise ValueError(f"{archive.path}: two tensors are called {name!r} when their places are joined by dots")
         known[name] = each
         if isinstance(each, Described):
             require_record(archive, each.storage)
@@ -127,9 +126,9 @@ def _fill_or_make(
     if targets is None:
         return _make(file, archive, described, request.map_location, request.verify)
     taken = targets.take(file.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
-    torch_read.fill(archive, file.handle, described, taken)
+    torch_read.fill(archive, described, taken)
     if request.verify:
-        _verify_filled(file, archive, described, taken)
+        _verify_filled(archive, described, taken)
     return taken
 
 
@@ -146,9 +145,9 @@ def _make(
 
     def read_and_verified(records: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         wanted = {record: extents[record] for record in records}
-        found = torch_read.begin(archive, file.handle, wanted, device, file.mapped)()
+        found = torch_read.begin(archive, wanted, device, file.mapped)()
         if verify and device.type != "meta":
-            _verify_made(file, archive, found)
+            _verify_made(archive, found)
         return found
 
     found: dict[str, torch.UntypedStorage] = {}
@@ -167,16 +166,14 @@ def _make(
     }
 
 
-def _verify_made(file: TorchFile, archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
+def _verify_made(archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
     whole = {record: each for record, each in found.items() if each.nbytes == archive.records[record].size}
     wrong = torch_read.damaged(archive, whole)
-    wrong += torch_read.damaged_in_file(archive, file.handle, [record for record in found if record not in whole])
-    require_undamaged(file, archive, wrong)
+    wrong += torch_read.damaged_in_file(archive, [record for record in found if record not in whole])
+    require_undamaged(archive, wrong)
 
 
-def _verify_filled(
-    file: TorchFile, archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]
-) -> None:
+def _verify_filled(archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]) -> None:
     whole, others, wrong = set(), set(), []
     for name, tensor in taken.items():
         each = described[name]
@@ -187,8 +184,8 @@ def _verify_filled(
                 wrong.append(each.storage.record)
         else:
             others.add(each.storage.record)
-    wrong += torch_read.damaged_in_file(archive, file.handle, sorted(others - whole))
-    require_undamaged(file, archive, wrong)
+    wrong += torch_read.damaged_in_file(archive, sorted(others - whole))
+    require_undamaged(archive, wrong)
 
 
 def contents(path: str) -> Contents:
@@ -200,13 +197,13 @@ def contents(path: str) -> Contents:
             raise FormatError(
                 f"{path} can be loaded, but not looked into: torch.save wrote it in another way than today"
             )
-        root, storages = torch_pickle.read(file.pickle(archive), path)
+        root, storages = torch_pickle.read(archive.content(PICKLE), path)
         views: dict[str, Described] = {}
         for _, each in torch_pickle.tensors(root, path):
             if isinstance(each, Described):
                 views.setdefault(each.storage.record, each)
         names = names_by_record(root, path)
-        archive.locate(file.handle, [PICKLE, *(storage.record for storage in storages)])
+        archive.locate([PICKLE, *(storage.record for storage in storages)])
         seen: Counter[str] = Counter()
         items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,))]
         for storage in storages:
@@ -221,7 +218,7 @@ def contents(path: str) -> Contents:
             if seen[name] > 1:  # indices and values of a sparse tensor, say
                 name = f"{name} ({seen[name]})"
             items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape))
-        return Contents("torch", items, _metadata(file, archive))
+        return Contents("torch", items, _metadata(archive))
 
 
 def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...]) -> Item:
@@ -231,13 +228,13 @@ def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int
     return Item(name, dtype, shape, archive.path, start, start + archive.records[record].size, checksum)
 
 
-def _metadata(file: TorchFile, archive: Archive) -> dict[str, str]:
+def _metadata(archive: Archive) -> dict[str, str]:
     if METADATA not in archive.records:
         return {}
     try:
-        found = json.loads(torch_read.content(archive, file.handle, METADATA))
+        found = json.loads(archive.content(METADATA))
     except (ValueError, RecursionError) as error:
-        refuse(file.path, f"record {METADATA!r} is not JSON: {error}")
+        refuse(archive.path, f"record {METADATA!r} is not JSON: {error}")
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        refuse(file.path, f"record {METADATA!r} is not an object of strings")
+        refuse(archive.path, f"record {METADATA!r} is not an object of strings")
     return found

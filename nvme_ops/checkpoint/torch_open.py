@@ -1,21 +1,24 @@
-"""Opens a file of ``torch.save``, of any version, and decides which reader it needs."""
+"""Opens a file of ``torch.save``, of any version, decides which reader it needs, and compares its CRC-32s."""
 
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import zipfile
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import torch_read
-from nvme_ops.checkpoint.torch_zip import Archive, is_zip, open_archive, refuse, require_file
+from nvme_ops.errors import ChecksumError
+from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.mistaken import HEAD, mistaken
-from nvme_ops.formats.torch_pickle import Storage
+from nvme_ops.formats.torch_pickle import Described, Storage
+from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive, refuse
 from nvme_ops.handle import aio_handle
-
-#: The record of the object but for its storages.
-PICKLE = "data.pkl"
 
 # The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -38,43 +41,94 @@ class TorchFile:
         Raises:
             FormatError: not a file of torch's, or a damaged one.
         """
-        size = require_file(self.fd, self.path)
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            refuse(self.path, "is a folder" if stat.S_ISDIR(found.st_mode) else "is no regular file")
+        if found.st_size == 0:
+            refuse(self.path, "is an empty file")
         if not is_zip(self.fd):
-            if os.pread(self.fd, 15, 0)[2:] != _LEGACY and not _is_tar(self.fd):
+            # tarfile would try to decompress the file first, however large it claims to be
+            if os.pread(self.fd, 15, 0)[2:] != _LEGACY and os.pread(self.fd, 5, 257) != b"ustar":
                 what = "begins neither as a zip file nor as a pickle of torch.save"
                 refuse(self.path, mistaken(os.pread(self.fd, HEAD, 0)) or what)
             return None
-        archive = open_archive(self.fd, self.path)
+        archive = open_archive(self.fd, self.path, self.handle)
         if PICKLE not in archive.records:
             refuse(self.path, f"the zip directory has no record {PICKLE!r}: torch.save did not write this file")
         if any(record.method for record in archive.records.values()):
             full = sum(record.size for record in archive.records.values())
-            if full > _MOST_EXPANSION * size:
-                refuse(self.path, f"its compressed records would expand to {full} bytes, from a file of {size}")
+            if full > _MOST_EXPANSION * found.st_size:
+                what = f"its compressed records would expand to {full} bytes, from a file of {found.st_size}"
+                refuse(self.path, what)
             return None
         script = "constants.pkl" in archive.records
         faked = torch._guards.detect_fake_mode(None) is not None
-        return None if script or faked or not self._is_native(archive) else archive
+        return None if script or faked or not _is_native(archive) else archive
 
-    def _is_native(self, archive: Archive) -> bool:
-        if "byteorder" in archive.records:
-            return torch_read.content(archive, self.handle, "byteorder").decode(errors="replace") == sys.byteorder
-        big = torch.serialization.get_default_load_endianness() == torch.serialization.LoadEndianness.BIG
-        return sys.byteorder == "little" and not big
 
-    def pickle(self, archive: Archive) -> bytes:
-        """Returns the pickle: the object without its storages."""
-        return torch_read.content(archive, self.handle, PICKLE)
+def _is_native(archive: Archive) -> bool:
+    if "byteorder" in archive.records:
+        return archive.content("byteorder").decode(errors="replace") == sys.byteorder
+    big = torch.serialization.get_default_load_endianness() == torch.serialization.LoadEndianness.BIG
+    return sys.byteorder == "little" and not big
 
 
 def require_record(archive: Archive, storage: Storage) -> None:
     """Raises FormatError if the record of a storage is missing or has another size."""
-    record = archive.records.get(storage.record)
-    if record is None or record.size != storage.size:
+    require_size(archive, storage.record, storage.size)
+
+
+def require_size(archive: Archive, name: str, size: int) -> None:
+    """Raises FormatError if the record of a storage of this size is missing or has another one."""
+    record = archive.records.get(name)
+    if record is None or record.size != size:
         actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
-        refuse(archive.path, f"data.pkl: a storage of {storage.size} bytes in record {storage.record!r}, {actual}")
+        refuse(archive.path, f"data.pkl: a storage of {size} bytes in record {name!r}, {actual}")
 
 
-def _is_tar(fd: int) -> bool:
-    """Returns whether it is a tar. ``tarfile`` tries to decompress the file first, however large it claims to be."""
-    return os.pread(fd, 5, 257) == b"ustar"
+def verify_others(archive: Archive) -> None:
+    """Verifies all records that are not storages. Raises ValueError if the file has no checksums."""
+    if not any(record.crc for record in archive.records.values()):
+        raise ValueError(
+            f"{archive.path} has no checksums to verify: it was saved with checksums=False, or by torch after "
+            "set_crc32_options(False)"
+        )
+    names = [name for name in archive.records if not name.startswith("data/")]
+    if wrong := [name for name in names if zlib.crc32(archive.content(name)) != archive.records[name].crc]:
+        raise ChecksumError(archive.path, wrong)
+
+
+def verify_by_zipfile(file: TorchFile) -> None:
+    """Verifies a container that only Python's zipfile can read."""
+    if not is_zip(file.fd):
+        raise ValueError(
+            f"{file.path} has no checksums to verify: torch wrote it before version 1.6, or in that format"
+        )
+    try:
+        with zipfile.ZipFile(file.path) as archive:
+            wrong = archive.testzip()
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile raises many kinds
+        if isinstance(error, OSError) and error.errno:
+            raise
+        refuse(file.path, f"{type(error).__name__}: {error}")
+    if wrong is not None:
+        raise ChecksumError(file.path, [wrong])
+
+
+def require_undamaged(archive: Archive, wrong: Sequence[str]) -> None:
+    """Raises ChecksumError with the tensors in these records."""
+    if wrong:
+        root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+        names = names_by_record(root, archive.path)
+        raise ChecksumError(archive.path, [name for record in wrong for name in names.get(record, [record])])
+
+
+def names_by_record(root: Any, path: str) -> dict[str, list[str]]:
+    """Returns the names of the tensors in each record."""
+    found: dict[str, list[str]] = {}
+    for name, each in torch_pickle.tensors(root, path):
+        for storage in [each.storage] if isinstance(each, Described) else each.storages:
+            found.setdefault(storage.record, []).append(name)
+    return found

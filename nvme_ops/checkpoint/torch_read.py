@@ -9,36 +9,20 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import new_tensors
-from nvme_ops.checkpoint.torch_save import CHECKSUM
-from nvme_ops.checkpoint.torch_zip import Archive, refuse
+from nvme_ops.checkpoint.torch_open import require_size
 from nvme_ops.checksums import checksum_of
 from nvme_ops.formats.torch_pickle import Described
-from nvme_ops.handle import aio_handle
+from nvme_ops.formats.torch_zip import CHECKSUM, Archive
 from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import give_storages
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
-from nvme_ops.tensors import pool_buffer
 
 _GAP = 8 << 10  # gap between two records up to which it is read as well: headers and page alignment
 
 
-def content(archive: Archive, handle: aio_handle, name: str) -> bytes:
-    """Reads a whole record."""
-    archive.locate(handle, [name])
-    record = archive.records[name]
-    if record.size == 0:
-        return b""
-    buffer = pool_buffer(record.size)
-    memory = torch.frombuffer(buffer, dtype=torch.uint8)
-    handle.submit_pread(memory, archive.fd, archive.starts[name]).result()
-    with memoryview(buffer) as found:
-        return bytes(found)
-
-
 def begin(
     archive: Archive,
-    handle: aio_handle,
     extents: Mapping[str, tuple[int, int]],
     device: torch.device,
     mapped: bool = False,
@@ -55,13 +39,13 @@ def begin(
     if with_headers:
         spans = _spans_with_headers(archive, extents)
     else:
-        archive.locate(handle, extents)
+        archive.locate(extents)
         places = sorted((archive.starts[name] + start, end - start) for name, (start, end) in extents.items())
         places = [place for place in places if place[1]]
         spans = _spans(places)
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-    reading = new_tensors.begin(handle, archive.fd, wanted, device, mapped) if wanted else list[torch.Tensor]
+    reading = new_tensors.begin(archive.handle, archive.fd, wanted, device, mapped) if wanted else list[torch.Tensor]
 
     def finish() -> dict[str, torch.Tensor]:
         memories = reading()
@@ -138,8 +122,8 @@ def whole(archive: Archive, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 class Zip:
     """The reader interface that ``torch.serialization`` expects. ``fetch`` returns the storage of a record."""
 
-    def __init__(self, archive: Archive, handle: aio_handle, fetch: Callable[[str], torch.Tensor]) -> None:
-        self._archive, self._handle, self._fetch = archive, handle, fetch
+    def __init__(self, archive: Archive, fetch: Callable[[str], torch.Tensor]) -> None:
+        self._archive, self._fetch = archive, fetch
         self.failure: Exception | None = None  # an error that is not the file's fault
 
     def has_record(self, name: str) -> bool:
@@ -148,14 +132,11 @@ class Zip:
 
     def get_record(self, name: str) -> bytes:
         """Returns the bytes of a record."""
-        return content(self._archive, self._handle, name)
+        return self._archive.content(name)
 
     def storage(self, name: str, size: int) -> torch.Tensor:
         """Returns a tensor over the storage of a record, which must have this size."""
-        record = self._archive.records.get(name)
-        if record is None or record.size != size:
-            actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
-            refuse(self._archive.path, f"data.pkl: a storage of {size} bytes in record {name!r}, {actual}")
+        require_size(self._archive, name, size)
         try:
             return self._fetch(name)
         except Exception as error:
@@ -168,7 +149,7 @@ class Zip:
 
     def get_record_offset(self, name: str) -> int:
         """Returns the offset of a record's data in the file."""
-        self._archive.locate(self._handle, [name])
+        self._archive.locate([name])
         return self._archive.starts[name]
 
     def serialization_id(self) -> str:
@@ -200,11 +181,9 @@ def union(described: Sequence[Described]) -> tuple[int, int]:
     return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
 
 
-def fill(
-    archive: Archive, handle: aio_handle, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]
-) -> None:
+def fill(archive: Archive, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]) -> None:
     """Fills existing tensors from the records that hold them, through bounded memory."""
-    archive.locate(handle, [described[name].storage.record for name in targets])
+    archive.locate([described[name].storage.record for name in targets])
     plain, strided = [], []
     for name, target in targets.items():
         each = described[name]
@@ -213,15 +192,15 @@ def fill(
             plain.append((start, target))
         else:
             strided.append((start, each, target))
-    pieces.read_into(handle, archive.fd, plain)
-    _fill_strided(archive, handle, strided)
+    pieces.read_into(archive.handle, archive.fd, plain)
+    _fill_strided(archive, strided)
 
 
-def _fill_strided(archive: Archive, handle: aio_handle, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
+def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
     """Fills tensors from elements that are not contiguous in the file."""
     ring = Ring()
     blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
-    held = ring.read(handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
+    held = ring.read(archive.handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
     for (_, _, each, part), found in zip(blocks, held, strict=True):
         view = found.view(each.dtype).as_strided(part.shape, each.stride)
         _mark(view, each)
@@ -257,14 +236,14 @@ def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name, value in zip(names, values, strict=True) if value != archive.records[name].crc]
 
 
-def damaged_in_file(archive: Archive, handle: aio_handle, names: Iterable[str]) -> list[str]:
+def damaged_in_file(archive: Archive, names: Iterable[str]) -> list[str]:
     """Returns the records whose bytes in the file do not match the CRC-32 in the directory."""
     names = list(names)
-    archive.locate(handle, names)
+    archive.locate(names)
     ring = Ring()
     places = [Place(archive.fd, archive.starts[name], archive.records[name].size) for name in names]
     owners = [name for name, place in zip(names, places, strict=True) for _ in range(0, place.nbytes, ring.piece)]
     values = dict.fromkeys(names, 0)
-    for name, piece in zip(owners, ring.read(handle, places), strict=True):
+    for name, piece in zip(owners, ring.read(archive.handle, places), strict=True):
         values[name] = checksum_of(piece, CHECKSUM, values[name])
     return [name for name, value in values.items() if value != archive.records[name].crc]

@@ -7,84 +7,137 @@ import itertools
 import json
 import os
 import pickle
-import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops import collector
 from nvme_ops._native import native
-from nvme_ops.checkpoint import torch_emit
 from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checksums import checksums_of
 from nvme_ops.engine import Priority
-from nvme_ops.formats import zip_parts
+from nvme_ops.formats.torch_pickle import dtype_of_storage
+from nvme_ops.formats.torch_zip import AROUND, CHECKSUM, FOLDER, PICKLE, Record, directory, lay_out
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import dense_bytes, is_plain_on_host
+from nvme_ops.memory.carve import dense_bytes, is_dense, is_plain_on_host
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.memory.ring import InFlight, Ring
 from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import PIECE
+from nvme_ops.settings import LARGE, PIECE
 from nvme_ops.storage.publication import replacing
 
-#: The folder in the archive; torch names it after the file.
-FOLDER = "archive/"
 #: The record that keeps the strings of ``metadata=``; torch does not look at it.
 METADATA = ".nvme_ops/metadata.json"
-CHECKSUM = "crc32"  # zip's
 
-_VERSION = b"3\n"  # of torch's format
 _PROTOCOL = 2  # pickle protocol: the only one that weights_only reads
-_PAGE, _ALIGNMENT, _LARGE = 4096, 64, 64 << 10
 
-_STORAGES = (torch.storage.TypedStorage, torch.UntypedStorage)
+# The names by which the format calls storages, by dtype; torch pickles tensors of other dtypes in another way.
+_STORAGES = {
+    dtype_of_storage(name): getattr(torch, name)
+    for name in (
+        "BFloat16Storage", "BoolStorage", "ByteStorage", "CharStorage", "ComplexDoubleStorage", "ComplexFloatStorage",
+        "DoubleStorage", "FloatStorage", "HalfStorage", "IntStorage", "LongStorage", "ShortStorage",
+    )
+}  # fmt: skip
+_NAMES = hasattr(torch.Tensor, "has_names")  # named dimensions, in older versions of torch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Records up to this size are gathered with their headers; a larger one is written while its checksum is computed.
 _GROUP = PIECE
 _MOST_GROUPS = 16  # in flight, straight from the tensors' memory
 
 
-@dataclass(slots=True)
-class ZipRecord:
-    """One record: its ``data``, contiguous bytes on any device, at ``start``, after a header at ``header``."""
+class Reference(NamedTuple):
+    """What stands for a storage in the pickle."""
 
-    name: bytes
-    data: torch.Tensor
-    size: int  # of its data, in bytes
-    header: int = 0
-    start: int = 0
-    crc: int = 0
+    word: str  # "storage"
+    kind: Any
+    key: str
+    location: str
+    elements: int
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles without the storages, as ``torch.save`` does: their numbers stand for them."""
+class Pickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, without the storages: their numbers stand for them.
+
+    Plain tensors take a shorter way than through torch's ``__reduce_ex__``, which takes longer than all else.
+    """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
-        self.storages: dict[int, tuple[str, torch.UntypedStorage]] = {}
-        self.dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
+        self.owners: list[torch.Tensor] = []  # a tensor in each storage, in the order of the keys 0, 1, ...
+        self.sizes: list[int] = []  # of the storages, in bytes
+        self._keys: dict[Any, str] = {}  # by the address of the storage, or the place on storage
+        self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
+        self._locations: dict[torch.device, str] = {}
 
     def persistent_id(self, each: Any) -> tuple[Any, ...] | None:
-        """Returns the persistent id of a storage; None for anything else."""
-        if not isinstance(each, _STORAGES):
-            return None
-        if isinstance(each, torch.storage.TypedStorage):
-            storage, dtype, count = each._untyped_storage, each.dtype, each._size()
-            kind = getattr(torch, each._pickle_storage_type())
-        else:
-            storage, dtype, count, kind = each, torch.uint8, each.nbytes(), torch.UntypedStorage
-        if storage.device.type == "meta":
+        """Returns the persistent id of a storage; None for anything else. Called for every object of the pickle."""
+        kind = type(each)
+        if kind is Reference:
+            return tuple(each)
+        if kind is torch.UntypedStorage:
+            return tuple(self._refer(None, each, torch.uint8, kind, each.nbytes()))
+        if kind is torch.storage.TypedStorage:
+            named = getattr(torch, each._pickle_storage_type())
+            return tuple(self._refer(None, each._untyped_storage, each.dtype, named, each._size()))
+        return None
+
+    def _refer(
+        self, owner: torch.Tensor | None, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any, elements: int
+    ) -> Reference:
+        device, place = storage.device, storage._cdata
+        if device.type == "meta":
             raise TypeError("a storage on the meta device has no bytes to save")
-        if storage.data_ptr():
-            found = self.dtypes.setdefault((storage.device, storage.data_ptr()), dtype)
+        if address := storage.data_ptr():
+            found = self._dtypes.setdefault((device, address), dtype)
             if found != dtype:
                 raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
-        key, _ = self.storages.setdefault(storage._cdata, (str(len(self.storages)), storage))
-        return "storage", kind, key, torch.serialization.location_tag(storage), count
+        key = self._keys.get(place)
+        if key is None:
+            key = self._new(place, bytes_of(storage) if owner is None else owner, storage.nbytes())
+        location = self._locations.get(device)
+        if location is None:
+            location = self._locations[device] = torch.serialization.location_tag(storage)
+        return Reference("storage", kind, key, location, elements)
+
+    def _new(self, place: Any, owner: torch.Tensor, size: int) -> str:
+        key = self._keys[place] = str(len(self.owners))
+        self.owners.append(owner)
+        self.sizes.append(size)
+        return key
+
+    def reducer_override(self, each: Any) -> Any:
+        """Returns how a plain tensor or parameter is made again; leaves everything else to torch and to pickle."""
+        offloaded = isinstance(each, OffloadedTensor)
+        if (type(each) not in _PLAIN and not offloaded) or not _is_plain(each, offloaded):
+            return NotImplemented
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        if type(each) is torch.nn.Parameter or (offloaded and isinstance(each, torch.nn.Parameter)):
+            return torch._utils._rebuild_parameter, (each.data, each.requires_grad, hooks)
+        kind, size, stride = _STORAGES[each.dtype], tuple(each.shape), each.stride()
+        if offloaded:
+            key = self._keys.get(place := (each.place, size, stride)) or self._new(place, each, each.nbytes)
+            reference, offset = Reference("storage", kind, key, str(each.device), each.numel()), 0
+        else:
+            storage, offset = each.untyped_storage(), int(each.storage_offset())
+            reference = self._refer(each, storage, each.dtype, kind, storage.nbytes() // each.element_size())
+        return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, each.requires_grad, hooks)
+
+
+def _is_plain(each: Any, offloaded: bool) -> bool:
+    """Returns whether nothing but dtype, shape, strides and bytes makes up a tensor, or also ``requires_grad``."""
+    if each.dtype not in _STORAGES or each.layout != torch.strided or each.device.type not in ("cpu", "cuda"):
+        return False
+    if each.is_nested or each.is_conj() or each.is_neg() or each._backward_hooks or (_NAMES and each.has_names()):
+        return False
+    return is_dense(each) if offloaded else not each.__dict__
 
 
 @collector.paused()
@@ -95,14 +148,10 @@ def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         RuntimeError: views of one storage with different dtypes, as torch does.
         pickle.PicklingError, TypeError, AttributeError: an object that cannot be pickled.
     """
-    try:
-        content, owners, sizes = torch_emit.emit(obj)
-        return content, _all_bytes(owners, sizes)
-    except (torch_emit.NotPlainError, RecursionError):
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump(obj)
-        return stream.getvalue(), [bytes_of(storage) for _, storage in pickler.storages.values()]
+    stream = io.BytesIO()
+    pickler = Pickler(stream)
+    pickler.dump(obj)
+    return stream.getvalue(), _all_bytes(pickler.owners, pickler.sizes)
 
 
 def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -137,43 +186,38 @@ class TorchPlan:
         """Implements ``Plan``."""
         return path
 
-    def write(
-        self,
-        path: str,
-        *,
-        durable: bool,
-        handle: aio_handle,
-        borrowed: Borrowed | None = None,
-    ) -> None:
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """Implements ``Plan``."""
         with collector.paused(), replacing(path, durable, self.recycle) as file:
-            records, end = self._records()
-            lent = {id(tensor) for tensor in self.tensors if borrowed is not None and borrowed.owes(tensor)}
+            records, end = self.records()
+            lent = {id(each) for each in self.tensors if borrowed.owes(each)} if borrowed is not None else set()
             first = [record for record in records if id(record.data) in lent]
             if borrowed is not None:
-                _write(handle, file.fd, first, self.checksums)
+                write(handle, file.fd, first, self.checksums)
                 borrowed.release(record.data for record in first)
-            others = [record for record in records if id(record.data) not in lent]
-            _write(handle, file.fd, others, self.checksums)
-            tail = torch.frombuffer(_tail(records, end), dtype=torch.uint8)
+            others = [record for record in records if id(record.data) not in lent] if lent else records
+            write(handle, file.fd, others, self.checksums)
+            tail = torch.frombuffer(bytearray(directory(records, end)), dtype=torch.uint8)
             handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
             if self.recycle:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
-    def _records(self) -> tuple[list[ZipRecord], int]:
+    def records(self) -> tuple[list[Record], int]:
         """Lays out all records; returns them and the offset of the directory.
 
         Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
         which torch would compute offsets, ``.format_version`` and ``.storage_alignment``, are left out: torch then
         looks offsets up in the directory.
         """
-        records = [_record("data.pkl", self.content), _record("byteorder", sys.byteorder.encode())]
+        texts = {PICKLE: self.content, **AROUND}
         if self.metadata:
-            records.append(_record(METADATA, json.dumps(dict(self.metadata), ensure_ascii=False).encode()))
-        records.append(_record("version", _VERSION))
-        data = [ZipRecord(f"{FOLDER}data/{key}".encode(), each, each.nbytes) for key, each in enumerate(self.tensors)]
-        records += sorted(data, key=lambda record: record.size >= _LARGE)
-        return records, _lay_out(records)
+            texts[METADATA] = json.dumps(dict(self.metadata), ensure_ascii=False).encode()
+        data = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in texts.items()}
+        data.update((f"data/{key}", each) for key, each in enumerate(self.tensors))
+        records = [Record(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
+        small = [record for record in records if record.size < LARGE]
+        records = small + [record for record in records if record.size >= LARGE]
+        return records, lay_out(records)
 
 
 def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
@@ -183,50 +227,26 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
     return TorchPlan(content, tensors, metadata or {}, checksums, recycle)
 
 
-def _write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
+def write(handle: aio_handle, fd: int, records: Sequence[Record], checksums: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
-    ring = Ring(buffer=_GROUP, pinned=any(record.data.is_cuda for record in records))
+    ring = Ring(buffer=_GROUP, pinned="cuda" in {record.data.device.type for record in records})
     with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
         for group in _groups(records):
             in_flight.add(_write_group(handle, fd, group, ring, checksums))
+        if not large:
+            return
         places = [(record.start, record.data) for record in large]
         found = pieces.write(handle, fd, places, CHECKSUM if checksums else None)
         for record, value in zip(large, found, strict=checksums):
             record.crc = value
-        if large:
-            headers, starts = list(map(_local, large)), [record.header for record in large]
-            in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
+        headers, starts = [record.local() for record in large], [record.header for record in large]
+        in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
 
 
-def _record(name: str, content: bytes) -> ZipRecord:
-    return ZipRecord((FOLDER + name).encode(), torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content))
-
-
-def _lay_out(records: Sequence[ZipRecord]) -> int:
-    """Assigns offsets to the records; returns the offset of the directory."""
-    position = 0
-    for record in records:
-        record.header = position
-        alignment = _PAGE if record.size >= _LARGE else _ALIGNMENT
-        record.start = -(-(position + _least_header(record)) // alignment) * alignment
-        position = record.start + record.size
-    return position
-
-
-def _least_header(record: ZipRecord) -> int:
-    return zip_parts.least_local(record.name, record.size)
-
-
-def _local(record: ZipRecord) -> bytes:
-    """Returns a record's header, up to the data."""
-    padding = record.start - record.header - _least_header(record)
-    return zip_parts.local(record.name, record.size, record.crc, zip_parts.UTF8, padding)
-
-
-def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
+def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
     """Yields records up to ``_GROUP`` bytes, in runs without gaps of at most as many bytes, each on one device."""
-    group: list[ZipRecord] = []
+    group: list[Record] = []
     size = 0
     for record in records:
         if record.size > _GROUP:
@@ -242,34 +262,26 @@ def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
         yield group
 
 
-def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksums: bool) -> IoFuture:
-    on_host = all(is_plain_on_host(record.data) for record in group)
-    data = [record.data for record in group] if on_host else _copies(group, ring.take())
+def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksums: bool) -> IoFuture:
+    data = [record.data for record in group]
+    on_host = all(map(is_plain_on_host, data))
+    if not on_host:
+        data = _copies(group, ring.take())
     if checksums:
         for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
             record.crc = value
-    pairs = zip(map(_local, group), data, strict=True)
-    parts: list[bytes | torch.Tensor] = list(itertools.chain.from_iterable(pairs))
-    offsets = list(itertools.chain.from_iterable((record.header, record.start) for record in group))
+    parts = list(itertools.chain.from_iterable(zip([record.local() for record in group], data, strict=True)))
+    offsets = list(itertools.chain.from_iterable([(record.header, record.start) for record in group]))
     future = handle.submit_pwritev(parts, fd, offsets, priority=Priority.WRITEBACK)
     if not on_host:
         ring.put_under(future)
     return future
 
 
-def _copies(group: Sequence[ZipRecord], buffer: torch.Tensor) -> list[torch.Tensor]:
+def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns the records' bytes in host memory."""
     sizes = [record.size for record in group]
     copies = list(buffer[: sum(sizes)].split(sizes))
     for copy, record in zip(copies, group, strict=True):
         copy.copy_(record.data)
     return copies
-
-
-def _tail(records: Sequence[ZipRecord], position: int) -> bytearray:
-    """Returns what follows the last record: the directory and its end."""
-    entries = (
-        zip_parts.central(record.name, record.size, record.crc, record.header, zip_parts.UTF8) for record in records
-    )
-    directory = b"".join(entries)
-    return bytearray(directory + zip_parts.end(len(records), len(directory), position))

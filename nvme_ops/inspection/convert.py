@@ -16,12 +16,12 @@ from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.checkpoint.torch_zip import Archive, is_zip
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
+from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
 from nvme_ops.inspection.contents import contents, damaged
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
@@ -204,7 +204,7 @@ class _Reader:
         opened = TorchFile(fd, file.path, shared_handle())
         archive = opened.archive()
         if archive is not None:
-            root, _ = torch_pickle.read(opened.pickle(archive), file.path)
+            root, _ = torch_pickle.read(archive.content(PICKLE), file.path)
             entries = _entry(root, key, file.path)
             described = {name: torch_pickle.tensor(each, name, file.path) for name, each in entries.items()}
             _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
@@ -220,7 +220,7 @@ class _Reader:
     def _views(self, file: WeightFile, archive: Archive, described: Mapping[str, Described]) -> dict[str, torch.Tensor]:
         for each in described.values():
             require_record(archive, each.storage)
-        archive.locate(shared_handle(), {each.storage.record for each in described.values()})
+        archive.locate({each.storage.record for each in described.values()})
         known: dict[Any, Source] = {}  # tied ones have one source
 
         def view(each: Described) -> torch.Tensor:

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nvme_ops
-from nvme_ops.checkpoint import new_tensors, torch_load, torch_read, torch_save, torch_zip
+from nvme_ops.checkpoint import new_tensors, torch_load, torch_save
+from nvme_ops.formats import torch_zip
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.storage.publication import opened as opened_for_reading
 from tests.checkpoint.torch_files import (
@@ -157,31 +158,33 @@ def test_without_checksums_the_file_is_as_torch_writes_it_without(folder: Path) 
 
 
 def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
-    records = [torch_save._record("data.pkl", b"\x80\x02}.")]
-    records += [torch_save._record(f"data/{number}", b"%d" % number) for number in range(66_000)]
-    end = torch_save._lay_out(records)
+    records = [torch_zip.Record(b"archive/data.pkl", 4, torch.frombuffer(bytearray(b"\x80\x02}."), dtype=torch.uint8))]
+    for number in range(66_000):
+        data = torch.frombuffer(bytearray(b"%d" % number), dtype=torch.uint8)
+        records.append(torch_zip.Record(b"archive/data/%d" % number, data.nbytes, data))
+    end = torch_zip.lay_out(records)
     with (folder / "a.pt").open("w+b") as file:
-        torch_save._write(nvme_ops.aio_handle(), file.fileno(), records, True)
+        torch_save.write(nvme_ops.aio_handle(), file.fileno(), records, True)
         file.seek(end)
-        file.write(torch_save._tail(records, end))
+        file.write(torch_zip.directory(records, end))
     with zipfile.ZipFile(folder / "a.pt") as opened:
         assert len(opened.namelist()) == len(records)
         assert opened.read("archive/data/65999") == b"65999"
     with opened_for_reading(str(folder / "a.pt")) as fd:
-        found = torch_zip.open_archive(fd, "a.pt")
+        found = torch_zip.open_archive(fd, "a.pt", nvme_ops.aio_handle())
         assert len(found.records) == len(records)
-        assert torch_read.content(found, nvme_ops.aio_handle(), "data/65999") == b"65999"
+        assert found.content("data/65999") == b"65999"
 
 
 def test_storages_beyond_four_gibibytes(folder: Path) -> None:
     obj = {"huge": torch.empty(5 * GIB, dtype=torch.uint8), "after": pattern(MIB)}  # the first is never touched
     plan = torch_save.plan(obj, checksums=True, metadata=None)
-    records, end = plan._records()
+    records, end = plan.records()
     with (folder / "a.pt").open("w+b") as file:  # with a hole
         small = [record for record in records if record.size <= MIB]
-        torch_save._write(nvme_ops.aio_handle(), file.fileno(), small, True)
+        torch_save.write(nvme_ops.aio_handle(), file.fileno(), small, True)
         huge = next(record for record in records if record.size > MIB)
-        for place, content in ((huge.header, torch_save._local(huge)), (end, torch_save._tail(records, end))):
+        for place, content in ((huge.header, huge.local()), (end, torch_zip.directory(records, end))):
             file.seek(place)
             file.write(content)
     with zipfile.ZipFile(folder / "a.pt") as opened:

@@ -26,6 +26,7 @@ from tests.checkpoint.torch_files import (
     METHOD,
     SIZE,
     STORED,
+    essence,
     set_entry,
     tensor_pickle,
     torch_save_content,
@@ -262,13 +263,9 @@ def end_of(path: Path, field: int, code: str, value: int) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "the directory's length": (lambda path: end_of(path, 12, "<I", 10**6), "it was cut short"),
-    "the directory's place": (lambda path: end_of(path, 16, "<I", 2**32 - 2), "it was cut short"),
-    "a directory in the data": (lambda path: end_of(path, 16, "<I", 3), "no entry 0"),
-    "too many entries": (lambda path: end_of(path, 10, "<H", 999), "cannot have 999 entries"),
-    "no entries": (lambda path: end_of(path, 10, "<H", 0), "has no entries"),
-    "a comment": (lambda path: end_of(path, 20, "<H", 7), "a comment of 7 bytes"),
-    "several parts": (lambda path: end_of(path, 4, "<H", 2), "several parts"),
+    "the directory's length": (lambda path: end_of(path, 12, "<I", 10**6), "cut short"),
+    "the directory's place": (lambda path: end_of(path, 16, "<I", 2**32 - 2), "overlap"),
+    "a directory in the data": (lambda path: end_of(path, 16, "<I", 3), "overlap"),
     "an entry's size": (lambda path: set_entry(path, "archive/data/0", SIZE, 99), "99 bytes are said"),
     "an entry's place": (lambda path: set_entry(path, "archive/data/0", HEADER, 5), "overlap"),
     "a place beyond the file": (lambda path: set_entry(path, "archive/data/0", HEADER, 10**6), "the zip directory"),
@@ -287,6 +284,14 @@ def test_a_directory_that_lies(name: str, small: Path) -> None:
             load(small, **options)
     with pytest.raises(FormatError):
         contents(small)
+
+
+@pytest.mark.parametrize(("field", "code", "value"), [(10, "<H", 999), (10, "<H", 0), (20, "<H", 7), (4, "<H", 2)])
+def test_what_zipfile_does_not_ask_for_changes_nothing(field: int, code: str, value: int, small: Path) -> None:
+    """The number of entries, the length of a comment, the number of this disk."""
+    expected = load(small)
+    end_of(small, field, code, value)
+    assert essence(load(small)) == essence(expected)
 
 
 def test_names_that_come_twice(folder: Path) -> None:
@@ -317,10 +322,10 @@ def test_a_zip64_locator_that_lies(small: Path) -> None:
     data = small.read_bytes()
     place = data.rfind(b"PK\5\6")
     small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 2**63, 1) + data[place:])
-    with pytest.raises(FormatError, match="zip64 locator"):
+    with pytest.raises(FormatError, match="cut short"):
         load(small)
     small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 0, 1) + data[place:])
-    with pytest.raises(FormatError, match="no end of a zip64 directory at byte 0"):
+    with pytest.raises(FormatError, match="cut short"):
         load(small)
 
 

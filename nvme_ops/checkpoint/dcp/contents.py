@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, words_of
-from nvme_ops.checkpoint.dcp.frame import CHECKSUM
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.torch_zip import CHECKSUM
 from nvme_ops.storage.publication import opened
 
 _NAMES = {

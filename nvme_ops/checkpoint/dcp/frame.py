@@ -5,81 +5,63 @@ from __future__ import annotations
 import functools
 import io
 import math
-import pickle
-import sys
-import zlib
 from collections import OrderedDict
 from typing import Any
 
 import torch
 
-from nvme_ops.formats import zip_parts
-
-#: The checksum that a zip archive has of its members serves for a whole item too.
-CHECKSUM = "crc32"
-# torch's own alignment; and one that lets storage and memory exchange a large tensor's pages without a copy
-_ALIGNMENT, _PAGE, _LARGE = 64, 4096, 64 << 10
-
-_DATA = b"archive/data/0"
-_RECORDS = 4  # this and those of ``_records``
-
-
-def head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
-    """Returns what precedes the data of a contiguous tensor when the archive begins ``offset`` bytes into the file."""
-    large = math.prod(shape) * dtype.itemsize >= _LARGE
-    return _head(dtype, shape, offset % (_PAGE if large else _ALIGNMENT))
-
-
-@functools.lru_cache(maxsize=4096)
-def _head(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> bytes:
-    records, _, nbytes = _records(dtype, shape)
-    alignment = _PAGE if nbytes >= _LARGE else _ALIGNMENT
-    padding = -(offset + len(records) + zip_parts.least_local(_DATA, nbytes)) % alignment
-    return records + zip_parts.local(_DATA, nbytes, 0, zip_parts.FOLLOWS, padding)
+from nvme_ops.checkpoint.torch_save import Pickler, Reference
+from nvme_ops.checksums import checksums_of
+from nvme_ops.formats.torch_zip import (
+    AROUND,
+    CENTRAL_CHECKSUM,
+    CHECKSUM,
+    FOLDER,
+    LOCAL_CHECKSUM,
+    PICKLE,
+    Record,
+    directory,
+    lay_out,
+)
+from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 
 
-def tail(dtype: torch.dtype, shape: tuple[int, ...], start: int, checksum: int) -> bytes:
-    """Returns what follows the data, which begin ``start`` bytes into the archive and have this CRC-32."""
-    return checksum.to_bytes(4, "little").join(_tail(dtype, shape, start))
+class Frame:
+    """The bytes before and after those of a contiguous tensor; the archive begins ``offset`` bytes into a page."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> None:
+        texts = {PICKLE: _description(dtype, shape), **AROUND}
+        crcs = checksums_of(list(texts.values()), CHECKSUM)
+        records = [
+            Record(FOLDER + name.encode(), len(text), text, crc)
+            for (name, text), crc in zip(texts.items(), crcs, strict=True)
+        ]
+        data = Record(FOLDER + b"data/0", math.prod(shape) * dtype.itemsize)
+        end = lay_out([*records, data], offset)
+        head = b"".join([part for record in records for part in (record.local(), record.data)]) + data.local()
+        tail = directory([*records, data], end)
+        self.head_length, self.tail_length = len(head), len(tail)
+        self._head = _without(head, data.header + LOCAL_CHECKSUM)
+        self._tail = _without(tail, len(directory(records, 0)) - len(directory([], 0)) + CENTRAL_CHECKSUM)
+
+    def around(self, checksum: int) -> tuple[bytes, bytes]:
+        """Returns head and tail for data with this CRC-32."""
+        written = checksum.to_bytes(4, "little")
+        return written.join(self._head), written.join(self._tail)
 
 
-@functools.lru_cache(maxsize=4096)
-def tail_length(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> int:
-    """Returns the bytes of ``tail``."""
-    return len(tail(dtype, shape, start, 0))
+def _without(content: bytes, place: int) -> tuple[bytes, bytes]:
+    """Returns what is before and after the checksum at ``place``."""
+    return content[:place], content[place + 4 :]
 
 
-@functools.lru_cache(maxsize=4096)
-def _tail(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> tuple[bytes, ...]:
-    """Returns the tail, split at the checksum."""
-    records, directory, nbytes = _records(dtype, shape)
-    descriptor = zip_parts.descriptor(nbytes, 0)
-    own = zip_parts.central(_DATA, nbytes, 0, len(records), zip_parts.FOLLOWS)
-    end = zip_parts.end(_RECORDS, len(directory) + len(own), start + nbytes + len(descriptor))
-    first, second = zip_parts.DESCRIPTOR_CHECKSUM, zip_parts.CENTRAL_CHECKSUM
-    return descriptor[:first], descriptor[first + 4 :] + directory + own[:second], own[second + 4 :] + end
+def frame(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Frame:
+    """Returns what surrounds the tensor when the archive begins ``offset`` bytes into the file."""
+    large = math.prod(shape) * dtype.itemsize >= LARGE
+    return _frame(dtype, shape, offset % (PAGE if large else ALIGNMENT))
 
 
-@functools.lru_cache(maxsize=4096)  # a model has many tensors of few shapes
-def _records(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
-    """Returns the archive up to the data, its directory so far, and the bytes of data."""
-    records, directory = b"", b""
-    for name, content in (
-        (b"archive/data.pkl", _description(dtype, shape)),
-        (b"archive/byteorder", sys.byteorder.encode()),
-        (b"archive/version", b"3\n"),
-    ):
-        checksum, size = zlib.crc32(content), len(content)
-        directory += zip_parts.central(name, size, checksum, len(records))
-        records += zip_parts.local(name, size, checksum) + content
-    return records, directory, math.prod(shape) * dtype.itemsize
-
-
-class _Storage:
-    """Stands for the data in the description."""
-
-    def __init__(self, identity: tuple[Any, ...]) -> None:
-        self.identity = identity
+_frame = functools.lru_cache(maxsize=4096)(Frame)  # a model has many tensors of few shapes
 
 
 class _Rebuilt:
@@ -90,11 +72,7 @@ class _Rebuilt:
         return self._reduced
 
 
-class _FramePickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        return obj.identity if isinstance(obj, _Storage) else None
-
-
+@functools.lru_cache(maxsize=4096)
 def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Returns the pickle of a contiguous tensor without its data, as torch pickles this dtype."""
     function, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
@@ -104,10 +82,8 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
         kind, count = torch.UntypedStorage, elements * dtype.itemsize
     else:
         kind, count = getattr(torch, arguments[0]._pickle_storage_type()), elements
-    storage = _Storage(("storage", kind, "0", "cpu", count))
+    storage = Reference("storage", kind, "0", "cpu", count)
     rest = arguments[6:]  # what some dtypes need in addition
-    file = io.BytesIO()
-    _FramePickler(file, protocol=2).dump(
-        _Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
-    )
-    return file.getvalue()
+    stream = io.BytesIO()
+    Pickler(stream).dump(_Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest)))
+    return stream.getvalue()

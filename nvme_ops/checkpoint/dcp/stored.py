@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import math
-import struct
+import os
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
+from nvme_ops.formats.torch_zip import PICKLE, Archive, open_archive
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
 
-_LOCAL = struct.Struct("<26x2H")  # of a zip member's head, the lengths of the name and the extra field behind it
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
 
 
@@ -43,68 +41,36 @@ def find(path: str, offset: int, length: int) -> Stored | None:
     Raises:
         FormatError: it is damaged.
     """
-    with open(open_to_read(path), "rb") as file:
-        part = _FilePart(file, offset, length)
-        try:
-            archive = zipfile.ZipFile(part)
-            return _find(part, archive, offset, f"{path}: byte {offset}")
-        except (OSError, MemoryError, FormatError):
-            raise
-        except Exception as error:  # a damaged archive can raise anything
-            raise FormatError(f"{path}: no tensor of torch.save at byte {offset}, or a damaged one: {error}") from error
+    fd = open_to_read(path)
+    try:
+        return _find(open_archive(fd, path, shared_handle(), offset, offset + length))
+    except (OSError, MemoryError, FormatError):
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        raise FormatError(f"{path}: no tensor of torch.save at byte {offset}, or a damaged one: {error}") from error
+    finally:
+        os.close(fd)
 
 
-def _find(part: _FilePart, archive: zipfile.ZipFile, offset: int, label: str) -> Stored | None:
-    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    description = members["data.pkl"]
-    if description.file_size > _MOST_DESCRIPTION:
+def _find(archive: Archive) -> Stored | None:
+    if any(record.method for record in archive.records.values()):
         return None
-    order = members.get("byteorder")
-    if order is not None and (order.file_size > 10 or archive.read(order) != sys.byteorder.encode()):
+    description, order = archive.records[PICKLE], archive.records.get("byteorder")
+    if description.size > _MOST_DESCRIPTION:
         return None
-    root, _ = torch_pickle.read(archive.read(description), label)
-    tensor = torch_pickle.tensor(root, "", label)
+    if order is not None and (order.size > 10 or archive.content("byteorder").decode() != sys.byteorder):
+        return None
+    root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+    tensor = torch_pickle.tensor(root, "", archive.path)
     if not isinstance(tensor, Described) or not tensor.contiguous:
         return None
     if tensor.parameter or tensor.requires_grad or tensor.metadata:
         return None
-    data = members[tensor.storage.record]
-    begin = tensor.offset * tensor.dtype.itemsize
-    stored = Stored(0, tensor.dtype, tensor.shape)
-    if data.compress_type != zipfile.ZIP_STORED or begin + stored.nbytes > data.file_size:
+    name, (begin, end) = tensor.storage.record, tensor.extent
+    archive.locate([name])
+    if end > archive.records[name].size:
         return None
-    part.seek(data.header_offset)
-    name, extra = _LOCAL.unpack(part.read(_LOCAL.size))
-    start = data.header_offset + _LOCAL.size + name + extra + begin
-    if start + stored.nbytes > part.length:
-        raise zipfile.BadZipFile("the data reach beyond the archive")
-    return Stored(offset + start, tensor.dtype, tensor.shape)
-
-
-class _FilePart(io.RawIOBase):
-    """A part of a file, as a file object of its own."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
-        super().__init__()
-        self._file, self._offset, self.length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        self._file.seek(self._offset + self._position)
-        wanted = max(0, min(len(buffer), self.length - self._position))
-        count = self._file.readinto(memoryview(buffer)[:wanted])
-        self._position += count
-        return count
+    return Stored(archive.starts[name] + begin, tensor.dtype, tensor.shape)
 
 
 #: What is copied at once where a tensor cannot be read in place: what a buffer of a ring takes. Bytes.

@@ -22,13 +22,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvme_ops import collector
-from nvme_ops.checkpoint.dcp import folder, frame
+from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
-from nvme_ops.checkpoint.dcp.frame import CHECKSUM
+from nvme_ops.checkpoint.dcp.frame import Frame, frame
 from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.durable import make_folder
 from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
+from nvme_ops.formats.torch_zip import CHECKSUM
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
@@ -164,19 +165,19 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
 @dataclass(slots=True)
 class _Item:
-    """What is written for one item of the plan: ``head``, payload and tail, without gaps."""
+    """What is written for one item of the plan: payload, with a frame around it that a tensor has."""
 
     item: WriteItem
     offset: int
     payload: torch.Tensor
-    head: bytes = b""
-    tail_length: int = 0
+    frame: Frame | None = None
     start: int = field(init=False)
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start = self.offset + len(self.head)
-        self.length = len(self.head) + self.payload.nbytes + self.tail_length
+        head, tail = (self.frame.head_length, self.frame.tail_length) if self.frame else (0, 0)
+        self.start = self.offset + head
+        self.length = head + self.payload.nbytes + tail
 
 
 def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
@@ -249,10 +250,7 @@ class RankFile:
                     "save its to_dense(), or its parts"
                 )
             if type(tensor) is torch.Tensor and not tensor.is_quantized:
-                shape = tuple(tensor.shape)
-                head = frame.head(tensor.dtype, shape, self._end)
-                tail_length = frame.tail_length(tensor.dtype, shape, len(head))
-                placed = _Item(item, self._end, tensor, head, tail_length)
+                placed = _Item(item, self._end, tensor, frame(tensor.dtype, tuple(tensor.shape), self._end))
                 self._end += placed.length
                 return placed
             data = io.BytesIO()
@@ -267,27 +265,25 @@ class RankFile:
         """Returns heads and tails with their offsets, adjacent ones joined; records the result of each item."""
         offset, glued = 0, b""
         for one, checksum in zip(placed, checksums, strict=True):
-            offset, glued = (offset, glued + one.head) if glued else (one.offset, one.head)
+            head, tail = one.frame.around(checksum) if one.frame else (b"", b"")
+            self._record(one, checksum, head, tail)
+            offset, glued = (offset, glued + head) if glued else (one.offset, head)
             if glued and one.payload.nbytes:
                 yield offset, glued
                 glued = b""
-            tail = self._tail(one, checksum)
             offset, glued = (offset, glued + tail) if glued else (one.offset + one.length - len(tail), tail)
         if glued:
             yield offset, glued
 
-    def _tail(self, one: _Item, checksum: int) -> bytes:
-        tensor, known, tail = one.payload, {}, b""
-        if one.head:
-            tail = frame.tail(tensor.dtype, tuple(tensor.shape), len(one.head), checksum)
-            if _is_as_planned(one.item, tensor):
-                known["data"] = len(one.head)
+    def _record(self, one: _Item, checksum: int, head: bytes, tail: bytes) -> None:
+        known = {}
+        if one.frame and _is_as_planned(one.item, one.payload):
+            known["data"] = len(head)
         if self._checksums:
-            known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(one.head), checksum, tensor.nbytes, CHECKSUM))
+            known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(head), checksum, one.payload.nbytes, CHECKSUM))
         info = _StorageInfo(self._name, one.offset, one.length)
         setattr(info, ATTRIBUTE, known)
         self._results.append(WriteResult(index=one.item.index, size_in_bytes=one.length, storage_data=info))
-        return tail
 
 
 def _nominal_size(item: WriteItem) -> int:
