@@ -294,46 +294,55 @@ class LoopDevice:
         self.image.unlink()
 
 
-@pytest.fixture
-def make_device(folder: Path) -> Iterator[Callable[..., LoopDevice]]:
-    """Makes loop devices: ``make_device(size, sector=512)``. Needs root."""
+def new_device(folder: Path, size: int, sector: int = 512) -> LoopDevice:
+    """Makes one. Skips the test where there can be none."""
     if os.geteuid() != 0:
         pytest.skip("loop devices need root")
     for tool in ("losetup", "mkfs.ext4", "mount", "umount"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
+    try:
+        return LoopDevice(folder / f"device{len(list(folder.iterdir()))}", size, sector)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no loop device: {error.stderr.strip()}")
+
+
+@pytest.fixture
+def make_device(folder: Path) -> Iterator[Callable[..., LoopDevice]]:
+    """Makes loop devices: ``make_device(size, sector=512)``. Needs root."""
     with contextlib.ExitStack() as stack:
 
         def make(size: int, sector: int = 512) -> LoopDevice:
-            try:
-                device = LoopDevice(folder / f"device{len(list(folder.iterdir()))}", size, sector)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no loop device: {error.stderr.strip()}")
+            device = new_device(folder, size, sector)
             stack.callback(device.close)
             return device
 
         yield make
 
 
+@contextlib.contextmanager
+def mounted_ext4(folder: Path, size: int, sector: int = 512) -> Iterator[Path]:
+    """A small ext4 file system on a loop device."""
+    with contextlib.ExitStack() as stack:
+        device = new_device(folder, size, sector)
+        stack.callback(device.close)
+        mounted = folder / f"mounted{device.path.name}"
+        mounted.mkdir()
+        # no journal and no reserve: a small device is for the test's data
+        _command("mkfs.ext4", "-q", "-F", "-m", 0, "-b", 4096, "-O", "^has_journal", device.path)
+        try:
+            _command("mount", device.path, mounted)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"cannot mount: {error.stderr.strip()}")
+        stack.callback(_command, "umount", mounted)
+        yield mounted
+
+
 @pytest.fixture
-def make_file_system(make_device: Callable[..., LoopDevice], folder: Path) -> Iterator[Callable[..., Path]]:
+def make_file_system(folder: Path) -> Iterator[Callable[..., Path]]:
     """Makes and mounts small ext4 file systems: ``make_file_system(size, sector=512)``. Needs root."""
     with contextlib.ExitStack() as stack:
-
-        def make(size: int, sector: int = 512) -> Path:
-            device = make_device(size, sector)
-            mounted = folder / f"mounted{device.path.name}"
-            mounted.mkdir()
-            # no journal and no reserve: a small device is for the test's data
-            _command("mkfs.ext4", "-q", "-F", "-m", 0, "-b", 4096, "-O", "^has_journal", device.path)
-            try:
-                _command("mount", device.path, mounted)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"cannot mount: {error.stderr.strip()}")
-            stack.callback(_command, "umount", mounted)
-            return mounted
-
-        yield make
+        yield lambda size, sector=512: stack.enter_context(mounted_ext4(folder, size, sector))
 
 
 @pytest.fixture

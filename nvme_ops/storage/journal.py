@@ -168,7 +168,8 @@ class Journal:
             self._write(_mark_of(self._boot, end))
             self._covered = self._end if end == before else 0
             self._boot_marked = self._boot
-        return os.dup(self._fd)
+        with naming("opening the journal to sync", self._path):
+            return os.dup(self._fd)
 
     def compact(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
         """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from nvme_ops.storage import Session, TensorStore
 from tests.contract.adapters import Capability, require, same, tensors
 
 WIDTH = 290  # a layer has 340 KB, and no whole number of pages
+_SEED = threading.Lock()
 
 
 def model(layers: int = 4) -> torch.nn.Sequential:
     """Returns the same model each time."""
-    torch.manual_seed(1)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    with _SEED:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def batch(version: int) -> torch.Tensor:
@@ -49,6 +52,7 @@ class Store(Capability):
     """``TensorStore``, of a session that is not kept."""
 
     keep = False
+    verified = True
 
     def start(self) -> None:
         self.session = Session(self.folder, name="faults", reuse=self.keep)
@@ -146,9 +150,11 @@ class Pretrained(Capability):
 class Swapped(Capability):
     """``swap_params``: parameters that are changed, written, and read by forward and backward."""
 
+    verified = True
+
     def start(self) -> None:
         self.usual, self.module = model(), model()
-        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "handle": self.handle}
+        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "checksums": True, "handle": self.handle}
         self.swapped = swap_params(self.module, self.folder, **options)
 
     def do(self, version: int) -> None:
@@ -170,10 +176,11 @@ class SwappedAnew(Capability):
     """``swap_params`` of a module, for which a system call makes room, and ``restore``."""
 
     waits = ("write",)
+    verified = True
 
     def do(self, version: int) -> None:
         module = model()
-        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "handle": self.handle}
+        options: Any = {"memory_budget": "1M", "min_bytes": "100K", "checksums": True, "handle": self.handle}
         with self.ending(swap_params(module, self.folder, **options)) as swapped:
             require(equal(gradients(module, version), gradients(model(), version)), "other gradients")
             module.zero_grad()
@@ -184,9 +191,11 @@ class SwappedAnew(Capability):
 class Gradients(Capability):
     """``swap_gradients``."""
 
+    verified = True
+
     def start(self) -> None:
         self.module = model()
-        options: Any = {"memory_budget": "2M", "min_bytes": "100K", "handle": self.handle}
+        options: Any = {"memory_budget": "2M", "min_bytes": "100K", "checksums": True, "handle": self.handle}
         self.swapped = swap_gradients(self.module.parameters(), self.folder, **options)
 
     def do(self, version: int) -> None:
@@ -201,6 +210,8 @@ class Gradients(Capability):
 
 class Activations(Capability):
     """``save_on_nvme``."""
+
+    verified = True
 
     def start(self) -> None:
         self.saving = save_on_nvme(
@@ -229,6 +240,7 @@ class Optimizer(Capability):
 
     waits = "read", "write"
     keep = False
+    verified = True
 
     def start(self) -> None:
         self.module, self.usual = model(), model()

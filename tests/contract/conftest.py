@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvme_ops._native import native
 from tests.contract.adapters import Capability
 from tests.contract.suite import ADAPTERS, NEEDS
 
@@ -20,6 +21,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     name = str(request.param)
     for each in NEEDS.get(name, "").split():
         pytest.importorskip(each)
+    native()  # before it is looked for elsewhere
     if name in ("Adaptive", "Tuned"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return ADAPTERS[name]

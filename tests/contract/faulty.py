@@ -41,7 +41,7 @@ class Faulty(aio_handle):
     - ``fail``: lets half of a write happen, and ends with ``error``;
     - ``hold``: begins none until ``go`` is set; ``under_way`` says that one waits;
     - ``slow``: takes ``seconds`` before it begins;
-    - ``flip``: changes a bit of what was read.
+    - ``flip``: changes a bit of what was read, where that is a page or more.
 
     Args:
         what: ``read`` or ``write``; none at first when empty.
@@ -107,10 +107,12 @@ class _Engine:
             raise self._handle.error(number)
         moved = self._engine.run(op, memory, *others)
         if number and self._handle.do == "flip":
-            _flip_in(memory)
+            _flip_in([memory])
         return moved
 
     def submit(self, op: int, memory: Any, *others: Any) -> Any:
+        if self._handle.do in ("fail", "hold") and len(others) > 5:  # the native module waits for it by itself
+            return self._engine.submit(op, memory, *others)
         return self._begin(op, [memory], lambda parts: self._engine.submit(op, parts[0], *others))
 
     def submit_many(self, op: int, memories: Any, *others: Any) -> Any:
@@ -136,7 +138,7 @@ class _Engine:
         if number and do == "flip":
             operation.wait(None)
             if operation.exception() is None:
-                _flip_in(memories[-1])
+                _flip_in(memories)
         return operation
 
 
@@ -144,9 +146,11 @@ def _half(memory: Any) -> Any:
     return memory.reshape(-1)[: memory.numel() // 2] if isinstance(memory, torch.Tensor) else memory
 
 
-def _flip_in(memory: Any) -> None:
-    with torch.no_grad():
-        memory.detach().view(-1).view(torch.uint8)[-1] ^= 1
+def _flip_in(memories: Any) -> None:
+    memory = max(memories, key=lambda each: each.numel())
+    if memory.nbytes >= 4096:
+        with torch.no_grad():
+            memory.detach().view(-1).view(torch.uint8)[memory.nbytes // 2] ^= 1
 
 
 class _Failed:
@@ -167,13 +171,17 @@ class Held:
 
     def __init__(self, go: threading.Event, begin: Callable[[], Any]) -> None:
         self._operation: Any = None
+        self._error: BaseException | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._callbacks: list[Callable[[], object]] = []
 
         def run() -> None:
             go.wait(60)
-            self._operation = begin()
-            self._operation.wait(None)
+            try:
+                self._operation = begin()
+                self._operation.wait(None)
+            except (OSError, ValueError) as error:  # nobody waits for it any more, and the file is closed
+                self._error = error
             with self._lock:
                 self._ended.set()
             for callback in self._callbacks:
@@ -198,8 +206,7 @@ class Held:
         callback()
 
     def exception(self) -> BaseException | None:
-        error: BaseException | None = self._operation.exception()
-        return error
+        return self._error or self._operation.exception()
 
     def bytes(self) -> int:
         return int(self._operation.bytes())

@@ -32,6 +32,21 @@ def cause_of(failure: BaseException) -> BaseException:
     return next(iter(failure.failures.values()))[0] if isinstance(failure, CheckpointException) else failure
 
 
+def judge(failure: BaseException, folder: Path, named: bool = True) -> str | None:
+    """Returns why this is not what a caller may expect of a device that fails, or None."""
+    failure = cause_of(failure)
+    if isinstance(failure, AssertionError):  # which DCP made of an OSError of the metadata
+        return None if str(folder) in str(failure) and "Errno" in str(failure) else "names no file"
+    if not isinstance(failure, OSError):
+        return f"{type(failure).__name__} is no OSError"
+    if failure.errno is None or not failure.filename:
+        return "no errno, or no file"
+    if not str(failure.filename).startswith(str(folder)):
+        return f"names {failure.filename}"
+    operation = str(failure.strerror).replace(os.strerror(failure.errno), "")
+    return None if len(operation.strip(" :")) > 2 or not named else "names no operation"
+
+
 def threads() -> int:
     """Returns how many this process has, without io_uring's: the kernel starts and ends those as it sees fit."""
     names = []

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 import nvme_ops
 from nvme_ops._native import native
 from tests.contract.adapters import Capability, WrongResultError
-from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, forget_pages, named, settled
+from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, forget_pages, judge, named, settled
 from tests.faults import faulty_controls
 from tests.faults.faulty_disk import FaultyDisk, end_with_parent
 
@@ -60,21 +60,6 @@ class Outcome:
     how: str = UNMET
     words: str = ""
     wrong: list[str] = field(default_factory=list)
-
-
-def judge(failure: BaseException) -> str | None:
-    """Returns why this is not what a caller may expect of a device that fails, or None."""
-    failure = cause_of(failure)
-    if isinstance(failure, AssertionError):  # which DCP made of an OSError of the metadata
-        return None if str(FaultyDisk.folder) in str(failure) and "Errno" in str(failure) else "names no file"
-    if not isinstance(failure, OSError):
-        return f"{type(failure).__name__} is no OSError"
-    if failure.errno is None or not failure.filename:
-        return "no errno, or no file"
-    if not str(failure.filename).startswith(str(FaultyDisk.folder)):
-        return f"names {failure.filename}"
-    operation = str(failure.strerror).replace(os.strerror(failure.errno), "")
-    return None if len(operation.strip(" :")) > 2 else "names no operation"
 
 
 class Cells:
@@ -171,7 +156,7 @@ class Cells:
     def _failed(self, error: BaseException) -> None:
         traceback.clear_frames(error.__traceback__)
         self.outcome.how, self.outcome.words = "raised", f"{type(error).__name__}: {error}"
-        why = "a stall is no error" if self.do == "stall" else judge(error)
+        why = "a stall is no error" if self.do == "stall" else judge(error, FaultyDisk.folder)
         if why:
             self.outcome.wrong.append(f"{why}: {self.outcome.words}")
 

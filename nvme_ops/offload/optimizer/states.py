@@ -20,7 +20,7 @@ import torch
 
 from nvme_ops.durable import sync_above
 from nvme_ops.engine import Priority
-from nvme_ops.errors import FormatError, note
+from nvme_ops.errors import FormatError, naming, note
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
@@ -436,7 +436,8 @@ class States:
         fd = self._session.open(0, "state_dict")
         try:
             os.unlink(self._session.path(0, "state_dict"))
-            os.posix_fallocate(fd, 0, nbytes)
+            with naming(f"making room for {nbytes} bytes", self._session.path(0, "state_dict")):
+                os.posix_fallocate(fd, 0, nbytes)
         except OSError:
             os.close(fd)
             raise

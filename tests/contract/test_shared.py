@@ -1,0 +1,120 @@
+"""Beside others: threads, forked children, other processes at the same folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import forked, in_child, in_threads
+from tests.contract.adapters import Capability
+from tests.contract.suite import files
+
+Make = Callable[..., Capability]
+
+
+def test_a_forked_child_uses_its_parents_or_is_told_and_takes_nothing_away(
+    one: Capability, make: Make, kind: type[Capability]
+) -> None:
+    before = files(one.folder)
+
+    def child() -> None:
+        try:
+            one.work()
+        except (RuntimeError, ValueError) as error:
+            if not any(word in str(error) for word in ("fork", "parent")):
+                raise
+        own = make("of the child")
+        own.work()
+        own.check()
+        own.close()
+        with contextlib.suppress(RuntimeError):
+            one.close()
+
+    in_child(child)
+    assert files(one.folder) >= before
+    one.check()
+    one.work()
+    one.check()
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_threads_with_one_each_do_not_meet(make: Make) -> None:
+    all_of_them = [make(str(number)) for number in range(3)]
+
+    def work(number: int) -> None:
+        for _ in range(2):
+            all_of_them[number].work()
+        all_of_them[number].check()
+
+    in_threads(work, 3)
+
+
+def test_it_outlives_the_thread_that_made_it(make: Make) -> None:
+    made: list[Capability] = []
+
+    def begin() -> None:
+        made.append(make())
+        made[0].work()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    made[0].work()
+    made[0].check()
+
+
+#: What two programs at one file have to order themselves, or cannot tell apart by what is read.
+ALONE = {
+    **dict.fromkeys(("File", "Handle", "Futures", "Pending", "Tuned", "Adaptive"), "a file is its writers' to order"),
+    "Log": "the records of both are there",
+    "KeptOptimizer": "its states go on with the parameters of the program before",
+    "Pretrained": "the model is written anew by each",
+    **dict.fromkeys(("Load", "LoadTorch", "LoadSharded", "LoadInto", "SafeOpen", "DcpLoad"), "begins with a save"),
+    **dict.fromkeys(("SamplesRead", "Batches"), "begins with a store"),
+}
+
+
+def test_processes_at_one_folder_do_not_mix(make: Make, kind: type[Capability], folder: Path) -> None:
+    if kind.__name__ in ALONE:
+        pytest.skip(ALONE[kind.__name__])
+    make("work").close()
+
+    def body(_: int) -> None:
+        torch.set_num_threads(1)
+        for _ in range(3):
+            with contextlib.suppress(BlockingIOError):  # somebody else has the session
+                one = kind(folder / "work")
+                one.work()
+                one.close()
+
+    with forked(2, body):
+        pass
+    one = make("work")
+    one.work()
+    one.check()
+
+
+def test_one_process_is_killed_beside_another(make: Make, kind: type[Capability], folder: Path) -> None:
+    """What the dead one has left is removed by others at no cost of the living."""
+    one = make("living")
+    one.work()
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            (folder / "living" / "dead").mkdir()
+            other = kind(folder / "living" / "dead")
+            other.work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    make("another").work()
+    one.work()
+    one.check()
