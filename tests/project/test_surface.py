@@ -1,0 +1,72 @@
+"""The public names and their signatures are frozen: they are those of ``surface.txt``.
+
+After a change that was agreed on: ``python -m tests.project.test_surface > tests/project/surface.txt``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("", ".data", ".dcp", ".offload", ".op_builder", ".storage")
+#: Their keywords are frozen when memories other than the host's are there; until then only their names are.
+NAMES_ONLY = "nvme_ops.offload"
+FROZEN = Path(__file__).with_name("surface.txt")
+
+
+def signature(name: str, function: Any) -> str:
+    """The call without types, which may become wider, and without what Python itself adds."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # an exception's is Python's
+        return name
+    bare = [
+        each.replace(annotation=each.empty, default=each.default if is_plain(each.default) else ...)
+        for each in parameters
+        if each.name not in ("self", "cls")
+    ]
+    return f"{name}{inspect.Signature(bare)}"
+
+
+def is_plain(default: object) -> bool:
+    """Whether a default is written alike in every process."""
+    return default is inspect.Parameter.empty or isinstance(default, (bool, int, float, str, tuple, type(None)))
+
+
+def described(name: str, found: Any) -> Iterator[str]:
+    if name.startswith(NAMES_ONLY) or not callable(found):
+        yield name
+    elif not inspect.isclass(found):
+        yield signature(name, found)
+    else:
+        yield name if issubclass(found, Enum) else signature(name, found)
+        bases = [each for each in found.__mro__[1:] if each.__name__ in ("OpBuilder", "aio_handle")]  # are listed too
+        more = found.__mro__[: found.__mro__.index(bases[0])] if bases else found.__mro__
+        own = [vars(each) for each in more if each.__module__.startswith("nvme_ops")]
+        for member in sorted({each for one in own for each in one if not each.startswith("_")}):
+            value = inspect.getattr_static(found, member)
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            yield "  " + (signature(member, value) if inspect.isfunction(value) else member)
+
+
+def surface() -> str:
+    lines: list[str] = []
+    for package in PACKAGES:
+        module = importlib.import_module(f"nvme_ops{package}")
+        for name in sorted(module.__all__):
+            if f".{name}" not in PACKAGES:
+                lines += described(f"{module.__name__}.{name}", getattr(module, name))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_surface_is_what_was_frozen() -> None:
+    assert surface().splitlines() == FROZEN.read_text().splitlines(), __doc__
+
+
+if __name__ == "__main__":
+    print(surface(), end="")
