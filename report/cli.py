@@ -27,13 +27,13 @@ _EPILOG = """\
 examples:
   nvme-report                      the report, on one screen
   nvme-report -v                   all that was looked at
-  nvme-report --path /mnt/nvme     and what that folder's device can do
+  nvme-report --folder /mnt/nvme   and what that folder's device can do
   nvme-report --json | jq .sections.backends.chosen
   nvme-report --strict             exit status 1 when an op cannot be used, for
                                    Dockerfiles and CI
   nvme-report --strict async_io    the same, for this op only
 
-exit status: 0; 1 with --strict when an op or a folder of --path cannot be used;
+exit status: 0; 1 with --strict when an op or a folder cannot be used;
 2 for a wrong argument
 """
 
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
-    add("--path", metavar="DIR", action="extend", nargs="+", default=[], help=words)
+    add("--folder", metavar="DIR", action="extend", nargs="+", default=[], help=words)
     add("-v", "--verbose", action="store_true", help="all that was looked at, and the environment, as ds_report has it")
     add("--json", action="store_true", help="one JSON document with everything, instead of text")
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = Host()
     with contextlib.redirect_stdout(sys.stderr):  # whatever an import prints must not get into the report
         sections = collect(host, options.open_driver)
-        folders = {folder: storage.inspect(host, folder) for folder in options.path}
+        folders = {folder: storage.inspect(host, folder) for folder in options.folder}
     unusable = ops.unusable(sections["ops"], options.strict or ())
     if options.json:
         text = render.as_json(ops.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)

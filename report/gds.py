@@ -140,7 +140,7 @@ def _way(facts: _Facts) -> Result:
         return Result(name, Status.NO, words, f"{missing[0].fix}  # or: {off}", data)
     why_not = _why_not_direct(facts)
     if not why_not:
-        words = "gds where the file system takes part (see --path), else bounce"
+        words = "gds where the file system takes part (see --folder), else bounce"
         return Result(name, Status.OKAY, words, data={**data, "paths": ["gds", "bounce"]})
     if mode == "require":
         words = f"none: gds_handle() raises RuntimeError, because {_MODE}=require and {why_not}"

@@ -168,7 +168,7 @@ def _results(results: Sequence[Result]) -> dict[str, Json]:
 # On one screen: the ops, the backends, what limits them, and what to do
 
 WIDTH = 80
-_MORE = "nvme-report -v: all that was looked at; --path DIR: a folder's device"
+_MORE = "nvme-report -v: all that was looked at; --folder DIR: a folder's device"
 _OPTIONAL = "libaio"  # where another backend is used
 
 

@@ -1,4 +1,4 @@
-"""What ``--path DIR`` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
+"""What ``--folder DIR`` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _directory(host: Host, folder: str) -> Result:
         return Result(name, Status.NO, f"{folder}: {error.strerror}", f"namei -l {quoted}", data)
     if not stat.S_ISDIR(mode):
         parent = shlex.quote(os.path.dirname(os.path.abspath(folder)))
-        return Result(name, Status.NO, f"{folder} is not a directory", f"nvme-report --path {parent}", data)
+        return Result(name, Status.NO, f"{folder} is not a directory", f"nvme-report --folder {parent}", data)
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

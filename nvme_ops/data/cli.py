@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)"
     )
     command.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     for name, words in (
         ("info", "what a store holds; reads only its index"),
         ("verify", "read every sample, and compare checksums where there are any"),
@@ -98,8 +99,11 @@ def _convert(given: argparse.Namespace) -> int:
         byte_bar(source.nbytes, "convert") as advance,
     ):
         count = convert(source, writer, advance)
-    words = f"{count} samples, {size_words(SampleStore(given.folders[0]).nbytes)}, in {', '.join(given.folders)}"
-    show(words)
+    nbytes = SampleStore(given.folders[0]).nbytes
+    if given.json:
+        print(json.dumps({"samples": count, "bytes": nbytes, "folders": given.folders}, indent=2))
+    else:
+        show(f"{count} samples, {size_words(nbytes)}, in {', '.join(given.folders)}")
     return 0
 
 

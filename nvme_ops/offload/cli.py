@@ -34,7 +34,7 @@ _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.
 _EPILOG = """\
 examples:
   nvme-offload plan Llama-70B --memory 16G                   tokens per second
-  nvme-offload plan Llama-70B --memory 16G --device /mnt/b   on another device
+  nvme-offload plan Llama-70B --memory 16G --folder /mnt/b   on another device
   nvme-offload plan Llama-70B --memory 16G --batch 1 32 256 --watts 350
   nvme-offload plan Llama-8B --memory 32G --train            states on NVMe too
   nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     words = "what to expect of a model with so much memory: speed, batch sizes, what limits it"
     command = _command(commands, "plan", words)
     command.add_argument("--memory", type=size_argument, required=True, help="for weights, such as 16G")
-    command.add_argument("--device", metavar="DIR", help="a folder on the storage that is meant (that of MODEL)")
+    command.add_argument("--folder", metavar="DIR", help="on the storage that is meant (that of MODEL)")
     command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="(1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
     command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
     command.add_argument("--watts", type=_amount, metavar="X", help="what the machine takes (measured where it can be)")
-    command.add_argument("--compute-device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
+    command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
 
     words = "generate text, and compare what was reached with what storage and computing allow"
     command = _command(commands, "generate", words)
@@ -80,10 +80,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
     command.add_argument("--batch", type=positive, default=1, metavar="N", help="the prompt so many times at once (1)")
     command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
-    command.add_argument(
-        "--device", "--compute-device", dest="compute_device", default="cpu", metavar="cpu|cuda",
-        help="where it computes (cpu)",
-    )  # fmt: skip
+    command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
     return made
 
 
@@ -109,7 +106,7 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    device, files = _device(given.compute_device), weight_files(given.model)
+    device, files = _device(given.device), weight_files(given.model)
     batches = sorted(set(given.batch))
     if given.train:
         return _plan_training(given, device, files, batches)
@@ -119,7 +116,7 @@ def _plan(given: argparse.Namespace) -> int:
             sizes, about = sizes_of(model)
         _require_context(model.config, given.prompt_length + given.new_tokens)
         step("storage")
-        measured = rates(files, given.device, device)
+        measured = rates(files, given.folder, device)
         try:
             layers = Layers(model, given.memory, device, measured.device_free)
             sizes = replace(sizes, cache=layers.cache_bytes())
@@ -148,7 +145,7 @@ def _plan_training(given: argparse.Namespace, device: torch.device, files: Seque
             parameters = list(model.parameters())
         _require_context(model.config, given.prompt_length)
         step("storage")
-        folder = given.device or os.path.dirname(os.path.abspath(files[0]))
+        folder = given.folder or os.path.dirname(os.path.abspath(files[0]))
         rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
         step("computing")
         try:
@@ -177,7 +174,7 @@ def _show(given: argparse.Namespace, plan: Any) -> None:
 
 
 def _generate(given: argparse.Namespace) -> int:
-    device, files = _device(given.compute_device), weight_files(given.model)
+    device, files = _device(given.device), weight_files(given.model)
     tokenizer = _tokenizer(given.model, os.path.dirname(files[0]))
     if given.prompt is not None and tokenizer is None:
         raise ValueError(f"{given.model} has no tokenizer: give the prompt as ids of tokens, --ids 1,2,3")
@@ -306,7 +303,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"--compute-device {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return device
 
 

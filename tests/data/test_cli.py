@@ -45,12 +45,15 @@ def test_a_folder_of_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert torch.equal(found["data"], pattern(number * 1000, number))
 
 
-def test_a_folder_without_classes(folder: Path) -> None:
+def test_a_folder_without_classes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "source").mkdir()
     (folder / "source" / "a.txt").write_text("abc")
     (folder / "source" / "empty").touch()
-    assert run("convert", folder / "source", folder / "store") == 0
+    assert run("convert", folder / "source", folder / "store", "--json") == 0
     found = SampleStore(folder / "store").read([0, 1])
+    assert json.loads(capsys.readouterr().out) == {
+        "samples": 2, "bytes": SampleStore(folder / "store").nbytes, "folders": [str(folder / "store")]
+    }  # fmt: skip
     assert [each["name"] for each in found] == ["a.txt", "empty"]
     assert set(found[0]) == {"data", "name"}
 

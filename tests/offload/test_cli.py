@@ -123,7 +123,7 @@ def test_a_plan_as_text(llama: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_plan_as_a_document(llama: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "plan", llama, "--memory", "8M", "--device", folder, "--batch", 2, "--watts", 100)
+    found = document(capsys, "plan", llama, "--memory", "8M", "--folder", folder, "--batch", 2, "--watts", 100)
     (each,) = found["batches"]
     assert each["batch"] == 2
     assert found["cache_bytes_per_token"] * 2 * 256 == each["cache_bytes"] < each["beside_bytes"]
@@ -137,7 +137,7 @@ def test_a_plan_as_a_document(llama: Path, folder: Path, capsys: pytest.CaptureF
 
 def test_a_plan_of_training(llama: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(llama), "--memory", "160M", "--train", "--batch", "1", "1000", "--prompt-length", "16"]
-    assert cli.main([*words, "--device", str(folder)]) == 0
+    assert cli.main([*words, "--folder", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert re.search(
@@ -316,7 +316,7 @@ def test_a_model_without_keys_and_values(folder: Path, capsys: pytest.CaptureFix
         (["--prompt", "hello"], "no tokenizer: give the prompt as ids of tokens, --ids 1,2,3"),
         (["--ids", "1,2000"], "token 2000 is not in the vocabulary of the model, which has 2000"),
         (["--ids", "1", "--new-tokens", "512"], "513 together, and the model takes 512"),
-        (["--ids", "1", "--device", "nowhere"], "--compute-device nowhere: "),
+        (["--ids", "1", "--device", "nowhere"], "--device nowhere: "),
     ],
 )
 def test_a_prompt_that_cannot_be(words: list[str], reason: str, llama: Path, capsys: Any) -> None:

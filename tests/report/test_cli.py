@@ -50,14 +50,14 @@ def broken_torch(folder: Path, body: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    done = report("-v", "--path", "/dev/shm", "--path", "/no/such/folder")
+    done = report("-v", "--folder", "/dev/shm", "--folder", "/no/such/folder")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def document() -> Document:
-    done = report("--json", "--path", "/dev/shm", "/no/such/folder")
+    done = report("--json", "--folder", "/dev/shm", "/no/such/folder")
     assert done.returncode == 0, done.stderr
     return parsed(done)
 
@@ -85,8 +85,8 @@ def test_the_last_line_is_the_verdict(text: str) -> None:
 
 
 def test_strict_fails_for_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    assert report("--strict", "async_io", "--path", str(tmp_path)).returncode == 0
-    done = report("--strict", "async_io", "--path", str(tmp_path / "nosuch"))
+    assert report("--strict", "async_io", "--folder", str(tmp_path)).returncode == 0
+    done = report("--strict", "async_io", "--folder", str(tmp_path / "nosuch"))
     assert done.returncode == 1
     assert "nosuch cannot be used: " in done.stderr
 
@@ -231,7 +231,7 @@ def test_wrong_arguments_end_with_status_2() -> None:
     done = report("--no-such-flag")
     assert done.returncode == 2
     assert "--no-such-flag" in done.stderr
-    assert report("--path").returncode == 2
+    assert report("--folder").returncode == 2
     assert report("--js").returncode == 2  # no abbreviations: they break when a flag is added
     assert report("--strict", "no_such_op").returncode == 2
 
@@ -240,7 +240,7 @@ def test_help_and_version_answer() -> None:
     done = report("--help")
     assert done.returncode == 0
     flags = (
-        "--path DIR",
+        "--folder DIR",
         "--json",
         "--verbose",
         "--strict",
@@ -262,7 +262,7 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
 def test_a_folder_of_any_name_can_be_written_to_an_ascii_terminal(tmp_path: Path) -> None:
     folder = tmp_path / "ünïcode folder"
     environment = broken_torch(tmp_path, "raise ImportError")
-    done = report("--path", str(folder), PYTHONIOENCODING="ascii", **environment)
+    done = report("--folder", str(folder), PYTHONIOENCODING="ascii", **environment)
     assert done.returncode == 0, done.stderr
     assert "mkdir -p" in done.stdout
 
@@ -275,7 +275,7 @@ def test_it_works_without_proc_and_sys(tmp_path: Path) -> None:
     if probe.returncode:
         pytest.skip(f"needs a mount namespace: {probe.stderr.strip()}")
     environment = {**os.environ, **broken_torch(tmp_path, "raise ImportError")}
-    command = [*UNSHARE, "sh", "-c", f"{hide} && {sys.executable} -m nvme_ops.report -v --path {tmp_path}"]
+    command = [*UNSHARE, "sh", "-c", f"{hide} && {sys.executable} -m nvme_ops.report -v --folder {tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "aio-max-nr ....................... [WARNING] cannot read /proc/sys/fs/aio-max-nr" in done.stdout

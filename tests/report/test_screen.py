@@ -31,7 +31,7 @@ def screen(sections: dict[str, list[Result]], storage: Any = (), **style: bool) 
 
 
 def test_on_this_machine_it_is_one_screen(tmp_path: Path) -> None:
-    done = report("--path", str(tmp_path))
+    done = report("--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= WIDTH

@@ -1,4 +1,4 @@
-"""What ``--path`` shows, on real file systems where they can be made and on a made-up sysfs for devices."""
+"""What ``--folder`` shows, on real file systems where they can be made and on a made-up sysfs for devices."""
 
 from __future__ import annotations
 
