@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -177,35 +176,6 @@ def test_the_last_page_of_a_tensor_does_not_wait_in_the_page_cache(folder: Path)
             assert native().cached_pages(fd, 0, 0) in (0, None)
         finally:
             os.close(fd)
-
-
-def test_after_a_restart_a_store_is_as_it_was_synced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was put later may be named though it never got to the device. It is there as long as the machine runs."""
-    session = kept(folder)
-    store = TensorStore(session)
-    store.put("stays", torch.ones(5000))
-    store.put("dropped", torch.ones(5000))
-    store.sync()
-    for number in range(5):
-        store.put("stays", torch.full((5000,), number)).result()
-        store.put(f"new {number}", torch.full((5000,), number)).result()
-    store.drop("dropped")
-    lines, slab = Path(session.path(0, "index")), Path(session.path(0, "slab"))
-    left = {path: path.read_bytes() for path in (lines, slab)}
-    store.close()
-    session.close()
-    for restarted in (False, True):
-        for path, content in left.items():
-            path.write_bytes(content)
-        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-            if restarted:
-                patch.setattr(journal, "boot_id", lambda: "another")
-            store = stack.enter_context(TensorStore(stack.enter_context(kept(folder))))
-            assert len(store) == (2 if restarted else 6)
-            for key in store:
-                future = store.get(key)
-                future.result()
-                assert future.tensor.unique().tolist() == [1 if restarted else 4 if key == "stays" else int(key[-1])]
 
 
 def damage(content: bytes, begin: int) -> bytes:

@@ -65,35 +65,6 @@ def found(folder: Path) -> dict[str, str]:
 ALL_OLD, ALL_NEW = dict.fromkeys(OLD, "old"), dict.fromkeys(OLD, "new")
 
 
-def test_values_are_there_in_the_next_session(folder: Path) -> None:
-    fill(folder)
-    with opened(folder) as session, TensorStore(session) as store:
-        assert session.found
-        assert sorted(store.keys()) == sorted(OLD)
-        for key, tensor in OLD.items():
-            assert torch.equal(got(store, key), tensor)
-            assert got(store, key).stride() == tensor.stride()
-        store.put("a", NEW["a"])
-        store.drop("b")
-    with opened(folder) as session, TensorStore(session) as store:
-        assert sorted(store.keys()) == ["a", "none"]
-        assert torch.equal(got(store, "a"), NEW["a"])
-
-
-def test_striped_values_are_there_in_the_next_session(folder: Path) -> None:
-    places = [folder / "a", folder / "b"]
-    for place in places:
-        place.mkdir()
-    for seed in range(2):
-        with Session(places, name="job", reuse=True) as session, TensorStore(session, weights=[1, 2]) as store:
-            if seed:
-                assert torch.equal(got(store, "large"), pattern(9 * MIB, 0))
-            store.put("large", pattern(9 * MIB, seed)).result()
-            assert store.bytes_in_use == (1 + seed) * 9 * MIB  # a power failure would bring back the first one
-            store.sync()
-            assert store.bytes_in_use == 9 * MIB
-
-
 def test_checksums_are_compared_in_the_next_session(folder: Path) -> None:
     with opened(folder) as session, TensorStore(session, checksums=True) as store:
         store.put("a", OLD["a"]).result()

@@ -75,22 +75,6 @@ def test_weights_are_as_many_as_folders(places: list[Path]) -> None:
         TensorStore(session, weights=torch.ones(3).tolist())  # nothing has stayed of those
 
 
-def test_a_striped_tensor_comes_back(places: list[Path]) -> None:
-    with Session(places, name="job") as session, TensorStore(session, weights=[3, 1, 2], checksums=True) as store:
-        large, small = pattern(12 * MIB + 5), [pattern(100_000, seed) for seed in range(6)]
-        futures = [store.put("large", large), *(store.put(f"small{index}", each) for index, each in enumerate(small))]
-        assert [future.result() for future in futures] == [len(large)] + [100_000] * 6
-        for key, tensor in {"large": large, **{f"small{index}": each for index, each in enumerate(small)}}.items():
-            future = store.get(key)
-            assert future.result() == len(tensor)
-            assert torch.equal(future.tensor, tensor)
-        used = [os.stat(session.path(number, "slab")).st_size for number in range(3)]
-        assert min(used) > 0
-        for key in store:
-            store.drop(key)
-        assert store.bytes_in_use == 0
-
-
 def test_rates_are_measured_once_at_the_first_put(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
