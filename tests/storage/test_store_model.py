@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nvme_ops.settings import PAGE
-from nvme_ops.storage import Session, TensorStore, striped
+from nvme_ops.storage import Session, TensorStore, journal, striped
 from nvme_ops.storage.slab import Slab
 from nvme_ops.storage.store import StoreFuture
 from tests.conftest import KIB, pattern
@@ -27,7 +27,7 @@ SIZES = st.sampled_from([0, 8, 5000, 5000, PAGE, 40 * KIB, 100_000])
 
 
 class Model(RuleBasedStateMachine):
-    """A store in two folders that are not kept, with slabs and stripes so small that tensors are divided."""
+    """A store in two folders that are not kept, with slabs, stripes and journals so small that much happens."""
 
     kept = False
 
@@ -35,6 +35,7 @@ class Model(RuleBasedStateMachine):
         super().__init__()
         self.small = contextlib.ExitStack()
         self.small.enter_context(mock.patch.object(striped, "STRIPE", 16 * KIB))
+        self.small.enter_context(mock.patch.object(journal, "_LINES", 3))
         self.small.enter_context(mock.patch.object(Slab.__init__, "__defaults__", (64 * KIB,)))
         self.top = Path(tempfile.mkdtemp(dir=os.environ.get("NVME_OPS_TEST_FOLDER")))
         self.values: dict[str, torch.Tensor] = {}
