@@ -87,7 +87,6 @@ BEFORE = {
     ("data.md", 0): SAMPLES + ACCELERATOR,
     ("dcp.md", 0): MODEL + "state_dict = model.state_dict()",
     ("gds.md", 0): MODEL + FILE + ACCELERATOR + "tensor_on_gpu = tensor.to('cuda')".replace("'", '"'),
-    ("index.md", 0): SAMPLES,
     ("offload.md", 0): LLAMA,
     ("offload.md", 1): MODEL + "x = torch.ones(2, 512)",
     ("offload.md", 2): ONE_RANK,
