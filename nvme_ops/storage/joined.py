@@ -170,3 +170,8 @@ class JoinedOperation:
 def as_operation(joined: JoinedOperation) -> Operation:
     """For ``IoFuture``, which looks at no more than what is above."""
     return cast("Operation", joined)
+
+
+def joined(transfers: list[IoFuture]) -> IoFuture:
+    """Returns one future for several transfers, which has ended when all have, with the first failure."""
+    return IoFuture(as_operation(JoinedOperation(transfers, lambda _: None)))

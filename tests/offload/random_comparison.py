@@ -325,7 +325,7 @@ class Comparison:
                     return
         self.ours.forget_all()
         self.plain.forget_all()
-        residents._PATIENCE = window._PATIENCE = 3.0  # of a device that is slow, and of nobody else
+        residents.Residents.patience = window.Window.patience = 3.0  # of a device that is slow, and of nobody else
         for (name, mine), its in zip(self.ours.model.named_parameters(), self.plain.model.parameters(), strict=True):
             try:
                 with torch.no_grad():

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
+from nvme_ops.offload.residency import Entry, Residency, Stats
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.settings import ALIGNMENT, PAGE
+from nvme_ops.storage.joined import joined
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
 
 #: An embedding of which a larger share than one of so many rows is used is read as a whole.
 MANY_ROWS = 4
-_PATIENCE = 60.0  # seconds after which memory that other threads hold is given up
 
 
 @dataclass
-class WindowStats:
+class WindowStats(Stats):
     """What a window has read since it was made."""
 
-    bytes_read: int = 0  #: from the files
-    bytes_on_demand: int = 0  #: of these, what was not foreseen
     uses: int = 0  #: of weights
-    seconds_waited: float = 0.0  #: by computation, for weights that were on their way
     bytes_kept: int = 0  #: of weights that stay in memory
-    peak_bytes: int = 0  #: the most memory that weights had at once
     quantization_error: float = 0.0  #: of weights quantized here: root of the mean square, relative to theirs
 
 
-class _Held:
-    """A weight in memory, or on its way there."""
+class _Weight(Entry):
+    """A weight that may be in memory."""
 
-    __slots__ = ("ahead", "memory", "tensor", "transfers")
-
-    def __init__(self, memory: torch.Tensor, tensor: torch.Tensor, transfers: list[IoFuture], ahead: bool) -> None:
-        self.memory, self.tensor, self.ahead = memory, tensor, ahead
-        self.transfers = transfers  # none of which is left once it has arrived
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.span)
+        self.source = source
 
 
-class Window:
+class Window(Residency[_Weight]):
     """Reads weights ahead of their use, into a bounded amount of memory, and keeps those that are worth it.
 
     Any thread may call any method. A weight that somebody still has a tensor of keeps its memory until that is gone.
@@ -60,20 +51,21 @@ class Window:
         others: weights that may be used beside these.
     """
 
+    patience = 60.0
+    _closed_error = "the weights of this model were closed"
+    _forked_error = "these weights are streamed by the parent process: load the model in this one"
+    _stats: WindowStats
+
     def __init__(
         self, budget: int, device: torch.device, foreseen: Sequence[Source], others: Sequence[Source] = ()
     ) -> None:
         sizes = [source.room for source in (*foreseen, *others)]
-        self._device, self._process = device, os.getpid()
-        self._lock = threading.RLock()
-        nbytes = max(PAGE, min(budget // PAGE * PAGE, sum(sizes)))
-        self._memory = memory_on(device, nbytes)
+        super().__init__(memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes)))), WindowStats())
+        self._device = device
         self._order = Order(foreseen)
-        self._held: dict[Source, _Held] = {}
+        self._weights: dict[Source, _Weight] = {}
         self._keep: set[Source] = set()
         self._complete = False  # all that is used is in memory
-        self._stats = WindowStats()
-        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -89,41 +81,20 @@ class Window:
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
         """
-        while (tensor := self._arrived(source, self._take(source))) is None:
-            pass
-        return tensor
+        return self._fetch(self._weight(source), source)
 
-    def _take(self, source: Source) -> _Held:
-        """Returns the weight, in memory or on its way there; waits for memory where there is none."""
-        deadline = 0.0
-        while True:
-            seen = native().endings()
-            with self._lock:
-                self._require_open()
-                held = self._held.get(source) or self._begin(source, Priority.DEMAND) or self._begin_evicting(source)
-                if held is not None:
-                    self._note_use(source)
-                    return held
-            deadline = deadline or time.monotonic() + _PATIENCE
-            if source.span > self._memory.nbytes:
-                raise MemoryError(
-                    f"a weight of {size_words(source.nbytes)} is used as a whole, and the memory_budget leaves "
-                    f"{size_words(self._memory.nbytes)} for such"
-                )
-            if time.monotonic() > deadline:
-                raise MemoryError(
-                    f"no memory for a weight of {size_words(source.nbytes)}: other weights that are in use have "
-                    f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
-                )
-            native().wait_for_ending(seen, 1.0)
+    def _weight(self, source: Source) -> _Weight:
+        return self._weights.get(source) or self._weights.setdefault(source, _Weight(source))
 
     def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
         """Returns some rows of a matrix in new memory; None where it is better read as a whole."""
         if len(indices) * MANY_ROWS > source.shape[0]:
             return None
-        while (held := self._found(source)) is not None:  # which is no use of the whole: it would be read ahead again
-            if (tensor := self._arrived(source, held)) is not None:
-                return tensor[list(indices)]
+        weight = self._weight(source)
+        while (found := self._found(weight)) is not None:  # which is no use of the whole: it would be read ahead again
+            values, arriving, demanded = found
+            if arriving is None or self._arrived(weight, arriving, demanded):
+                return values[list(indices)]
         row = source.nbytes // source.shape[0]
         memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self._device)
         targets, extents = [], []
@@ -136,41 +107,37 @@ class Window:
         for transfer in _submit(zip(extents, targets, strict=True)):
             transfer.result()
         with self._lock:
-            self._stats.bytes_read += row * len(indices)
-            self._stats.bytes_on_demand += row * len(indices)
+            self._count_read(row * len(indices), Priority.DEMAND)
         return memory
 
     def stats(self) -> WindowStats:
         """What was read up to now."""
         with self._lock:
-            kept = sum(source.nbytes for source in self._keep if source in self._held)
+            kept = sum(each.source.nbytes for each in self._in_memory if each.source in self._keep)
             return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": self._memory.peak})
 
     def note_error(self, error: float) -> None:
         """Has ``stats`` tell what quantizing did to the weights."""
         self._stats.quantization_error = error
 
-    def close(self) -> None:
-        """Waits for what is on its way; memory goes back with the last tensor over it. Once or more."""
-        with self._lock:
-            self._closed = True
-            held, self._held = list(self._held.values()), {}
-        if self._process == os.getpid():
-            for each in held:
-                for transfer in each.transfers:
-                    transfer.exception()
+    # The policy
 
-    # Below
+    def _prepare(self, entry: _Weight) -> None:
+        if entry.nbytes > self._memory.nbytes:
+            raise MemoryError(
+                f"a weight of {size_words(entry.source.nbytes)} is used as a whole, and the memory_budget leaves "
+                f"{size_words(self._memory.nbytes)} for such"
+            )
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError("the weights of this model were closed")
-        if self._process != os.getpid():
-            raise RuntimeError("these weights are streamed by the parent process: load the model in this one")
+    def _too_little(self, entry: _Weight) -> MemoryError:
+        return MemoryError(
+            f"no memory for a weight of {size_words(entry.source.nbytes)}: other weights that are in use have "
+            f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+        )
 
-    def _note_use(self, source: Source) -> None:
+    def _note_use(self, use: Source) -> None:
         self._stats.uses += 1
-        self._order.use(source)
+        self._order.use(use)
         if self._order.round_is_over():
             self._choose()
         if not self._complete:
@@ -184,7 +151,7 @@ class Window:
         total = sum(nbytes for _, _, nbytes in weights)
         if total <= self._memory.nbytes:
             self._keep = {source for source, _, _ in weights}
-            self._complete = all(source in self._held for source in self._keep)
+            self._complete = all(self._weight(source) in self._in_memory for source in self._keep)
             return
         self._complete = False
         self._keep = what_stays(weights, self._memory.nbytes)
@@ -201,38 +168,34 @@ class Window:
                     break
             wanted.append(source)
         used = always | set(wanted)
-        for source in [each for each in self._held if each not in used]:
-            self._release(source)
-        for source in wanted:
-            if source not in self._held and self._begin(source, Priority.PREFETCH) is None:
+        for each in [each for each in self._in_memory if each.source not in used]:
+            self._forget(each)
+        for number, source in enumerate(wanted):
+            weight = self._weight(source)
+            if weight.values is None and not self._begin(weight, Priority.PREFETCH, number):
                 break
 
-    def _release(self, source: Source) -> None:
-        held = self._held.pop(source)  # what is on its way keeps its memory until it has arrived
-        if held.ahead:  # and nobody else will ask how it ended; a thread that waits for it reads it again
-            for transfer in held.transfers:
-                transfer.request_cancel()
-
-    def _begin_evicting(self, source: Source) -> _Held | None:
-        """Makes room: by what is read ahead, from the end, and then by what is kept."""
+    def _victims(self, after: int) -> Iterable[_Weight]:
+        """Yields what was read ahead, from the end, then what is kept, and at last what is in use."""
+        if after >= 0:  # nothing leaves for a read ahead: what is not wanted has left already
+            return []
         current = self._order.current()
-        candidates = [each for each in self._held if each not in current]
         ahead = {each: number for number, each in enumerate(self._order.ahead())}
-        candidates.sort(key=lambda each: (each in self._keep, -ahead.get(each, len(ahead))))
-        for each in [*candidates, *current]:
-            if each in self._held:
-                self._release(each)
-                self._complete = False
-                if (held := self._begin(source, Priority.DEMAND)) is not None:
-                    return held
-        return None
 
-    def _begin(self, source: Source, priority: Priority) -> _Held | None:
-        """Starts to read it; None where there is no memory now."""
+        def worth(each: _Weight) -> tuple[bool, bool, int]:
+            source = each.source
+            return source in current, source in self._keep, -ahead.get(source, len(ahead))
+
+        return sorted(self._in_memory, key=worth)
+
+    def _leave(self, entry: _Weight) -> bool:
+        self._forget(entry)
+        self._complete = False
+        return True
+
+    def _read(self, entry: _Weight, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
+        source = entry.source
         skipped, nbytes = source.skipped, source.span
-        memory = self._memory.allocate(max(nbytes, 1))
-        if memory is None:
-            return None
         if skipped or nbytes > source.nbytes:  # whole pages, which need no copy
             file, start, _ = source.extents[0]
             end = min(file.size, start - skipped + nbytes)
@@ -241,40 +204,14 @@ class Window:
             starts = _starts(source.extents)
             pieces = [(each, memory[at : at + each.nbytes]) for each, at in zip(source.extents, starts, strict=True)]
         transfers = _submit(pieces, priority)
-        self._stats.bytes_read += sum(extent.nbytes for extent, _ in pieces)
-        if priority is Priority.DEMAND:
-            self._stats.bytes_on_demand += source.nbytes
+        self._count_read(sum(extent.nbytes for extent, _ in pieces), priority)
         values = memory[skipped : skipped + source.nbytes].view(source.dtype).view(source.shape)
-        held = _Held(memory, values, transfers, priority is Priority.PREFETCH)
-        self._held[source] = held
-        return held
+        return values, transfers[0] if len(transfers) == 1 else joined(transfers)
 
-    def _found(self, source: Source) -> _Held | None:
+    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None, bool] | None:
         with self._lock:
-            self._require_open()
-            return self._held.get(source)
-
-    def _arrived(self, source: Source, held: _Held) -> torch.Tensor | None:
-        """Waits for a weight; None where reading it ahead failed, which is retried on demand."""
-        if not held.transfers:
-            return held.tensor
-        begin = time.perf_counter()
-        try:
-            for transfer in list(held.transfers):
-                transfer.result()
-        except BaseException as error:
-            with self._lock:
-                if self._held.get(source) is held:
-                    del self._held[source]
-            again = held.ahead and isinstance(error, Exception)
-            del held  # the traceback would keep its memory
-            if again:
-                return None
-            raise
-        held.transfers.clear()
-        with self._lock:
-            self._stats.seconds_waited += time.perf_counter() - begin
-        return held.tensor
+            self.require_open()
+            return None if weight.values is None else (weight.values.detach(), weight.arriving, weight.demanded)
 
 
 def least_budget(sources: Sequence[Source]) -> int:
