@@ -22,7 +22,6 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.device_memory import Memory
 
 _LONG = 0.2  # seconds without an ending of any transfer
 
@@ -120,23 +119,27 @@ class Patience:
 class Residency(Open, Generic[E]):
     """Fetches entries into a bounded amount of memory. Any thread may call any method.
 
-    A policy says how an entry is read (``_read``), what follows a use (``_note_use``), which entries may leave and in
-    which order (``_victims``), and what has to be done before one does (``_leave``).
+    A policy says whose memory it is (``_allocate``), how an entry is read (``_read``), what follows a use
+    (``_note_use``), which entries may leave and in which order (``_victims``), and what has to be done before one does
+    (``_leave``).
 
     Args:
-        memory: what the entries share.
         stats: counts what is moved.
     """
 
     patience: ClassVar[float] = 30.0  #: seconds after which memory that others hold is given up
 
-    def __init__(self, memory: Memory, stats: Stats) -> None:
+    def __init__(self, stats: Stats) -> None:
         super().__init__()
         self._lock = threading.RLock()
-        self._memory, self._stats = memory, stats
+        self._stats = stats
         self._in_memory: MutableMapping[E, None] = {}  # in the order in which they came
 
     # What a policy says
+
+    def _allocate(self, entry: E) -> torch.Tensor | None:
+        """Returns memory for an entry; None while there is none."""
+        raise NotImplementedError
 
     def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
         """Starts to fill the memory of an entry; returns the tensor over it, and no transfer where it has no bytes.
@@ -205,11 +208,10 @@ class Residency(Open, Generic[E]):
 
     def _begin(self, entry: E, priority: Priority, after: int = -1) -> bool:
         """Starts to fetch an entry; returns False while there is no memory for it."""
-        nbytes = max(1, entry.nbytes)
         with torch.inference_mode(False):  # what is read there may be changed elsewhere
-            memory = self._memory.allocate(nbytes)
+            memory = self._allocate(entry)
             if memory is None:
-                memory = self._make_room(nbytes, after)
+                memory = self._make_room(entry, after)
             if memory is None:
                 return False
             try:
@@ -223,12 +225,12 @@ class Residency(Open, Generic[E]):
         entry.values, entry.memory = values, memory
         return True
 
-    def _make_room(self, nbytes: int, after: int) -> torch.Tensor | None:
+    def _make_room(self, entry: E, after: int) -> torch.Tensor | None:
         """Has entries leave until there is memory in one piece; returns None where there is none now."""
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         for each in self._victims(after):
             if self._leave(each):
-                memory = self._memory.allocate(nbytes)
+                memory = self._allocate(entry)
                 if memory is not None:
                     return memory
         return None
@@ -242,13 +244,13 @@ class Residency(Open, Generic[E]):
         begin = time.perf_counter()
         try:
             arriving.result()
-        except BaseException as error:
+        except Exception as error:
             with self._lock:
                 if entry.arriving is arriving:
                     self._forget(entry)
             del arriving
             free_frames(error)
-            if not demanded and isinstance(error, Exception):
+            if not demanded:
                 return False
             raise
         with self._lock:

@@ -281,7 +281,7 @@ def test_ctrl_c_while_a_graph_is_freed(folder: Path, monkeypatch: pytest.MonkeyP
     gc.collect()
     saving.stats()
     assert not saving._activations._units
-    assert saving._activations._in_memory == 0
+    assert saving._activations._bytes_in_memory == 0
 
 
 def test_ctrl_c_before_a_unit_is_forgotten_does_not_lose_it(folder: Path) -> None:
@@ -291,13 +291,13 @@ def test_ctrl_c_before_a_unit_is_forgotten_does_not_lose_it(folder: Path) -> Non
     with saving:
         loss = x.sin().exp().sum()
     del loss
-    forget = inside._forget
+    forget = inside._drop
 
     def interrupted(_: Any) -> None:
-        inside._forget = forget
+        inside._drop = forget
         raise KeyboardInterrupt
 
-    inside._forget = interrupted
+    inside._drop = interrupted
     with pytest.raises(KeyboardInterrupt):
         saving.stats()
     saving.stats()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from nvme_ops.offload.activations.failures import NOT_READ, named, without_frame
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, Ticket, TicketRef, Unit
+from nvme_ops.offload.residency import Residency
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.store import TensorStore
@@ -31,7 +34,7 @@ _YOUNG = 2  # units that a thread saved last and that an operation may still wri
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
 
 
-class Activations:
+class Activations(Residency[Unit]):
     """Units that are used again in reverse order: the last ones stay in memory, the others wait on storage.
 
     The budget holds what was saved last. What no longer fits is written, the oldest first, while the program goes on;
@@ -48,6 +51,10 @@ class Activations:
         handle: moves the bytes.
     """
 
+    _closed_error = "what keeps these tensors on storage was closed"
+    _forked_error = "save_on_nvme is the parent process's: make one in this process"
+    _stats: ActivationStats
+
     def __init__(
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -56,12 +63,13 @@ class Activations:
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        self._budget, self._process = budget, os.getpid()
-        self._lock = threading.RLock()
+        super().__init__(ActivationStats())
+        self._budget, self._native = budget, native()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
-        self._held, self._writing, self._restored = Group(), Group(), Group()  # those in memory
+        self._held, self._writing = Group(), Group()  # in memory, as it was saved
+        self._in_memory = self._restored = Group()  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # of units to be forgotten; appended to by whatever frees the tickets
         self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
@@ -71,8 +79,6 @@ class Activations:
         self._before = ActivationStats()  # when this pass began
         self._ended: Pass | None = None
         self._pooling = False  # torch takes memory for large tensors from the pool
-        self._stats = ActivationStats()
-        self._closed = False
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
             self._store = undo.enter_context(TensorStore(session, checksums=checksums, handle=handle))
@@ -87,19 +93,28 @@ class Activations:
             RuntimeError: in a forked child.
         """
         with self._lock:
-            self._require_open()
+            self.require_open()
             self._collect()
-            ticket = None
-            for each in (place, whole_of(tensor)):
-                known = self._by_place.get(each)
-                if ticket is None and known and known.ticket and known.has_bytes_of(tensor):
-                    ticket = known.ticket()
-            ticket = ticket or self._add(tensor, place)
-            unit = ticket.unit
+            unit = self._known(tensor, place)
+            ticket = unit.ticket() if unit is not None and unit.ticket is not None else None
+            if unit is None or ticket is None:
+                unit, ticket = self._add(tensor, place)
             if unit.memory is not None and unit.original and unit.place.part is None:
                 unit.seen.append((tensor.detach(), tensor._version))
-        self._make_room(unit)
+            write = self._write_some(unit)
+        if write is not None:
+            self._wait_for(write, unit)
         return ticket
+
+    def _known(self, tensor: torch.Tensor, place: StoragePart) -> Unit | None:
+        """Returns the unit that has the bytes of a tensor already."""
+        unit = self._by_place.get(place)
+        if unit is not None and unit.has_bytes_of(tensor):
+            return unit
+        if place.part is None:
+            return None
+        unit = self._by_place.get(whole_of(tensor))
+        return unit if unit is not None and unit.has_bytes_of(tensor) else None
 
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Returns the bytes, and starts to read what was saved before them.
@@ -109,35 +124,20 @@ class Activations:
             RuntimeError: they were modified after they had been saved; or not in memory, in a forked child.
             ValueError: it was closed.
         """
-        memory, failure, demanded = self._arrived(ticket.unit)
-        if failure is not None and not demanded:  # a read ahead that failed is repeated on demand
-            memory, failure, _ = self._arrived(ticket.unit)
-        if failure is None:
-            if is_changed(memory, ticket.unit.handed_out):
-                raise modified(ticket.unit.dtype, ticket.unit.shape)
-            return memory
-        del memory
-        raise named(failure, ticket.unit, NOT_READ)
-
-    def _arrived(self, unit: Unit) -> tuple[torch.Tensor, BaseException | None, bool]:
-        """Waits for a unit. Returns its memory, its read's failure, and whether that was started on demand."""
-        with self._lock:
-            memory, arriving, demanded = self._begin(unit)
-            self._asked = time.perf_counter()
-        if arriving is None:
-            return memory, None, demanded
-        begin = time.perf_counter()
-        try:
-            failure = arriving.exception()
-        finally:
-            self._stats.seconds_waited += time.perf_counter() - begin
-        with self._lock:
-            self._asked = time.perf_counter()
-            if unit.arriving is arriving:
-                unit.arriving, unit.handed_out = None, memory._version  # which counts copies to an accelerator
-                if failure is not None:
-                    self._release(unit)
-        return memory, failure, demanded
+        unit = ticket.unit
+        while True:
+            with self._lock:
+                memory, arriving, demanded = self._take(unit)
+                self._asked = time.perf_counter()
+            try:
+                if arriving is None or self._arrived(unit, arriving, demanded):
+                    break
+            except Exception as error:
+                del memory
+                raise named(error, unit, NOT_READ) from None
+        if is_changed(memory, unit.handed_out):
+            raise modified(unit.dtype, unit.shape)
+        return memory
 
     def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
@@ -171,11 +171,11 @@ class Activations:
             self._closed = True
             self._end_pooling()
             if self._process == os.getpid():
-                for unit in self._writing.units():
+                for unit in list(self._writing):
                     self._cancel(unit)
         with contextlib.suppress(OSError):  # of a write that nobody needs any more
             self._undo.close()
-        native().trim_pool(_IN_FLIGHT)
+        self._native.trim_pool(_IN_FLIGHT)
 
     def __del__(self) -> None:
         """Removes the files once the last graph is gone."""
@@ -184,17 +184,11 @@ class Activations:
 
     # Below, with the lock
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ValueError("what keeps these tensors on storage was closed")
-        if self._process != os.getpid():
-            raise RuntimeError("save_on_nvme is the parent process's: make one in this process")
-
     @property
-    def _in_memory(self) -> int:
+    def _bytes_in_memory(self) -> int:
         return self._held.nbytes + self._writing.nbytes + self._restored.nbytes
 
-    def _add(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
+    def _add(self, tensor: torch.Tensor, place: StoragePart) -> tuple[Unit, Ticket]:
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit)
         unit.ticket = TicketRef(ticket, self._gone)
@@ -202,25 +196,23 @@ class Activations:
         self._largest = max(self._largest, unit.nbytes)
         self._units[unit.number] = unit
         self._by_place[place] = unit
-        self._held.add(unit)
+        self._held[unit] = None
         self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
         if not self._pooling:
-            self._pooling = native().allocate_from_pool(True)
+            self._pooling = self._native.allocate_from_pool(True)
         if not self._this_pass:
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self._stats))
         self._this_pass += unit.nbytes
         self._stats.bytes_saved += unit.nbytes
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
-        return ticket
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._bytes_in_memory)
+        return unit, ticket
 
     def _collect(self) -> None:
         """Takes note of units that are gone and of writes that have ended."""
         while self._gone:
-            self._forget(self._gone[0].unit)
+            self._drop(self._gone[0].unit)
             self._gone.popleft()  # not before: Ctrl-C may come in between
-        for unit in self._writing.units():
-            if unit.writing is None or not unit.writing.done():
-                break
+        while (unit := next(iter(self._writing), None)) and (unit.writing is None or unit.writing.done()):
             self._end_write(unit)
         for write, key in self._leaving.copy():
             if write.done():
@@ -247,21 +239,23 @@ class Activations:
 
     def _end_pooling(self) -> None:
         if self._pooling:
-            native().allocate_from_pool(False)
+            self._native.allocate_from_pool(False)
             self._pooling = False
 
-    def _forget(self, unit: Unit) -> None:
+    def _drop(self, unit: Unit) -> None:
+        """Forgets a unit that nobody can ask for any more."""
         if unit.number not in self._units:
             return
-        _abandon(unit)
-        unit.memory = unit.arriving = unit.ticket = None  # and no cycle is left
+        if unit.arriving is not None:
+            unit.arriving.request_cancel()  # nobody waits for it, nor will ask how it ended
+        unit.memory = unit.values = unit.arriving = unit.ticket = None  # and no cycle is left
         unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
             del self._by_place[unit.place]
         if unit.writing is not None:
             self._cancel(unit)
         for group in (self._held, self._restored):
-            group.discard(unit)
+            group.pop(unit)
         if unit.key is not None:
             if unit.key in self._store:
                 self._store.drop(unit.key)
@@ -271,8 +265,8 @@ class Activations:
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
         write, key, unit.writing, unit.key = unit.writing, unit.key, None, None
-        self._writing.discard(unit)
-        self._held.add(unit)
+        self._writing.pop(unit)
+        self._held[unit] = None
         if write is not None and key is not None:
             write.request_cancel()
             self._leaving.append((write, key))
@@ -281,82 +275,79 @@ class Activations:
     def _end_write(self, unit: Unit) -> None:
         failure = unit.writing.exception() if unit.writing is not None else None
         unit.writing = None
-        self._writing.discard(unit)
+        self._writing.pop(unit)
         if failure is not None:
             unit.key, unit.trouble = None, failure
-            self._held.add(unit)  # it is raised when its memory is needed
+            self._held[unit] = None  # it is raised when its memory is needed
             return
         self._stats.bytes_written += unit.nbytes
-        self._release(unit)
+        self._forget(unit)
 
-    def _release(self, unit: Unit) -> None:
+    def _forget(self, entry: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
-        unit.is_modified()
-        _abandon(unit)
-        unit.memory = unit.arriving = None
-        unit.seen.clear()
-        unit.original = False
-        self._restored.discard(unit)
-        place = bisect.bisect_left(self._away, unit.number)
-        if self._away[place : place + 1] != [unit.number]:
-            self._away.insert(place, unit.number)
+        entry.is_modified()
+        super()._forget(entry)
+        entry.seen.clear()
+        entry.original = False
+        place = bisect.bisect_left(self._away, entry.number)
+        if self._away[place : place + 1] != [entry.number]:
+            self._away.insert(place, entry.number)
 
     def _write(self, unit: Unit) -> None:
         memory = unit.memory
         if memory is None or unit.is_resized():  # its ticket was freed just now, or it needs no room
-            self._held.discard(unit)
+            self._held.pop(unit)
             return
         key = f"{unit.number}.{self._keys}"
         self._keys += 1
         unit.writing = self._store.put(key, memory)
         unit.key = key
-        self._held.discard(unit)
-        self._writing.add(unit)
+        self._held.pop(unit)
+        self._writing[unit] = None
 
-    def _make_room(self, unit: Unit) -> None:
-        """Writes what the budget has no room for, and waits while too much is in flight. Takes the lock itself."""
+    def _wait_for(self, write: IoFuture | None, unit: Unit) -> None:
+        """Waits for the oldest write, and writes again, while too much is in flight."""
         begin = time.perf_counter()
-        while True:
+        while write is not None:
+            write.exception()
             with self._lock:
                 self._collect()
-                self._write_some()
-                self._trim()
-                oldest = self._writing.first()
-                much = self._in_memory - unit.nbytes > self._budget + _IN_FLIGHT
-                write = oldest.writing if much and oldest is not None and oldest is not unit else None
-            if write is None:
-                break
-            write.exception()
+                write = self._write_some(unit)
         self._stats.seconds_waited += time.perf_counter() - begin
 
-    def _write_some(self) -> None:
-        """Writes what the budget has no room for, and what it will have no room for in this pass."""
-        for unit in self._restored.units():
-            if self._in_memory <= self._budget:
-                break
-            if unit.arriving is None or unit.arriving.done():
-                self._release(unit)
-        while self._held.nbytes + self._restored.nbytes > self._budget:
-            oldest = next(self._writable(), None)
-            if oldest is None:
-                return
-            self._write_or_raise(oldest)
-        written = self._this_pass - self._held.nbytes
-        surplus = self._last_pass - self._budget - written
-        for unit in list(self._writable()) if surplus > 0 else []:
-            if self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2) or surplus <= 0 or unit.trouble is not None:
-                break
-            surplus -= unit.nbytes
-            with contextlib.suppress(OSError):  # it is raised when its memory is needed
-                self._write(unit)
+    def _write_some(self, unit: Unit) -> IoFuture | None:
+        """Writes what the budget has no room for, and what it will have no room for in this pass.
 
-    def _writable(self) -> Iterator[Unit]:
-        """Yields what may be written, the oldest first.
-
-        Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then.
+        Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then: what each
+        thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
+        ``unit``.
         """
-        young = {number for numbers in self._young.values() for number in numbers}
-        return (unit for unit in self._held.units() if unit.number not in young)
+        if self._restored and self._bytes_in_memory > self._budget:
+            for each in list(self._restored):
+                if each.arriving is None or each.arriving.done():
+                    self._forget(each)
+                if self._bytes_in_memory <= self._budget:
+                    break
+        young = set(itertools.chain.from_iterable(self._young.values()))
+        for each in list(self._held):
+            over = self._held.nbytes + self._restored.nbytes > self._budget
+            surplus = self._last_pass - self._budget - (self._this_pass - self._held.nbytes)
+            if not over and (surplus <= 0 or self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2)):
+                break
+            if each.number in young:
+                continue
+            if over:
+                while each in self._held and self._held.nbytes + self._restored.nbytes > self._budget:
+                    self._write_or_raise(each)
+            elif each.trouble is None:
+                with contextlib.suppress(OSError):  # it is raised when its memory is needed
+                    self._write(each)
+            else:
+                break
+        self._trim()
+        much = self._bytes_in_memory - unit.nbytes > self._budget + _IN_FLIGHT
+        oldest = next(iter(self._writing), None) if much else None
+        return None if oldest is None or oldest is unit else oldest.writing
 
     def _write_or_raise(self, unit: Unit) -> None:
         failure, unit.trouble = unit.trouble, None
@@ -392,7 +383,7 @@ class Activations:
             error.filename,
         )
 
-    def _begin(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
+    def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
         """Returns a unit's memory, the read that fills it, and whether that began on demand; reads others ahead."""
         if unit.memory is not None and unit.original:
             if unit.is_modified():
@@ -409,46 +400,51 @@ class Activations:
                 self._read_ahead(unit)
                 self._trim()
             return unit.memory, None, False
-        self._require_open()
+        self.require_open()
         if unit.modified:
             raise modified(unit.dtype, unit.shape)
         self._collect()
         demanded = unit.memory is None
-        try:
-            memory = self._fetch(unit, Priority.DEMAND) if unit.memory is None else unit.memory
-        except OSError as error:
-            raise named(error, unit, NOT_READ) from None
-        unit.ahead = False
+        if demanded:
+            try:
+                self._begin(unit, Priority.DEMAND)
+            except OSError as error:
+                raise named(error, unit, NOT_READ) from None
+        unit.demanded = True
+        memory: Any = unit.memory
         self._read_ahead(unit)
         self._trim()
         return memory, unit.arriving, demanded
 
-    def _fetch(self, unit: Unit, priority: Priority) -> torch.Tensor:
-        """Starts reading a unit."""
-        if unit.key is None:
-            raise OSError(errno.EIO, f"{unit.describe()}, saved for the backward pass, is lost")
-        self._give_up(unit.nbytes)
-        memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=unit.device)  # from the pool, see ``_add``
-        unit.arriving = self._store.get(unit.key, memory, priority=priority)
-        unit.memory, unit.ahead = memory, priority is not Priority.DEMAND
-        self._restored.add(unit)
-        self._stats.bytes_read += unit.nbytes
-        self._stats.bytes_on_demand += unit.nbytes * (priority is Priority.DEMAND)
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._in_memory)
-        return memory
+    def _allocate(self, entry: Unit) -> torch.Tensor:
+        self._give_up(entry.nbytes)
+        return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
+
+    def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
+        if entry.key is None:
+            raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
+        arriving = self._store.get(entry.key, memory, priority=priority)
+        self._count_read(entry.nbytes, priority)
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._bytes_in_memory + entry.nbytes)
+        return memory, arriving
+
+    def _has_arrived(self, entry: Unit) -> None:
+        self._asked = time.perf_counter()
+        if entry.memory is not None:
+            entry.handed_out = entry.memory._version  # which counts copies to an accelerator
 
     def _trim(self) -> None:
         """Frees memory that is kept for reuse, except what the budget and the layer at work need."""
         at_work = _AT_WORK * self._largest
-        native().trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._in_memory))
+        self._native.trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._bytes_in_memory))
 
     def _give_up(self, nbytes: int) -> None:
         """Releases units used in this backward pass that are on storage, if memory is short."""
-        for unit in self._restored.units():
-            if self._in_memory + nbytes <= self._budget + _IN_FLIGHT:
+        for unit in list(self._restored):
+            if self._bytes_in_memory + nbytes <= self._budget + _IN_FLIGHT:
                 return
-            if not unit.ahead and unit.arriving is None:
-                self._release(unit)
+            if unit.demanded and unit.arriving is None:
+                self._forget(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
         place = bisect.bisect_left(self._away, unit.number)
@@ -459,15 +455,9 @@ class Activations:
                 del self._away[place]
                 continue
             self._give_up(other.nbytes)
-            if self._in_memory + other.nbytes > self._budget + _IN_FLIGHT:
+            if self._bytes_in_memory + other.nbytes > self._budget + _IN_FLIGHT:
                 return
             try:
-                self._fetch(other, Priority.PREFETCH)
+                self._begin(other, Priority.PREFETCH)
             except OSError:  # it is raised on demand
                 return
-
-
-def _abandon(unit: Unit) -> None:
-    """Ends the read of a unit that nobody waits for; nobody will ask whether it failed either."""
-    if unit.arriving is not None:
-        unit.arriving.request_cancel()

@@ -214,12 +214,16 @@ def memory_of(tensor: torch.Tensor, place: StoragePart) -> torch.Tensor:
 
 def _end(tensor: torch.Tensor) -> int:
     """Returns the byte of the storage behind the last element."""
-    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (int(tensor.storage_offset()) + steps + 1) * tensor.itemsize
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without the repetitions of expanded dimensions."""
+    if tensor.is_contiguous():
+        return tensor
     shape = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor if shape == list(tensor.shape) else tensor.detach().as_strided(shape, tensor.stride())
 

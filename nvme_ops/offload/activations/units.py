@@ -6,28 +6,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvme_ops.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, made_of, memory_of
+from nvme_ops.offload.residency import Entry, Stats
 from nvme_ops.text import size_words
 
 
 @dataclass
-class ActivationStats:
+class ActivationStats(Stats):
     """What was saved and moved since the start."""
 
     bytes_saved: int = 0  #: of large tensors, those that share a storage counted once
-    bytes_written: int = 0
-    bytes_read: int = 0
-    bytes_on_demand: int = 0  #: of these, what was not read ahead
     bytes_cancelled: int = 0  #: that were to be written, but the backward pass came first
-    bytes_stored: int = 0  #: the space in use now
     bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
-    seconds_waited: float = 0.0  #: by computation, for writes in forward and for reads in backward
-    peak_bytes: int = 0  #: the most memory that saved tensors had at once
 
 
 class Ticket:
@@ -38,7 +33,7 @@ class Ticket:
 
     def __del__(self) -> None:
         """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
-        self.unit.memory = None
+        self.unit.memory = self.unit.values = None
         self.unit.seen.clear()
 
 
@@ -46,48 +41,45 @@ class TicketRef(weakref.ref[Ticket]):
     """A reference that goes to ``gone`` when its ticket is freed, without a step in which Ctrl-C could come."""
 
     __slots__ = ("unit",)
+    unit: Unit
 
     def __new__(cls, ticket: Ticket, gone: deque[TicketRef]) -> TicketRef:  # noqa: D102
-        return super().__new__(cls, ticket, gone.append)
-
-    def __init__(self, ticket: Ticket, gone: deque[TicketRef]) -> None:
-        super().__init__(ticket, gone.append)  # type: ignore[call-arg]
-        self.unit = ticket.unit
+        made = super().__new__(cls, ticket, gone.append)
+        made.unit = ticket.unit
+        return made
 
 
-class Unit:
+class Unit(Entry):
     """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
 
     def __init__(self, number: int, tensor: torch.Tensor, place: StoragePart) -> None:
+        super().__init__(place.nbytes)
         storage = tensor.untyped_storage()
-        self.number, self.place, self.nbytes = number, place, place.nbytes
+        self.number, self.place = number, place
         self.device = tensor.device
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first tensor, for messages
         self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
         self.version = tensor._version
-        self.memory: torch.Tensor | None = memory_of(tensor, place)
+        self.memory = memory = memory_of(tensor, place)
         self.original = True  #: the memory is that of the storage that was saved, or the copy of a part
-        self.handed_out = self.memory._version  #: its version, unless a backward that was given it has changed it
+        self.handed_out = memory._version  #: its version, unless a backward that was given it has changed it
         self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
         self.modified = False  #: before it was written
         self.key: str | None = None  #: of what is on storage, or on its way there
-        self.writing: IoFuture | None = None
-        self.arriving: IoFuture | None = None
         self.trouble: BaseException | None = None  #: why writing it failed
-        self.ahead = False  #: it is read ahead of its use
         self.ticket: TicketRef | None = None
-        self._owner = weakref.ref(_owner(tensor))
+        self._owner = weakref.ref(tensor if tensor._base is None else tensor._base)
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
         """Returns whether these are still the bytes of a tensor in its place.
 
-        In memory they are. On storage they belong to the tensors that share a version counter with the first: versions
-        of others, such as ``tensor.data``, say nothing.
+        In memory they are. On storage they belong to the tensors that share a version counter with the first, as views
+        of one tensor do: versions of others, such as ``tensor.data``, say nothing.
         """
         if self.version != tensor._version or self.is_modified():
             return False
         is_storage = self.memory is not None and self.original and self.place.part is None
-        return is_storage or self._owner() is _owner(tensor)
+        return is_storage or self._owner() is (tensor if tensor._base is None else tensor._base)
 
     def is_resized(self) -> bool:
         """Returns whether its storage has less than its bytes, until whoever has freed them brings them back."""
@@ -111,42 +103,23 @@ class Unit:
         return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
 
 
-class Group:
+class Group(dict[Unit, None]):
     """Units in the order in which they came, and their bytes."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._units: dict[int, Unit] = {}
+    nbytes = 0
 
-    def add(self, unit: Unit) -> None:
-        """Adds a unit as the last one."""
-        if unit.number not in self._units:
-            self._units[unit.number] = unit
+    def __setitem__(self, unit: Unit, _: None) -> None:
+        """Adds a unit as the last one, unless it is here."""
+        if unit not in self:
+            super().__setitem__(unit, None)
             self.nbytes += unit.nbytes
 
-    def discard(self, unit: Unit) -> None:
-        """Removes a unit, if it is there."""
-        if self._units.pop(unit.number, None) is not None:
+    def pop(self, unit: Unit, default: Any = None) -> Any:
+        """Removes a unit, if it is here."""
+        if unit in self:
+            del self[unit]
             self.nbytes -= unit.nbytes
-
-    def units(self) -> list[Unit]:
-        """Returns all units, in order."""
-        return list(self._units.values())
-
-    def first(self) -> Unit | None:
-        """Returns the first unit, if any."""
-        return next(iter(self._units.values()), None)
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit.number in self._units
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor that it is a view of, or itself: they share a version counter."""
-    return tensor if tensor._base is None else tensor._base
+        return default
 
 
 def _users(storage: torch.UntypedStorage) -> int:

@@ -18,6 +18,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.offload.cache.paged import PagedLayer
+from nvme_ops.offload.residency import Open, Stats
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import size_words
@@ -29,19 +30,16 @@ _SLOTS = 2  # memory that layers pass through: one computes while the next arriv
 
 
 @dataclass
-class CacheStats:
-    """What a cache has moved since it was made, and what it has now."""
+class CacheStats(Stats):
+    """What a cache has moved since it was made, and what it has now.
 
-    bytes_written: int = 0  #: to the files; each token's keys and values at most once, but for ``crop``
-    bytes_read: int = 0  #: from the files
-    bytes_on_demand: int = 0  #: of these, what was not read ahead
-    seconds_waited: float = 0.0  #: by computation, for reads and for memory
+    Each token's keys and values are written at most once, but for ``crop``.
+    """
+
     bytes_cached: int = 0  #: of keys and values, wherever they are
-    bytes_stored: int = 0  #: of keys and values in the files
-    peak_bytes: int = 0  #: the most memory that was taken at once
 
 
-class Pager:
+class Pager(Open):
     """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
 
     Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they
@@ -54,13 +52,15 @@ class Pager:
         handle: moves the bytes.
     """
 
+    _closed_error = "this NvmeCache is closed"
+    _forked_error = "this NvmeCache is the parent process's: make one of its own in this one"
+
     def __init__(
         self, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], budget: int, handle: aio_handle | None
     ) -> None:
+        super().__init__()
         self.budget = budget
         self.page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
-        self.closed = False
-        self._process = os.getpid()
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
         self._current = -1  # the place of the layer at work
@@ -77,13 +77,6 @@ class Pager:
                 self.slabs.measure()
             self._session.lend("", self)
             undo.pop_all()
-
-    def require_open(self) -> None:
-        """Raises ValueError for a closed cache, RuntimeError in a forked child."""
-        if self.closed:
-            raise ValueError("this NvmeCache is closed")
-        if self._process != os.getpid():
-            raise RuntimeError("this NvmeCache is the parent process's: make one of its own in this one")
 
     # What layers ask for
 
@@ -165,9 +158,9 @@ class Pager:
 
     def close(self) -> None:
         """Waits for transfers, removes the files and gives the memory back. Once or more."""
-        if self.closed or self._process != os.getpid():
+        if self._closed or self._process != os.getpid():
             return
-        self.closed = True
+        self._closed = True
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._session.close)
             last_first.callback(self._session.take_back, "", self)

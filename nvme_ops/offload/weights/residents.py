@@ -14,7 +14,7 @@ import torch
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.device_memory import memory_on
+from nvme_ops.offload.device_memory import Memory, memory_on
 from nvme_ops.offload.order import Order
 from nvme_ops.offload.residency import Residency, free_frames, tensors_over
 from nvme_ops.offload.weights.resident import Phase, Resident, SwapStats, Use
@@ -58,7 +58,8 @@ class Residents(Residency[Resident]):
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        super().__init__(memory_on(device, max(PAGE, budget // PAGE * PAGE)), SwapStats())
+        super().__init__(SwapStats())
+        self._memory: Memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
         self.budget, self.device = budget, device
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
@@ -194,6 +195,9 @@ class Residents(Residency[Resident]):
             self._undo.close()
 
     # The policy
+
+    def _allocate(self, entry: Resident) -> torch.Tensor | None:
+        return self._memory.allocate(max(1, entry.nbytes))
 
     def _prepare(self, entry: Resident) -> None:
         if entry.values is None:

@@ -60,8 +60,9 @@ class Window(Residency[_Weight]):
         self, budget: int, device: torch.device, foreseen: Sequence[Source], others: Sequence[Source] = ()
     ) -> None:
         sizes = [source.room for source in (*foreseen, *others)]
-        super().__init__(memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes)))), WindowStats())
+        super().__init__(WindowStats())
         self._device = device
+        self._memory = memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes))))
         self._order = Order(foreseen)
         self._weights: dict[Source, _Weight] = {}
         self._keep: set[Source] = set()
@@ -121,6 +122,9 @@ class Window(Residency[_Weight]):
         self._stats.quantization_error = error
 
     # The policy
+
+    def _allocate(self, entry: _Weight) -> torch.Tensor | None:
+        return self._memory.allocate(max(1, entry.nbytes))
 
     def _prepare(self, entry: _Weight) -> None:
         if entry.nbytes > self._memory.nbytes:
