@@ -18,6 +18,7 @@ from nvme_ops.offload.activations.units import ActivationStats as ActivationStat
 from nvme_ops.offload.cache.pager import CacheStats as CacheStats
 from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer as NvmeOptimizer
 from nvme_ops.offload.optimizer.states import OptimizerStats as OptimizerStats
+from nvme_ops.offload.residency import Stats as Stats
 from nvme_ops.offload.weights.gradients import SwappedGradients as SwappedGradients
 from nvme_ops.offload.weights.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.weights.pretrained import from_pretrained as from_pretrained
@@ -36,6 +37,7 @@ __all__ = [
     "NvmeCache",
     "NvmeOptimizer",
     "OptimizerStats",
+    "Stats",
     "SwapStats",
     "SwappedGradients",
     "SwappedParams",

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nvme_ops._native import native
+from nvme_ops.offload import residency
 from nvme_ops.offload.weights import residents, streamed, window
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
@@ -63,7 +64,7 @@ def run_program(
 def _be_quick() -> None:
     """Memory that others hold is given up soon, and small weights are streamed too."""
     for module, name, value in (
-        (residents, "_PATIENCE", 0.03), (residents, "_LONG", 0.01), (window, "_PATIENCE", 0.03),
+        (residents.Residents, "patience", 0.03), (residency, "_LONG", 0.01), (window.Window, "patience", 0.03),
         (streamed, "_SMALL", 0),
     ):  # fmt: skip
         if hasattr(module, name):

@@ -387,7 +387,7 @@ def test_a_read_that_fails_is_told_and_tried_again(folder: Path) -> None:
 
 
 def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "_PATIENCE", 0.2)
+    monkeypatch.setattr(window.Window, "patience", 0.2)
     model, inputs, wanted = made("layers")
     with streamed(model, folder) as found, torch.no_grad():
         weights: list[Any] = list(found.parameters())
@@ -403,7 +403,7 @@ def test_weights_that_are_smaller_than_a_page_are_used_together(
     folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes a page, and there was memory for as many bytes as they have: after a minute that was a MemoryError."""
-    monkeypatch.setattr(window, "_PATIENCE", 1.0)
+    monkeypatch.setattr(window.Window, "patience", 1.0)
 
     class TwoTensors(torch.nn.Module):
         def __init__(self) -> None:
@@ -446,8 +446,9 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
         files = {file: file.read_bytes() for file in next(folder.iterdir()).iterdir() if file.name != "owner"}
         for file in files:
             os.truncate(file, 0)
-        for transfer in weights._begin(source, Priority.PREFETCH).transfers:
-            assert isinstance(transfer.exception(), EOFError)
+        weight = weights._weight(source)
+        assert weights._begin(weight, Priority.PREFETCH)
+        assert isinstance(weight.arriving.exception(), EOFError)
         for file, values in files.items():
             file.write_bytes(values)
         assert torch.equal(embedding(torch.tensor([3]))[0], wanted)

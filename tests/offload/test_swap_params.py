@@ -165,7 +165,7 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
 
 
 def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residents, "_PATIENCE", 0.2)
+    monkeypatch.setattr(residents.Residents, "patience", 0.2)
     model: Any = layers(3)
     with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1):
         held = [each.lent().__enter__() for each in list(model.parameters())[:2]]
@@ -174,7 +174,7 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
         ):
             model(torch.ones(1, 64))
         threading.Timer(0.1, held.clear).start()
-        monkeypatch.setattr(residents, "_PATIENCE", 30.0)
+        monkeypatch.setattr(residents.Residents, "patience", 30.0)
         model(torch.ones(1, 64))
 
 
