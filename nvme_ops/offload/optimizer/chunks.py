@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.memory.carve import dense_bytes, is_dense
-from nvme_ops.offload.weights.gradients import gradient_of, has_swapped_gradient
+from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
 
@@ -75,6 +75,10 @@ class Slice:
     end: int
     at: int
     loan: Loan | None = None  #: the parameter and its gradient, if these are on storage themselves
+    place: slice = field(init=False)  #: where the elements are in the chunk
+
+    def __post_init__(self) -> None:
+        self.place = slice(self.at, self.at + self.end - self.begin)
 
     def values(self) -> torch.Tensor:
         """Returns these elements of the parameter, as a view of one dimension; of the loan while there is one."""
@@ -93,11 +97,6 @@ class Slice:
             gradient = torch.empty_like(values, dtype=gradient.dtype).copy_(gradient)
         return flat(gradient)[self.begin : self.end]
 
-    @property
-    def place(self) -> slice:
-        """Where the elements are in the chunk."""
-        return slice(self.at, self.at + self.end - self.begin)
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the part of a tensor that is in this process: all of it, but of a DTensor its shard."""
@@ -111,11 +110,6 @@ def outline(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, SwappedTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return local(tensor)
-
-
-def is_on_storage(parameter: torch.Tensor) -> bool:
-    """Whether a parameter or its gradient has to be fetched."""
-    return isinstance(parameter, SwappedTensor) or has_swapped_gradient(parameter)
 
 
 @contextlib.contextmanager
@@ -144,7 +138,7 @@ def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a dense tensor's elements in the order of its memory, as a view of one dimension."""
-    return dense_bytes(tensor).view(tensor.dtype)
+    return tensor.view(-1) if tensor.is_contiguous() else dense_bytes(tensor).view(tensor.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,21 +154,42 @@ class Version:
 
 @dataclass(eq=False)
 class Chunk:
-    """Slices of parameters of one group, dtype and device, whose states lie in one value of the store."""
+    """Slices of parameters of one group, dtype and device, whose states lie in one value of the store.
 
-    number: int
+    In a buffer the states are followed by the backup: the elements of the parameters as they were.
+    """
+
     group: int
     regions: tuple[Region, ...]
     dtype: torch.dtype
     device: torch.device
-    slices: list[Slice] = field(default_factory=list)
+    slices: Sequence[Slice]
+    number: int = -1  #: among all chunks
+    elements: int = field(init=False)  #: those between the slices included
+    nbytes: int = field(init=False)  #: of the states on storage, in whole pages
     updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may have changed
     scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: those of the version to come
     pending: Version | None = None  #: what is being written
 
+    def __post_init__(self) -> None:
+        self.elements = _aligned(self.slices[-1].place.stop)
+        size = sum(self.elements * region.dtype.itemsize for region in self.regions)
+        self.nbytes = -(-size // PAGE) * PAGE
+        self._end_of_backup = self.nbytes + self.elements * self.dtype.itemsize
+        #: Of all chunks that torch's optimizer could update in one call.
+        self.kind = (self.group, self.dtype, self.device)
+        #: Whether a copy of the parameters in float32 is among the states.
+        self.has_master = bool(self.regions) and self.regions[0].name == MASTER
+        #: The states that the optimizer itself keeps of each element.
+        self.names = [region.name for region in self.regions if region.name != MASTER]
+
     def begin(self) -> None:
         """Forgets the last pass."""
         self.updated, self.scalars, self.pending = [], {}, None
+
+    def has_gradient(self) -> bool:
+        """Whether a step changes something of it."""
+        return any(each.parameter.grad is not None for each in self.slices)
 
     def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
         """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
@@ -184,7 +199,8 @@ class Chunk:
         lent: list[Slice] = []
         usual: list[Slice] = []
         for each in self.slices if slices is None else slices:
-            (lent if is_on_storage(each.parameter) else usual).append(each)
+            on_storage = isinstance(each.parameter, SwappedTensor) or isinstance(each.parameter.grad, SwappedTensor)
+            (lent if on_storage else usual).append(each)
         if usual:
             yield usual
         for each in lent:
@@ -193,17 +209,6 @@ class Chunk:
                     yield [each]
                 finally:
                     each.loan = None
-
-    @property
-    def elements(self) -> int:
-        """Elements, those between the slices included."""
-        return -(-self.slices[-1].place.stop // _GRAIN) * _GRAIN if self.slices else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states on storage, in whole pages."""
-        size = sum(self.elements * region.dtype.itemsize for region in self.regions)
-        return -(-size // PAGE) * PAGE
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the elements of each state in ``memory``, which has the chunk's bytes."""
@@ -218,23 +223,9 @@ class Chunk:
         """Returns the elements of the parameters as they were, in a buffer of the ring, behind the states."""
         return buffer[self.nbytes : self._end_of_backup].view(self.dtype)
 
-    @property
-    def _end_of_backup(self) -> int:
-        return self.nbytes + self.elements * self.dtype.itemsize
-
     def gradients(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the elements of the gradients in float32, for master weights, in a buffer behind the backup."""
         return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
-
-    @property
-    def has_master(self) -> bool:
-        """Whether a copy of the parameters in float32 is among the states."""
-        return bool(self.regions) and self.regions[0].name == MASTER
-
-    @property
-    def names(self) -> list[str]:
-        """The states that the optimizer itself keeps of each element."""
-        return [region.name for region in self.regions if region.name != MASTER]
 
     def key(self, slot: int) -> str:
         """Returns the name of one of the chunk's values in the store."""
@@ -248,26 +239,31 @@ def divide(
 
     Their numbers are to be given by the caller. Raises ValueError for a parameter with gaps in its memory.
     """
-    open_chunks: dict[tuple[Any, ...], Chunk] = {}
+    unfinished: dict[tuple[Any, ...], list[Slice]] = {}
     for parameter in parameters:
         values = outline(parameter)
         if not is_dense(values):
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory")
-        kind = (layouts[parameter], values.dtype, parameter.device)
         regions = layouts[parameter]
+        kind = (regions, values.dtype, parameter.device)
         each = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
         if regions and regions[0].name == MASTER:
             each += _MASTER_BYTES
         most = (buffer - PAGE) // each // _GRAIN * _GRAIN
         begin = 0
         while begin < values.numel():
-            chunk = open_chunks.get(kind)
-            if chunk is None or chunk.elements >= most:
-                if chunk is not None:
-                    yield chunk
-                chunk = open_chunks[kind] = Chunk(-1, group, *kind)
-            at = chunk.elements
+            slices = unfinished.setdefault(kind, [])
+            at = _aligned(slices[-1].place.stop) if slices else 0
+            if at >= most:
+                yield Chunk(group, *kind, slices)
+                slices, at = [], 0
+                unfinished[kind] = slices
             end = min(values.numel(), begin + most - at)
-            chunk.slices.append(Slice(parameter, begin, end, at))
+            slices.append(Slice(parameter, begin, end, at))
             begin = end
-    yield from open_chunks.values()
+    for kind, slices in unfinished.items():
+        yield Chunk(group, *kind, slices)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _GRAIN) * _GRAIN

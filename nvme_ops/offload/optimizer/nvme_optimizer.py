@@ -22,7 +22,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer import saved_states
 from nvme_ops.offload.optimizer.backward import BackwardPass
-from nvme_ops.offload.optimizer.chunks import MASTER, Chunk, Region, Version, divide, is_on_storage, outline, regions_of
+from nvme_ops.offload.optimizer.chunks import MASTER, Chunk, Region, Version, divide, outline, regions_of
 from nvme_ops.offload.optimizer.state_dicts import exported, load_states
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import LOW, Updates, identities, require_elementwise, switches, trim_heap
@@ -101,6 +101,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if budget < LEAST:
             raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
+        self._made_of: tuple[int, list[Any]] = (0, [])  # so many groups; see _made
         self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see switches
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
@@ -147,11 +148,16 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
     def _made(self) -> list[Any]:
         """Returns what kept states must have been made for."""
-        parameters = [
-            [[str(each.dtype), list(outline(each).shape)] for each in group["params"]] for group in self.param_groups
-        ]
-        regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
-        return [self._class.__name__, self._master, parameters, regions]
+        groups, found = self._made_of
+        if groups != self._states.groups:
+            parameters = [
+                [[str(parameter.dtype), list(outline(parameter).shape)] for parameter in group["params"]]
+                for group in self.param_groups
+            ]
+            regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
+            found = [self._class.__name__, self._master, parameters, regions]
+            self._made_of = (self._states.groups, found)
+        return found
 
     # What users call
 
@@ -194,7 +200,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             if begun is None and not self._same_gradients():
                 states.begin()
             under_way = True
-            concerned = [chunk for chunk in states.chunks if _has_gradient(chunk)]
+            concerned = [chunk for chunk in states.chunks if chunk.has_gradient()]
             if begun is not None:
                 self._order = begun.order()
                 begun.finish()
@@ -204,11 +210,13 @@ class NvmeOptimizer(torch.optim.Optimizer):
             with contextlib.closing(states.update(waiting)) as updates:
                 for chunk, buffer in updates:
                     self._updates.update(self.param_groups, chunk, buffer)
-            for chunk in concerned:
-                states.when_done(chunk)  # those of an attempt that was interrupted
+            if states.when_done is not None:
+                for chunk in concerned:
+                    states.when_done(chunk)  # those of an attempt that was interrupted
             self._show_states(states.now)
             states.commit(self._record(self.steps + (states.ended != states.attempt)))
-            if any(is_on_storage(each) for each in self._parameters()):
+            if self._updates.has_lent:
+                self._updates.has_lent = False
                 trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
             states.stats.seconds += time.perf_counter() - begin
             self._failed_with = []
@@ -388,7 +396,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
         self.state.clear()
         for version in list(versions.values()):
-            self.state.update({each.parameter: {} for each in version.scalars})
+            for each in version.scalars:
+                self.state[each.parameter] = {}
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._made()}
@@ -466,6 +475,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _same_gradients(self) -> bool:
         """Whether the gradients are those of the step that failed."""
         failed = self._failed_with
+        if not failed:
+            return False
         now = identities(self._parameters())
         freed = self._most_gradients is not None  # by what was still at it
         return len(failed) == len(now) and all(
@@ -498,7 +509,3 @@ def _ranked(name: str) -> str:
     """Returns the name of this rank's session."""
     me = ranks.distributed()
     return name if me is None else f"{name} of rank {me.rank} of {me.world_size}"
-
-
-def _has_gradient(chunk: Chunk) -> bool:
-    return any(each.parameter.grad is not None for each in chunk.slices)

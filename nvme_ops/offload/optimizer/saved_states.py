@@ -32,7 +32,7 @@ _METADATA = "nvme_ops.optimizer"
 
 def save(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
     """Writes ``path``; see ``NvmeOptimizer.save_states``."""
-    stored = [chunk for chunk in states.chunks if states.version(chunk).slot is not None and chunk.nbytes]
+    stored = [chunk for chunk in states.chunks if states.now[chunk].slot is not None and chunk.nbytes]
     header = _header(stored, record)
     places, size = {}, len(header)
     for chunk in stored:
@@ -46,9 +46,7 @@ def save(states: States, path: str, record: dict[str, Any], durable: bool, handl
             def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture:
                 return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])
 
-            with contextlib.closing(states.look(stored, write)) as chunks:
-                for _ in chunks:
-                    pass
+            states.copy_out(stored, write)
         written = 0
         while written < len(header):
             written += os.pwrite(file.fd, header[written:], written)

@@ -27,7 +27,7 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for chunk in states.chunks:
-        for each, scalars in states.version(chunk).scalars.items():
+        for each, scalars in states.now[chunk].scalars.items():
             if each.parameter in found:
                 continue
             there = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
@@ -45,16 +45,14 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             views, tensors, offsets = chunk.views(buffer), [], []
-            for each in states.version(chunk).scalars:
+            for each in states.now[chunk].scalars:
                 for name, view in views.items():
                     if (each.parameter, name) in places:
                         tensors.append(view[each.place])
                         offsets.append(places[each.parameter, name][0] + each.begin * view.itemsize)
             return handle.submit_pwritev(tensors, fd, offsets) if tensors else None
 
-        with contextlib.closing(states.look(states.chunks, write)) as chunks:
-            for _ in chunks:
-                pass
+        states.copy_out(states.chunks, write)
         memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)

@@ -36,6 +36,8 @@ _BUFFERS = 4
 _SLOTS = 2  # places of a chunk's values
 _NOTHING = Version()
 
+_Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # to or from a chunk's buffer
+
 
 @dataclass
 class OptimizerStats:
@@ -80,12 +82,13 @@ class States:
     ) -> None:
         self.chunks: list[Chunk] = []
         self.groups = 0  #: of parameters, that are in chunks
-        self.now: dict[Chunk, Version] = {}  #: what counts
+        self.now: dict[Chunk, Version] = {}  #: what counts of each chunk
         self.changed: dict[Chunk, torch.Tensor] = {}  #: whose parameters may not fit ``now``; the buffer has a backup
         self.attempt = 0  #: at a step: chunks with a version of this number are done
         self.ended: int | None = None  #: the attempt that was committed last
         self.stats = OptimizerStats()
-        self.when_done: Callable[[Chunk], None] = lambda _: None  #: is called when a chunk is done, perhaps twice
+        self.when_done: Callable[[Chunk], None] | None = None  #: is called when a chunk is done, perhaps twice
+        self.closed = False  #: whether ``close`` was called
         self._named: dict[Chunk, int | None] = {}  # the slots that the durable record names
         self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of now, and the slots that it names
         self._about: dict[str, Any] = {}  # of ``now``
@@ -98,7 +101,7 @@ class States:
         self.buffer = min(_BUFFER, budget // _BUFFERS, self._pool.largest)
         depth = max(_BUFFERS, budget // _BUFFER)
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
-        self._transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those of the ring that may be under way
+        self._others: deque[IoFuture] = deque(maxlen=2 * depth)  # transfers that the store does not know of
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name, reuse=reuse))
             self._records = Records(self._session) if reuse else None
@@ -119,11 +122,8 @@ class States:
         new = list(chunks)
         for number, chunk in enumerate(new, len(self.chunks)):
             chunk.number = number
+        self.now |= dict.fromkeys(new, _NOTHING)
         self.chunks, self.groups = [*self.chunks, *new], groups
-
-    def version(self, chunk: Chunk) -> Version:
-        """Returns what the chunk's states are now."""
-        return self.now.get(chunk, _NOTHING)
 
     def begin(self) -> None:
         """Begins a step, of which no chunk is done."""
@@ -131,7 +131,7 @@ class States:
 
     def is_done(self, chunk: Chunk) -> bool:
         """Whether the step at hand has updated the chunk."""
-        return self.version(chunk).attempt == self.attempt
+        return self.now[chunk].attempt == self.attempt
 
     def update(self, chunks: Iterable[Chunk]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         """Yields each chunk with its states, to be changed; close it, or exhaust it.
@@ -141,25 +141,24 @@ class States:
         """
         return self._pass(chunks, self._read, self._write, self._ended)
 
-    def look(
-        self, chunks: Iterable[Chunk], write: Callable[[Chunk, torch.Tensor], IoFuture | None]
-    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-        """Yields each chunk that has states with these, and hands them to ``write``."""
-        stored = (chunk for chunk in chunks if self.version(chunk).slot is not None)
-        return self._pass(stored, self._read, write, lambda *_: None)
+    def copy_out(self, chunks: Iterable[Chunk], write: _Move) -> None:
+        """Hands the states of each chunk that has any to ``write``."""
+        stored = (chunk for chunk in chunks if self.now[chunk].slot is not None)
+        with contextlib.closing(self._pass(stored, self._read, self._noting(write), lambda *_: None)) as passing:
+            for _ in passing:
+                pass
 
-    def fill(
-        self, read: Callable[[Chunk, torch.Tensor], IoFuture | None], versions: dict[Chunk, Version]
-    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+    def fill(self, read: _Move, versions: dict[Chunk, Version]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         """Yields each chunk with a buffer, and adds to ``versions`` what is then written beside its states of now.
 
         What ``read`` brings, and the loop puts into the buffer, are states of the slices in ``chunk.scalars``. They
         count once they are given to ``commit``, all or none.
         """
+        noted = self._noting(read)
 
         def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             chunk.begin()
-            return read(chunk, buffer)
+            return noted(chunk, buffer)
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             if not chunk.scalars:
@@ -177,31 +176,31 @@ class States:
     def _pass(
         self,
         chunks: Iterable[Chunk],
-        read: Callable[[Chunk, torch.Tensor], IoFuture | None],
-        write: Callable[[Chunk, torch.Tensor], IoFuture | None],
+        read: _Move,
+        write: _Move,
         ended: Callable[[Chunk, torch.Tensor, BaseException | None], None],
     ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-        def noted(
-            move: Callable[[Chunk, torch.Tensor], IoFuture | None],
-        ) -> Callable[[Chunk, torch.Tensor], IoFuture | None]:
-            def moved(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-                transfer = move(chunk, buffer)
-                if transfer is not None:
-                    self._transfers.append(transfer)
-                return transfer
-
-            return moved
-
         self._recover()
         self._unsettled = True
-        yield from self._ring.update(chunks, noted(read), noted(write), ended)
+        yield from self._ring.update(chunks, read, write, ended)
         self._unsettled = False
-        self._transfers.clear()
+        self._others.clear()
+
+    def _noting(self, move: _Move) -> _Move:
+        """Returns ``move``, of a file that is not the store's, such that ``_recover`` knows what it has begun."""
+
+        def noted(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            transfer = move(chunk, buffer)
+            if transfer is not None:
+                self._others.append(transfer)
+            return transfer
+
+        return noted
 
     def _recover(self) -> None:
         """Completes what was interrupted: nothing may use the memory and the files that the next pass will use."""
         if self._unsettled:
-            for transfer in list(self._transfers):
+            for transfer in list(self._others):
                 transfer.exception()
             with contextlib.suppress(Exception):
                 self._store.wait()
@@ -211,7 +210,7 @@ class States:
 
     def _read(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         chunk.begin()
-        slot = self.version(chunk).slot
+        slot = self.now[chunk].slot
         if slot is None or not chunk.nbytes:
             return None
         self.stats.bytes_read += chunk.nbytes
@@ -221,7 +220,7 @@ class States:
         if not chunk.updated:
             return None
         self.settle()
-        scalars = {**self.version(chunk).scalars, **chunk.scalars}
+        scalars = {**self.now[chunk].scalars, **chunk.scalars}
         chunk.pending = Version(self._free_slot(chunk), scalars, self.attempt)
         return self._put(chunk, chunk.pending, buffer)
 
@@ -237,8 +236,7 @@ class States:
 
         These are the same, and two places do, except after a step that failed: the third is for its next attempt.
         """
-        needed = (self.version(chunk).slot, self._named.get(chunk))
-        return next(slot for slot in range(_SLOTS + 1) if slot not in needed)
+        return min({*range(_SLOTS + 1)} - {self.now[chunk].slot, self._named.get(chunk)})
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
         """Takes the new states for the chunk's, or gives the parameters their old values. May be called again."""
@@ -248,11 +246,12 @@ class States:
         elif chunk.pending is not None:
             self.now[chunk] = chunk.pending  # from here on it is done
             self.changed.pop(chunk, None)
-            self.when_done(chunk)
+            if self.when_done is not None:
+                self.when_done(chunk)
 
     def _restore(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Gives the parameters the values that belong to the states, unless they have these."""
-        if self.now.get(chunk) is not chunk.pending or chunk.pending is None:
+        if self.now[chunk] is not chunk.pending:
             backup = chunk.backup(buffer)
             with contextlib.closing(chunk.borrowed(chunk.updated)) as parts:
                 for each in (each for slices in parts for each in slices):
@@ -261,14 +260,14 @@ class States:
 
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
         """Has the states of a chunk in an open file by reference; see ``TensorStore.share``."""
-        slot = self.version(chunk).slot
+        slot = self.now[chunk].slot
         return slot is not None and self._store.share(chunk.key(slot), target, place)
 
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
         """Returns ``about`` with what is kept of chunks beside their values; of these versions, or those of now."""
         found = []
         for chunk in self.chunks:
-            version = (self.now if versions is None else versions).get(chunk, _NOTHING)
+            version = (self.now if versions is None else versions)[chunk]
             found.append([version.slot, [written(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
@@ -351,12 +350,12 @@ class States:
     def renew(self) -> None:
         """Copies what a flush has failed for to other places: blocks that others may share with these are good."""
         self.settle()
-        doubted = [chunk for chunk, version in self._doubted.items() if self.now.get(chunk) is version]
+        doubted = [chunk for chunk, version in self._doubted.items() if self.now[chunk] is version]
         if not doubted:
             return
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-            chunk.pending = replace(self.version(chunk), slot=self._free_slot(chunk))
+            chunk.pending = replace(self.now[chunk], slot=self._free_slot(chunk))
             return self._put(chunk, chunk.pending, buffer)
 
         def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
@@ -370,7 +369,7 @@ class States:
     def _forget_doubted(self) -> None:
         """Drops the values that a flush has failed for: the store would be right not to believe the next one."""
         for chunk, version in self._doubted.items():
-            if version.slot is not None and version.slot != self.version(chunk).slot:
+            if version.slot is not None and version.slot != self.now[chunk].slot:
                 with contextlib.suppress(KeyError):
                     self._store.drop(chunk.key(version.slot))
         self._doubted = {}
@@ -379,9 +378,7 @@ class States:
         """Drops the values in third places, and those that third places stand for."""
         if not self._spare:
             return
-        slots = {
-            chunk: (self.version(chunk).slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks
-        }
+        slots = {chunk: (self.now[chunk].slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks}
         wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # it is no mapping
@@ -443,11 +440,6 @@ class States:
             raise
         return fd
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._session.closed
-
     def measure(self) -> OptimizerStats:
         """Returns what was moved and is taken now."""
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
@@ -473,11 +465,12 @@ class States:
         Raises OSError if it could not be made so; the next session has the step before.
         """
         failure: Exception | None = None
-        if not self.closed and self._process == os.getpid():
+        if not self._session.closed and self._process == os.getpid():
             try:
                 self._end()
             except Exception as error:
                 failure = error
+        self.closed = True
         self._undo.close()
         if failure is not None:
             raise failure

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from nvme_ops.offload.optimizer.chunks import ELEMENTWISE, MASTER, Chunk, Slice, copied
-from nvme_ops.offload.optimizer.state_dicts import own
 from nvme_ops.offload.optimizer.states import States
 
 LOW = (torch.bfloat16, torch.float16)  #: dtypes that master weights are for
@@ -19,7 +18,7 @@ LOW = (torch.bfloat16, torch.float16)  #: dtypes that master weights are for
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 
 _Groups = Sequence[dict[str, Any]]
-_Kind = tuple[int, torch.dtype, torch.device]  # group, dtype and device of chunks
+_Kind = tuple[int, torch.dtype, torch.device]  # of a chunk
 
 
 def trim_heap() -> None:
@@ -42,6 +41,8 @@ class Updates:
     def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
         self._class, self._options, self._states = optimizer, options, states
         self._late: tuple[int, set[_Kind]] = (-1, set())  # of an attempt at a step; see _late_kinds
+        #: Whether parameters or gradients were lent by storage, since the caller has set this to False.
+        self.has_lent = False
 
     def decide(self, groups: _Groups) -> None:
         """Looks which parameters have a gradient in the step at hand, and no states yet. Once for each attempt."""
@@ -50,16 +51,17 @@ class Updates:
 
     def update_early(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk during the backward pass, unless its bits depend on which other gradients will come."""
-        if _kind_of(chunk) not in self._late_kinds(groups, early=True):
+        if chunk.kind not in self._late_kinds(groups, early=True):
             self.update(groups, chunk, buffer)
 
     def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk's parameters, and its states in the buffer."""
-        first = len(self._states.version(chunk).scalars) < len(chunk.slices)
+        first = len(self._states.now[chunk].scalars) < len(chunk.slices)
         host = buffer[: chunk.nbytes]
         memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
         with contextlib.closing(chunk.borrowed()) as parts:
             for slices in parts:
+                self.has_lent |= slices[0].loan is not None
                 self._compute(copied(groups[chunk.group]), chunk, buffer, memory, slices)
         if memory is not host:
             host.copy_(memory)
@@ -76,7 +78,7 @@ class Updates:
     ) -> None:
         """Updates some slices, with the chunk's states in ``memory`` of its device."""
         on_host = chunk.device.type == "cpu"
-        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.version(chunk).scalars
+        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.now[chunk].scalars
         nesterov = self._class is torch.optim.SGD and options["nesterov"]
         # These change gradients, which a step that fails leaves as they were.
         spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
@@ -102,15 +104,13 @@ class Updates:
             return
         targets = [target for _, _, target in given]
         attempt, late = self._late
-        if attempt == self._states.attempt and _kind_of(chunk) in late:  # add one without states, as torch would see
+        if attempt == self._states.attempt and chunk.kind in late:  # add one without states, as torch would see
             targets.append(torch.zeros_like(targets[0][:1]))
             targets[-1].grad = torch.zeros_like(targets[-1])
         inner = self._class([{**options, "params": targets}], **self._options)
         for each, _, target in given:
             if each in before:
-                found = {name: views[name][each.place] for name in chunk.names}
-                found |= {name: own(value) for name, value in before[each].items()}
-                inner.state[target] = {name: value for name, value in found.items() if value is not None}
+                inner.state[target] = _states_of(each, chunk.names, views, before[each])
         inner.step()
         for each, values, target in given:
             scalars: dict[str, Any] = dict.fromkeys(chunk.names)
@@ -144,18 +144,28 @@ class Updates:
             )
             if not (foreach and options["momentum"]) or chunk.dtype not in LOW or chunk.has_master:
                 continue
-            scalars = self._states.version(chunk).scalars
+            scalars = self._states.now[chunk].scalars
             if any(
                 (early or each.parameter.grad is not None)
                 and (each not in scalars or "momentum_buffer" in scalars[each])  # where it is None
                 for each in chunk.slices
             ):
-                found.add(_kind_of(chunk))
+                found.add(chunk.kind)
         return found
 
 
-def _kind_of(chunk: Chunk) -> _Kind:
-    return chunk.group, chunk.dtype, chunk.device
+def _states_of(
+    each: Slice, names: Iterable[str], views: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the states of a slice as torch's optimizer has them: views of the chunk's, and copies of its scalars."""
+    found: dict[str, Any] = {}
+    for name in names:
+        if name not in scalars:  # where it is None
+            found[name] = views[name][each.place]
+    for name, value in scalars.items():
+        if value is not None:
+            found[name] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be changed in place
+    return found
 
 
 def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
