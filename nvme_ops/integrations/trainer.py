@@ -22,8 +22,7 @@ import torch
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
-from nvme_ops.offload.optimizer.nvme_optimizer import LEAST, NvmeOptimizer
-from nvme_ops.offload.optimizer.updates import require_elementwise
+from nvme_ops.offload.optimizer.nvme_optimizer import LEAST, NvmeOptimizer, require_elementwise
 from nvme_ops.offload.weights.stream_weights import budget_of
 
 Path = str | os.PathLike[str]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.offload.optimizer.chunks import ELEMENTWISE
+from nvme_ops.offload.optimizer.states import ELEMENTWISE
 from tests.offload.training import equal, values
 
 Params = list[torch.nn.Parameter]

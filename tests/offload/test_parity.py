@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
-from nvme_ops.offload.optimizer.chunks import ELEMENTWISE, MASTER
+from nvme_ops.offload.optimizer.states import ELEMENTWISE, MASTER
 from tests.conftest import MIB
 from tests.gpu.support import on_a_gpu
 from tests.offload.elsewhere import alone, same

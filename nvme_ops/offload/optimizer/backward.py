@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nvme_ops.offload.optimizer.chunks import Chunk
-from nvme_ops.offload.optimizer.states import States
+from nvme_ops.offload.optimizer.states import Chunk, States
 
 
 class BackwardPass:

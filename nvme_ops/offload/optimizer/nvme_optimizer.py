@@ -8,6 +8,7 @@ until the new ones are: what is written is the states once, what is needed is th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 import weakref
@@ -20,19 +21,206 @@ from nvme_ops import ranks
 from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer import saved_states
+from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
-from nvme_ops.offload.optimizer.chunks import MASTER, Chunk, Region, Version, divide, outline, regions_of
-from nvme_ops.offload.optimizer.state_dicts import exported, load_states
-from nvme_ops.offload.optimizer.states import OptimizerStats, States
-from nvme_ops.offload.optimizer.updates import LOW, Updates, identities, require_elementwise, switches, trim_heap
+from nvme_ops.offload.optimizer.states import (
+    ELEMENTWISE,
+    MASTER,
+    Chunk,
+    OptimizerStats,
+    Region,
+    Slice,
+    States,
+    Version,
+    copied,
+    divide,
+    outline,
+    regions_of,
+)
 from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.text import MIB, size_words
 
-LEAST = 1 * MIB  # bytes of a budget
+LEAST = 1 * MIB  #: bytes of a budget
+_LOW = (torch.bfloat16, torch.float16)  # dtypes that master weights are for
+
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+
+_Groups = Sequence[dict[str, Any]]
+_Kind = tuple[int, torch.dtype, torch.device]  # of a chunk
 
 Path = str | os.PathLike[str]
+
+
+def _trim_heap() -> None:
+    """Gives what is free in the heap back to the system."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+class Updates:
+    """Updates chunks by an optimizer of torch.
+
+    Args:
+        optimizer: its class.
+        options: that it is made with, beside those of its groups.
+        states: has the chunks.
+
+    Methods are given ``groups``, the parameter groups of now.
+    """
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
+        self._class, self._options, self._states = optimizer, options, states
+        self._late: tuple[int, set[_Kind]] = (-1, set())  # of an attempt at a step; see _late_kinds
+        #: Whether parameters or gradients were lent by storage, since the caller has set this to False.
+        self.has_lent = False
+
+    def decide(self, groups: _Groups) -> None:
+        """Looks which parameters have a gradient in the step at hand, and no states yet. Once for each attempt."""
+        if self._late[0] != self._states.attempt:
+            self._late = (self._states.attempt, self._late_kinds(groups, early=False))
+
+    def update_early(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Updates a chunk during the backward pass, unless its bits depend on which other gradients will come."""
+        if chunk.kind not in self._late_kinds(groups, early=True):
+            self.update(groups, chunk, buffer)
+
+    def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Updates a chunk's parameters, and its states in the buffer."""
+        first = len(self._states.now[chunk].scalars) < len(chunk.slices)
+        host = buffer[: chunk.nbytes]
+        memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
+        with contextlib.closing(chunk.borrowed()) as parts:
+            for slices in parts:
+                self.has_lent |= slices[0].loan is not None
+                self._compute(copied(groups[chunk.group]), chunk, buffer, memory, slices)
+        if memory is not host:
+            host.copy_(memory)
+        if first:
+            _trim_heap()  # torch has made states, and each chunk's small ones would keep a hole in the heap
+
+    def _compute(
+        self,
+        options: dict[str, Any],
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        memory: torch.Tensor,
+        slices: Sequence[Slice],
+    ) -> None:
+        """Updates some slices, with the chunk's states in ``memory`` of its device."""
+        on_host = chunk.device.type == "cpu"
+        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.now[chunk].scalars
+        nesterov = self._class is torch.optim.SGD and options["nesterov"]
+        # These change gradients, which a step that fails leaves as they were.
+        spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
+        given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
+        for each in slices:
+            gradient = each.gradient()
+            if gradient is None:
+                continue
+            values = target = each.values()
+            backup[each.place].copy_(values)
+            chunk.updated.append(each)
+            self._states.changed[chunk] = buffer
+            if MASTER in views:
+                target = views[MASTER][each.place]
+                if each not in before:
+                    target.copy_(values)
+                gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
+            elif spoils:
+                gradient = gradient.clone()
+            target.grad = gradient
+            given.append((each, values, target))
+        if not given:
+            return
+        targets = [target for _, _, target in given]
+        attempt, late = self._late
+        if attempt == self._states.attempt and chunk.kind in late:  # add one without states, as torch would see
+            targets.append(torch.zeros_like(targets[0][:1]))
+            targets[-1].grad = torch.zeros_like(targets[-1])
+        inner = self._class([{**options, "params": targets}], **self._options)
+        for each, _, target in given:
+            if each in before:
+                inner.state[target] = _states_of(each, chunk.names, views, before[each])
+        inner.step()
+        for each, values, target in given:
+            scalars: dict[str, Any] = dict.fromkeys(chunk.names)
+            for name, value in inner.state[target].items():
+                if name not in views:
+                    scalars[name] = value
+                elif value is not None:
+                    del scalars[name]
+                    if value.data_ptr() != (view := views[name][each.place]).data_ptr():
+                        view.copy_(value)
+            chunk.scalars[each] = scalars
+            if target is not values:
+                values.copy_(target)
+            target.grad = None
+        inner.state.clear()
+        inner.param_groups.clear()  # torch's optimizers are in cycles, and would keep the parameters' memory
+
+    def _late_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
+        """Returns kinds of chunks that torch's optimizer updates in its slower way, since some have no states yet.
+
+        ``SGD(momentum, foreach=True)`` changes all momentum buffers one by one until all parameters with a gradient
+        have one. In bfloat16 and float16 that rounds otherwise. ``early``: it is not known which will have a gradient.
+        """
+        found: set[_Kind] = set()
+        if self._class is not torch.optim.SGD:
+            return found
+        for chunk in self._states.chunks:
+            options = groups[chunk.group]
+            foreach = options["foreach"] or (
+                options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]
+            )
+            if not (foreach and options["momentum"]) or chunk.dtype not in _LOW or chunk.has_master:
+                continue
+            scalars = self._states.now[chunk].scalars
+            if any(
+                (early or each.parameter.grad is not None)
+                and (each not in scalars or "momentum_buffer" in scalars[each])  # where it is None
+                for each in chunk.slices
+            ):
+                found.add(chunk.kind)
+        return found
+
+
+def _states_of(
+    each: Slice, names: Iterable[str], views: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the states of a slice as torch's optimizer has them: views of the chunk's, and copies of its scalars."""
+    found: dict[str, Any] = {}
+    for name in names:
+        if name not in scalars:  # where it is None
+            found[name] = views[name][each.place]
+    for name, value in scalars.items():
+        if value is not None:
+            found[name] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be changed in place
+    return found
+
+
+def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Returns it. Raises TypeError unless it is one of ``ELEMENTWISE``."""
+    if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"an optimizer was given, not its class: NvmeOptimizer(params, torch.optim.{name}, folder, ...)"
+            )
+        name = getattr(optimizer, "__qualname__", repr(optimizer))
+        raise TypeError(f"{name} is not one of torch.optim's elementwise optimizers: {', '.join(ELEMENTWISE)}")
+    return optimizer
+
+
+def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns which options of a group are on: what decides which states there are."""
+    return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
+
+
+def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
+    """Returns what tells each gradient from another, and from itself once changed."""
+    gradients = [each.grad for each in parameters]
+    return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
 
 
 class NvmeOptimizer(torch.optim.Optimizer):
@@ -217,7 +405,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             states.commit(self._record(self.steps + (states.ended != states.attempt)))
             if self._updates.has_lent:
                 self._updates.has_lent = False
-                trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
+                _trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
             states.stats.seconds += time.perf_counter() - begin
             self._failed_with = []
             return loss
@@ -226,7 +414,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._give_up()
             finally:
                 if under_way:
-                    self._failed_with = identities(self._parameters())
+                    self._failed_with = _identities(self._parameters())
                 done = sum(states.is_done(chunk) for chunk in concerned)
                 text = (
                     f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
@@ -278,8 +466,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        self._arrange()
-        found = exported(self._states, self._handle)
+        found = saved.to_state_dict(self._states, self._handle)
         self.state.clear()
         self.state.update(found)
         try:
@@ -300,16 +487,15 @@ class NvmeOptimizer(torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        self._arrange()
         found, before = state_dict["state"], self.param_groups
         versions: dict[Chunk, Version] | None = None
         try:
             super().load_state_dict({**state_dict, "state": {}})
             self._require_room(ValueError)
             numbers: dict[int, int] = {}
-            for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-                numbers.update(zip(map(id, group["params"]), saved["params"], strict=True))
-            versions = load_states(
+            for theirs, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+                numbers.update(zip(map(id, group["params"]), theirs["params"], strict=True))
+            versions = saved.from_state_dict(
                 self._states, lambda parameter: found.get(numbers[id(parameter)]), self.param_groups, self._needed
             )
             self._show_states(versions)
@@ -339,10 +525,9 @@ class NvmeOptimizer(torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        self._arrange()
         self._states.renew()
         record = self._states.described(self._record(self.steps))
-        return saved_states.save(self._states, os.fspath(path), record, durable, self._handle)
+        return saved.to_file(self._states, os.fspath(path), record, durable, self._handle)
 
     def load_states(self, path: Path) -> None:
         """Replaces all states by those of ``save_states``, and continues to count ``steps`` from there.
@@ -357,8 +542,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        self._arrange()
-        record, versions = saved_states.load(self._states, os.fspath(path), self._made())
+        record, versions = saved.from_file(self._states, os.fspath(path), self._made())
         self._states.commit(self._record(record["steps"]), versions)
         self._show_states(self._states.now)
 
@@ -438,13 +622,13 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 for each in group["params"]:
                     if each not in self._hooks:
                         self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
-            self._switches[number] = switches(group)
+            self._switches[number] = _switches(group)
             self._order = []
             self._states.add(chunks, number + 1)
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
         """Returns the elementwise states that the optimizer keeps of a parameter with the group's options of now."""
-        low = self._master and parameter.dtype in LOW
+        low = self._master and parameter.dtype in _LOW
         return regions_of(self._class, group, parameter, low)
 
     def _needed(self, chunk: Chunk) -> Collection[str]:
@@ -457,7 +641,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
     def _require_room(self, error: type[Exception] = RuntimeError) -> None:
         """Raises an error if options were changed so that there are states which the chunks have no room for."""
         for number, group in enumerate(self.param_groups):
-            on, before = switches(group), self._switches[number]
+            on, before = _switches(group), self._switches[number]
             if on == before:
                 continue
             for chunk in self._states.chunks:
@@ -477,7 +661,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         failed = self._failed_with
         if not failed:
             return False
-        now = identities(self._parameters())
+        now = _identities(self._parameters())
         freed = self._most_gradients is not None  # by what was still at it
         return len(failed) == len(now) and all(
             (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
@@ -485,9 +669,11 @@ class NvmeOptimizer(torch.optim.Optimizer):
         )
 
     def _require_idle(self) -> None:
+        """Raises an error unless it is open and between steps; groups that were added are then divided."""
         self._require_open()
         if self._pass is not None:
             raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
+        self._arrange()
 
     def _require_open(self) -> None:
         if self._states.closed:

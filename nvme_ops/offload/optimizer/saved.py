@@ -1,28 +1,50 @@
-"""The states of an optimizer as torch's ``state_dict`` has them, to and from storage."""
+"""The states of an optimizer elsewhere: in torch's ``state_dict``, and in one file.
+
+The file has chunks as they are on storage, shares its blocks with these where the file system can, and is a safetensors
+file. The tensor ``chunk.N`` has the bytes of a chunk, aligned to pages; the metadata's entry ``nvme_ops.optimizer`` is
+the JSON of what the optimizer commits with a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nvme_ops.durable import sync_above
+from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
+from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer.chunks import MASTER, Chunk, Region, Slice, Version, flat, local, outline, sharded
-from nvme_ops.offload.optimizer.states import States
+from nvme_ops.offload.optimizer.records import read_back, required
+from nvme_ops.offload.optimizer.states import (
+    MASTER,
+    Chunk,
+    Region,
+    Slice,
+    States,
+    Version,
+    flat,
+    local,
+    outline,
+    own,
+    sharded,
+)
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.publication import opened, replacing
+from nvme_ops.text import parse_json
+
+_METADATA = "nvme_ops.optimizer"
 
 
-def own(value: Any) -> Any:
-    """Returns a copy of a scalar state, which the optimizer may change in place."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
+def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
     """Returns the states of each parameter, written to a file without a name and mapped."""
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
     found: dict[torch.Tensor, dict[str, Any]] = {}
@@ -63,7 +85,7 @@ def exported(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str,
     return found
 
 
-def load_states(
+def from_state_dict(
     states: States,
     saved_of: Callable[[torch.Tensor], dict[str, Any] | None],
     groups: Sequence[Mapping[str, Any]],
@@ -88,7 +110,7 @@ def load_states(
             for each in chunk.slices:
                 saved = saved_of(each.parameter)
                 if saved is not None:
-                    chunk.scalars[each] = _load(saved, chunk, each, buffer, groups[chunk.group])
+                    chunk.scalars[each] = _fill(saved, chunk, each, buffer, groups[chunk.group])
     return versions
 
 
@@ -112,7 +134,7 @@ def _require(saved: dict[str, Any], chunk: Chunk, each: Slice, needed: Collectio
             )
 
 
-def _load(
+def _fill(
     saved: dict[str, Any], chunk: Chunk, each: Slice, buffer: torch.Tensor, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fills the states of a slice in the buffer, and returns its scalar ones."""
@@ -148,3 +170,92 @@ def _as_loaded(name: str, value: Any, chunk: Chunk, options: Mapping[str, Any]) 
         return own(value)
     dtype = torch.float32 if chunk.has_master else chunk.dtype
     return value.to(dtype=dtype if dtype.is_floating_point else value.dtype, device=chunk.device, copy=True)
+
+
+def to_file(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
+    """Writes ``path``; see ``NvmeOptimizer.save_states``."""
+    stored = [chunk for chunk in states.chunks if states.now[chunk].slot is not None and chunk.nbytes]
+    header = _header(stored, record)
+    places, size = {}, len(header)
+    for chunk in stored:
+        places[chunk], size = size, size + chunk.nbytes
+    with replacing(path, durable) as file:
+        os.truncate(file.fd, size)
+        shared = all(states.share(chunk, file.fd, places[chunk]) for chunk in stored)
+        if not shared:
+            os.posix_fallocate(file.fd, 0, size)
+
+            def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture:
+                return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])
+
+            states.copy_out(stored, write)
+        written = 0
+        while written < len(header):
+            written += os.pwrite(file.fd, header[written:], written)
+    if durable:
+        sync_above(os.path.dirname(os.path.realpath(path)))
+    return shared
+
+
+def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(record)}}
+    begin = 0
+    for chunk in stored:
+        end = begin + chunk.nbytes
+        described[f"chunk.{chunk.number}"] = {"dtype": "U8", "shape": [chunk.nbytes], "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(described).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return struct.pack("<Q", len(text)) + text
+
+
+def from_file(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chunk, Version]]:
+    """Writes the states in ``path`` beside those of now; returns what ``to_file`` was given, and what to commit.
+
+    Raises:
+        FormatError: it is no such file.
+        ValueError: it has states of other parameters or another optimizer, or chunks of another size.
+    """
+    with opened(path) as fd:
+        header = safetensors_format.read(fd, path)
+        record = _record(header, path)
+        if record["made"] != made:
+            raise ValueError(
+                f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
+            )
+        scalars = _scalars(states, record, path)
+
+        def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            entry = header.entries.get(f"chunk.{chunk.number}")
+            if entry is None and not (chunk.nbytes and any(scalars[chunk].values())):
+                return None
+            if entry is None:
+                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} is missing")
+            if entry.end - entry.start != chunk.nbytes:
+                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
+            return shared_handle().submit_pread(buffer[: chunk.nbytes], fd, entry.start)
+
+        versions: dict[Chunk, Version] = {}
+        with contextlib.closing(states.fill(read, versions)) as updates:
+            for chunk, _ in updates:
+                chunk.scalars.update(scalars[chunk])
+    return record, versions
+
+
+def _record(header: safetensors_format.Header, path: str) -> dict[str, Any]:
+    try:
+        return required(parse_json(header.metadata[_METADATA]))
+    except (LookupError, ValueError) as error:
+        raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
+
+
+def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
+    """Returns the scalar states of each slice. Raises FormatError for whatever the record may have in their place."""
+    try:
+        found = {}
+        for chunk in states.chunks:
+            written = [read_back(each, chunk.device) for each in record["chunks"][chunk.number][1]]
+            found[chunk] = {each: one for each, one in zip(chunk.slices, written, strict=True) if one is not None}
+        return found
+    except Exception as error:  # whatever a damaged record makes of an interpreter
+        raise FormatError(f"{path}: the record of the states is damaged: {error}") from error
