@@ -9,8 +9,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,13 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command, command_line, positive, say, show
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measuring.energy import Meter, total, used
-from nvme_ops.offload.plan import page
-from nvme_ops.offload.plan.inference import Computing, plan
+from nvme_ops.offload.plan.estimate import InferencePlan, TrainingPlan, estimate, seconds_words
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
-from nvme_ops.offload.plan.training import TrainedModel, TrainingPlan
 from nvme_ops.offload.weights import hub
-from nvme_ops.offload.weights.generation import generate
+from nvme_ops.offload.weights.generation import Reached, generate
 from nvme_ops.offload.weights.pretrained import from_pretrained, weight_files
 from nvme_ops.progress import progress_bar
-from nvme_ops.text import fitted, printable
+from nvme_ops.text import fitted, printable, rate_words, rounded, share_words, size_words
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -108,69 +106,53 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 def _plan(given: argparse.Namespace) -> int:
     device, files = _device(given.device), weight_files(given.model)
     batches = sorted(set(given.batch))
-    if given.train:
-        return _plan_training(given, device, files, batches)
-    with progress_bar(2 + len(batches)) as step:
+    with progress_bar(3 if given.train else 2 + len(batches)) as step:
         step("sizes")
         with _opened(given, device) as model:
             sizes, about = sizes_of(model)
-        _require_context(model.config, given.prompt_length + given.new_tokens)
-        step("storage")
-        measured = rates(files, given.folder, device)
-        try:
-            layers = Layers(model, given.memory, device, measured.device_free)
-            sizes = replace(sizes, cache=layers.cache_bytes())
-        except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
-            raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
-        context = given.prompt_length + given.new_tokens // 2
-        computing: dict[int, Computing] = {}
-        energy = _Energy(device)
-        for batch in batches:
-            step(f"batch {batch}")
-            if sizes.beside(batch, given.prompt_length, given.new_tokens) <= measured.device_free:
-                computing[batch] = layers.computing(batch, given.prompt_length, context)
-    found = plan(sizes, measured, computing, given.prompt_length, given.new_tokens)
-    watts = energy.watts() if given.watts is None else given.watts
-    left_out = [batch for batch in batches if batch not in computing]
-    shown = page.Shown(about, sizes, measured, found, left_out, given.memory, given.price_per_hour, watts)
-    _show(given, shown)
-    return 0
-
-
-def _plan_training(given: argparse.Namespace, device: torch.device, files: Sequence[str], batches: list[int]) -> int:
-    with progress_bar(3) as step:
-        step("sizes")
-        with _opened(given, device) as model:
-            _, about = sizes_of(model)
             parameters = list(model.parameters())
-        _require_context(model.config, given.prompt_length)
+        _require_context(model.config, given.prompt_length + (0 if given.train else given.new_tokens))
         step("storage")
-        folder = given.folder or os.path.dirname(os.path.abspath(files[0]))
-        rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
-        step("computing")
-        try:
-            layers = Layers(model, given.memory, device, given.memory)
-            seconds, activations, of_layer = layers.training(given.prompt_length)
-        except (AttributeError, TypeError, LookupError) as error:  # of models that are built in another way
-            raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
-    trained = TrainedModel(
-        parameters=sum(each.numel() for each in parameters),
-        itemsize=model.dtype.itemsize,
-        largest=max(each.nbytes for each in parameters),
-        activations=activations,
-        of_layer=of_layer,
-        seconds=seconds,
-    )
-    shown = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
-    _show(given, shown)
+        found: InferencePlan | TrainingPlan
+        if given.train:
+            folder = given.folder or os.path.dirname(os.path.abspath(files[0]))
+            rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
+            step("computing")
+            with _timing(about):
+                trained = Layers(model, given.memory, device, given.memory).training(given.prompt_length, parameters)
+            found = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
+        else:
+            measured = rates(files, given.folder, device)
+            with _timing(about):
+                layers = Layers(model, given.memory, device, measured.device_free)
+                sizes = replace(sizes, cache=layers.cache_bytes())
+            tokens = given.prompt_length, given.new_tokens
+            estimates, left_out, energy = [], [], _Energy(device)
+            for batch in batches:
+                step(f"batch {batch}")
+                if sizes.beside(batch, *tokens) > measured.device_free:
+                    left_out.append(batch)
+                    continue
+                computing = layers.computing(batch, given.prompt_length, given.prompt_length + given.new_tokens // 2)
+                estimates.append(estimate(sizes, measured, computing, batch, *tokens))
+            watts = energy.watts() if given.watts is None else given.watts
+            found = InferencePlan(
+                about, sizes, measured, estimates, left_out, given.memory, given.price_per_hour, watts
+            )
+    if given.json:
+        print(json.dumps(found.document(), indent=2))
+    else:
+        show(found.text())
     return 0
 
 
-def _show(given: argparse.Namespace, plan: Any) -> None:
-    if given.json:
-        print(json.dumps(plan.document(), indent=2))
-    else:
-        show(plan.text())
+@contextlib.contextmanager
+def _timing(about: Mapping[str, Any]) -> Iterator[None]:
+    """Raises ValueError for models whose layers are built in another way than those that are known here."""
+    try:
+        yield
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
 
 
 def _generate(given: argparse.Namespace) -> int:
@@ -207,7 +189,7 @@ def _generate(given: argparse.Namespace) -> int:
     text.end()
     if given.json:
         texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in found.tokens]
-        print(json.dumps(page.reached_document(found, texts, joules), indent=2))
+        print(json.dumps(reached_document(found, texts, joules), indent=2))
         return 0
     if given.sample:
         for each in found.tokens[1:]:
@@ -215,8 +197,46 @@ def _generate(given: argparse.Namespace) -> int:
             show(words)
     if tokenizer is None:
         say("no tokenizer in the folder: these are ids of tokens")
-    say(fitted(page.reached_text(found, joules)))
+    say(fitted(reached_text(found, joules)))
     return 0
+
+
+def reached_text(found: Reached, joules: float | None = None) -> str:
+    """Returns a few lines on a generation, which has used so many joules if that is known."""
+    lines = [f"first token after {seconds_words(found.first_token)}"]
+    if found.tokens_per_second is not None:
+        lines.append(
+            f"{rounded(found.tokens_per_second, 3)} tokens/s, {share_words(found.share or 0)} of what is possible: "
+            f"{_bound(found.reading_bound)} if reading were all, {_bound(found.computing_bound)} if computing were"
+        )
+        per_token = found.bytes_per_step / len(found.tokens)
+        lines.append(
+            f"{size_words(round(per_token))} read for each token, at {rate_words(found.rate_reached)} of "
+            f"{rate_words(found.rate)}"
+        )
+    if joules is not None:
+        lines.append(f"{rounded(1000 * joules / found.count, 3)} J for 1,000 tokens")
+    lines.append(f"peak memory: weights {size_words(found.peak_weights)}, process {size_words(found.peak_process)}")
+    return "\n".join(lines)
+
+
+def reached_document(found: Reached, texts: Sequence[str] | None, joules: float | None) -> dict[str, Any]:
+    """Returns the same for programs: bytes, seconds, tokens per second."""
+    return {
+        **asdict(found),
+        "texts": texts,
+        "tokens_per_second": found.tokens_per_second,
+        "bytes_per_step": found.bytes_per_step,
+        "rate_reached": found.rate_reached,
+        "reading_bound": found.reading_bound,
+        "computing_bound": found.computing_bound,
+        "share_of_bound": found.share,
+        "joules_per_1000_tokens": None if joules is None else 1000 * joules / found.count,
+    }
+
+
+def _bound(tokens_per_second: float | None) -> str:
+    return "no limit" if tokens_per_second is None else rounded(tokens_per_second, 3)
 
 
 class _Energy:

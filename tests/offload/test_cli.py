@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import cli, from_pretrained
-from nvme_ops.offload.plan import page
-from nvme_ops.offload.plan.inference import step_bytes
+from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import Reached
 from nvme_ops.text import MIB
@@ -250,14 +249,14 @@ def test_what_was_reached_is_compared_with_the_lower_bound() -> None:
     assert found.reading_bound == 80.0
     assert found.computing_bound == 5.0
     assert found.share == pytest.approx(0.8)
-    text = page.reached_text(found)
+    text = cli.reached_text(found)
     assert "4 tokens/s, 80 % of what is possible: 80.0 if reading were all, 5 if computing were" in text.replace(
         ".00", ""
     )
     nothing = Reached([[1, 2]], 1.0, 1, 0.5, 0.0, 0, 4e9, 1, 2)
     assert nothing.reading_bound is None
     assert nothing.share == pytest.approx(1.0)
-    assert "no limit if reading were all" in page.reached_text(nothing)
+    assert "no limit if reading were all" in cli.reached_text(nothing)
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.offload.plan.inference import (
+from nvme_ops.offload.plan.estimate import (
     Computing,
+    InferencePlan,
     Rates,
     Sizes,
     Streamed,
     best,
     estimate,
     per_thousand,
-    plan,
     step_bytes,
 )
 
@@ -101,17 +101,20 @@ def test_what_fits_into_memory(free: int, streams: bool, whole: bool) -> None:
 def test_the_best_batch_online_costs_no_time_and_offline_gives_most_tokens() -> None:
     # reading takes 1.5 s: up to 1.65 s of computing make a step hardly longer
     computing = {1: Computing(0.2, 1), 8: Computing(1.6, 1), 16: Computing(1.7, 1), 64: Computing(8.0, 1)}
-    found = plan(sizes(80 * MB), RATES, computing, 10, 10)
-    assert (found.online, found.offline) == (8, 16)
-    assert found.bytes_kept == 50 * MB
-    assert [each.batch for each in found.estimates] == [1, 8, 16, 64]
+    estimates = [estimate(sizes(80 * MB), RATES, times, batch, 10, 10) for batch, times in computing.items()]
+    assert best(estimates) == (8, 16)
+    found = InferencePlan({}, sizes(80 * MB), RATES, estimates, [], 80 * MB).document()
+    assert (found["online_batch"], found["offline_batch"]) == (8, 16)
+    assert found["bytes_kept"] == 60 * MB, "10 MB of small weights stay anyway"
+    assert [each["batch"] for each in found["batches"]] == [1, 8, 16, 64]
 
 
 def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
     rates = Rates(100 * MB, 100 * MB, 100 * MB)
     computing = {1: Computing(0.2, 1), 64: Computing(0.3, 1)}
-    assert best(plan(sizes(80 * MB, cache=MB), rates, computing, 5, 5).estimates) == (1, 1)
-    assert best(plan(sizes(80 * MB, cache=5 * MB), rates, computing, 5, 5).estimates) == (None, None)
+    for cache, wanted in ((MB, (1, 1)), (5 * MB, (None, None))):
+        model = sizes(80 * MB, cache=cache)
+        assert best([estimate(model, rates, times, batch, 5, 5) for batch, times in computing.items()]) == wanted
 
 
 def test_what_a_thousand_tokens_cost() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nvme_ops.offload.plan.training import TrainedModel, TrainingWay, ways
+from nvme_ops.offload.plan.estimate import TrainedModel, TrainingWay, ways
 from nvme_ops.text import GIB
 
 MODELS = st.builds(

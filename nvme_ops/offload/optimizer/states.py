@@ -501,7 +501,8 @@ class States:
 
         These are the same, and two places do, except after a step that failed: the third is for its next attempt.
         """
-        return min({*range(_SLOTS + 1)} - {self.now[chunk].slot, self._named.get(chunk)})
+        free = set(range(_SLOTS + 1)) - {self.now[chunk].slot, self._named.get(chunk)}
+        return min(free)
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
         """Takes the new states for the chunk's, or gives the parameters their old values. May be called again."""

@@ -22,7 +22,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.ring import InFlight
-from nvme_ops.offload.plan.inference import Computing, Rates, Sizes, Streamed
+from nvme_ops.offload.plan.estimate import Computing, Rates, Sizes, Streamed, TrainedModel
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor
@@ -232,11 +232,8 @@ class Layers:
         prompt = _least(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
         return Computing(step, prompt)
 
-    def training(self, length: int) -> tuple[float, int, int]:
-        """Returns what a training step takes for each token of such sequences.
-
-        These are seconds, bytes of activations, and bytes of those of the layer, or what follows on all, with most.
-        """
+    def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
+        """Times training steps on sequences of ``length`` tokens, for all of the model's ``parameters``."""
         length = min(length, _TOKENS)
         saved = {True: 0, False: 0}  # in the layers, and after them
         inside = False
@@ -277,12 +274,17 @@ class Layers:
             self._model.eval()
             for hook in hooks:
                 hook.remove()
-        share = self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device))
-        share = min(1.0, share)
-        more = share * self._all / self._count + (1 - share) * self._vocabulary / self._rows
-        kept = saved[True] * self._all / self._count + saved[False] * self._vocabulary / self._rows
-        after = saved[False] * self._vocabulary / self._rows
-        return seconds * more / length, round(kept / length), round(max(saved[True] / self._count, after) / length)
+        share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
+        layers_more, after_more = self._all / self._count, self._vocabulary / self._rows  # times what was measured
+        after = saved[False] * after_more
+        return TrainedModel(
+            parameters=sum(each.numel() for each in parameters),
+            itemsize=self._model.dtype.itemsize,
+            largest=max(each.nbytes for each in parameters),
+            activations=round((saved[True] * layers_more + after) / length),
+            of_layer=round(max(saved[True] / self._count, after) / length),
+            seconds=seconds * (share * layers_more + (1 - share) * after_more) / length,
+        )
 
     def _seconds(
         self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0
