@@ -18,7 +18,7 @@ class BackwardPass:
         states: has the chunks.
         order: of the chunks, that in which their gradients were ready the last time.
         update: changes a chunk's parameters and states, or leaves that to ``step``.
-        most: bytes of gradients that may wait for their update before the backward pass waits for it; None: it never
+        most: the backward pass waits while more bytes of gradients than this wait for their update; None: it never
             does.
     """
 
@@ -44,16 +44,16 @@ class BackwardPass:
         self._lock = threading.Lock()  # several threads may run backward
         self._ready = {chunk: threading.Event() for chunk in order}
         self._over = False
-        #: Whether ``give_up`` was called, and was perhaps interrupted.
+        #: Whether ``give_up`` was called; it may have been interrupted.
         self.given_up = False
         self._ended = threading.Event()  # the thread
         self._failure: BaseException | None = None
         #: The chunks in the order in which their gradients were ready.
-        self.found: list[Chunk] = []
+        self.completed: list[Chunk] = []
         self._thread = threading.Thread(target=self._work, name="nvme_ops-optimizer", daemon=True)
 
     def start(self) -> None:
-        """Begins. Once."""
+        """Starts the thread. Call it once."""
         self._thread.start()
 
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class BackwardPass:
             for chunk in self._chunks_of.get(id(parameter), ()):
                 self._missing[chunk] -= 1
                 if not self._missing[chunk]:
-                    self.found.append(chunk)
+                    self.completed.append(chunk)
                     self._ready[chunk].set()
         if self._most is not None and parameter.grad is not None:
             with self._moves:
@@ -98,7 +98,7 @@ class BackwardPass:
     def finish(self) -> None:
         """Updates the chunks of which some gradients are missing, and waits for all. Raises the first failure.
 
-        If it is interrupted, call ``give_up``: nothing may use the states beside the program.
+        If it is interrupted, call ``give_up``: until that has returned the thread uses the states.
         """
         for event in self._ready.values():
             event.set()
@@ -119,8 +119,8 @@ class BackwardPass:
     def _join(self) -> None:
         """Waits for the thread.
 
-        ``Thread.join`` alone would not do: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for
-        ended (bpo-45274).
+        ``Thread.join`` alone would not do: before Python 3.13, once Ctrl-C has interrupted it, it believes that the
+        thread has ended (bpo-45274).
         """
         while not self._ended.wait(1):
             if self._thread.ident is None:  # it was not started
@@ -129,8 +129,8 @@ class BackwardPass:
 
     def order(self) -> list[Chunk]:
         """Returns the order for the next pass: those without all gradients come last."""
-        seen = set(self.found)
-        return [*self.found, *(chunk for chunk in self._order if chunk not in seen)]
+        seen = set(self.completed)
+        return [*self.completed, *(chunk for chunk in self._order if chunk not in seen)]
 
     def _waiting(self) -> Iterator[Chunk]:
         for chunk in self._order:

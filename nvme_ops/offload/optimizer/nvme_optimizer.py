@@ -76,7 +76,7 @@ class Updates:
         self.has_lent = False
 
     def decide(self, groups: _Groups) -> None:
-        """Looks which parameters have a gradient in the step at hand, and no states yet. Once for each attempt."""
+        """Finds the parameters that have a gradient in this step and no states yet, once for each attempt."""
         if self._late[0] != self._states.attempt:
             self._late = (self._states.attempt, self._late_kinds(groups, early=False))
 
@@ -111,7 +111,7 @@ class Updates:
         on_host = chunk.device.type == "cpu"
         views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.now[chunk].scalars
         nesterov = self._class is torch.optim.SGD and options["nesterov"]
-        # These change gradients, which a step that fails leaves as they were.
+        # These change gradients in place, which must stay as they were if the step fails.
         spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for each in slices:
@@ -157,13 +157,13 @@ class Updates:
                 values.copy_(target)
             target.grad = None
         inner.state.clear()
-        inner.param_groups.clear()  # torch's optimizers are in cycles, and would keep the parameters' memory
+        inner.param_groups.clear()  # torch's optimizers are in reference cycles, and would keep the parameters' memory
 
     def _late_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
         """Returns kinds of chunks that torch's optimizer updates in its slower way, since some have no states yet.
 
         ``SGD(momentum, foreach=True)`` changes all momentum buffers one by one until all parameters with a gradient
-        have one. In bfloat16 and float16 that rounds otherwise. ``early``: it is not known which will have a gradient.
+        have one. In bfloat16 and float16 that rounds differently. ``early``: which will have a gradient is not known.
         """
         found: set[_Kind] = set()
         if self._class is not torch.optim.SGD:
@@ -213,12 +213,12 @@ def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
 
 
 def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which options of a group are on: what decides which states there are."""
+    """Returns which options of a group are on: these decide which states there are."""
     return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
 
 
 def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
-    """Returns what tells each gradient from another, and from itself once changed."""
+    """Returns what identifies each gradient, and changes when it is changed in place."""
     gradients = [each.grad for each in parameters]
     return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
 

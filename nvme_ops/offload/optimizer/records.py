@@ -130,7 +130,7 @@ class Records:
         _put(self._fd, _line(number, boot_id() or "-", *rest) + text, self._target)
 
     def harden(self) -> None:
-        """Makes what was written last survive a power failure, as all that it names does already. Raises OSError."""
+        """Makes the record that was written last durable, as all that it names is already. Raises OSError."""
         number, *rest = self._line
         self._pending = self._marked = True
         _put(self._fd, _line(number, _DURABLE, *rest), self._target)
@@ -140,9 +140,9 @@ class Records:
         os.close(fd)
 
     def settle(self) -> None:
-        """Makes void what the durable record has replaced, or what was not made durable. Raises OSError.
+        """Makes void the record that the durable one has replaced, or that was not made durable. Raises OSError.
 
-        Before that, the places that only the other record names must not be written to.
+        Until then, the places that only this record names must not be written to.
         """
         if self._pending:
             _put(self._fd, _line(self._number, _VOID), self._target)
@@ -166,10 +166,10 @@ class Records:
 
 
 class Flush:
-    """Does something on a thread, once, that the program waits for before it exits.
+    """Does some work once, on a thread that the program waits for before it exits.
 
     Args:
-        what: it makes durable. A failure that nobody has asked for is told at exit.
+        what: is made durable by it. A failure that nobody has asked for is reported at exit.
         work: what to do.
     """
 
@@ -198,7 +198,7 @@ class Flush:
         self.start()
         while not self._done.wait(1):
             pass
-        _untold.pop(self, None)
+        _unreported.pop(self, None)
 
     def _run(self) -> None:
         with self._once:
@@ -207,25 +207,25 @@ class Flush:
             try:
                 self._work()
             except Exception as error:
-                self.failure = _untold[self] = error
+                self.failure = _unreported[self] = error
             except BaseException as error:
                 if threading.current_thread() is not self._thread:  # Ctrl-C: it is begun again
                     raise
-                self.failure = _untold[self] = RuntimeError(f"the thread was ended by {type(error).__name__}")
+                self.failure = _unreported[self] = RuntimeError(f"the thread was ended by {type(error).__name__}")
             self._work = None  # and what it keeps alive
             self._done.set()
 
 
-_untold: dict[Flush, Exception] = {}  # failures that nobody has asked for
+_unreported: dict[Flush, Exception] = {}  # failures that nobody has asked for
 
 
-def _tell() -> None:
-    for flush, failure in _untold.items():
+def _report() -> None:
+    for flush, failure in _unreported.items():
         sys.stderr.write(f"nvme_ops: {flush.what} is not durable: {failure}\n")
 
 
-atexit.register(_tell)
-os.register_at_fork(after_in_child=_untold.clear)
+atexit.register(_report)
+os.register_at_fork(after_in_child=_unreported.clear)
 
 
 def _line(number: int, mark: str, nbytes: int = 0, checksum: int = 0) -> bytes:

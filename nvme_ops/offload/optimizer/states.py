@@ -49,7 +49,7 @@ _SLOTS = 2  # places of a chunk's values
 
 
 class Region(NamedTuple):
-    """A state that has an element for each of a parameter's."""
+    """A state with one element for each element of a parameter."""
 
     name: str
     dtype: torch.dtype
@@ -172,13 +172,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """The states of a chunk at one time; which one counts, ``States.now`` says."""
+    """The states of a chunk after one step; ``States.now`` says which version counts."""
 
     slot: int | None = None  #: which of the chunk's values in the store has them; None: there are none
-    #: What has no element for each of a slice's, and None for a state of the chunk that the slice does not have yet.
-    #: Slices without any states are not in it.
+    #: By slice: the states that are not regions, such as ``step``, and None for a region that the slice does not have
+    #: yet. Slices without any states are not in it.
     scalars: Mapping[Slice, dict[str, Any]] = field(default_factory=dict)
-    attempt: int = -1  #: that has made it; see ``States.attempt``
+    attempt: int = -1  #: at a step, that made it; see ``States.attempt``
 
 
 _NOTHING = Version()
@@ -346,10 +346,10 @@ class States:
         handle: aio_handle | None,
     ) -> None:
         self.chunks: list[Chunk] = []
-        self.groups = 0  #: of parameters, that are in chunks
-        self.now: dict[Chunk, Version] = {}  #: what counts of each chunk
-        self.changed: dict[Chunk, torch.Tensor] = {}  #: whose parameters may not fit ``now``; the buffer has a backup
-        self.attempt = 0  #: at a step: chunks with a version of this number are done
+        self.groups = 0  #: how many parameter groups are divided into chunks
+        self.now: dict[Chunk, Version] = {}  #: the version of each chunk that counts
+        self.changed: dict[Chunk, torch.Tensor] = {}  #: whose parameters may be newer than ``now``; the backups
+        self.attempt = 0  #: at a step: chunks whose version has this number are done
         self.ended: int | None = None  #: the attempt that was committed last
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: is called when a chunk is done, perhaps twice
@@ -383,7 +383,7 @@ class States:
             self._undo = undo.pop_all()
 
     def add(self, chunks: Iterable[Chunk], groups: int) -> None:
-        """Takes chunks that nothing is stored of; those of so many groups are then here."""
+        """Adds chunks without states; ``groups`` is how many parameter groups are then divided."""
         new = list(chunks)
         for number, chunk in enumerate(new, len(self.chunks)):
             chunk.number = number
@@ -391,7 +391,7 @@ class States:
         self.chunks, self.groups = [*self.chunks, *new], groups
 
     def begin(self) -> None:
-        """Begins a step, of which no chunk is done."""
+        """Begins a step: no chunk is done."""
         self.attempt += 1
 
     def is_done(self, chunk: Chunk) -> bool:
@@ -414,10 +414,10 @@ class States:
                 pass
 
     def fill(self, read: _Move, versions: dict[Chunk, Version]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-        """Yields each chunk with a buffer, and adds to ``versions`` what is then written beside its states of now.
+        """Yields each chunk with a buffer for new states, which ``read`` or the loop fills.
 
-        What ``read`` brings, and the loop puts into the buffer, are states of the slices in ``chunk.scalars``. They
-        count once they are given to ``commit``, all or none.
+        The loop gives the scalar ones to ``chunk.scalars``. What it has given any is written beside the states of now,
+        added to ``versions``, and counts once these are given to ``commit``: all or none.
         """
         noted = self._noting(read)
 
@@ -463,7 +463,7 @@ class States:
         return noted
 
     def _recover(self) -> None:
-        """Completes what was interrupted: nothing may use the memory and the files that the next pass will use."""
+        """Ends what an interrupted pass has left under way: the next pass uses the same memory and files."""
         if self._unsettled:
             for transfer in list(self._others):
                 transfer.exception()
@@ -505,7 +505,7 @@ class States:
         return min(free)
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
-        """Takes the new states for the chunk's, or gives the parameters their old values. May be called again."""
+        """Makes the new states those of now, or gives the parameters their old values back. May be called again."""
         if failure is not None:
             if chunk in self.changed:
                 self._restore(chunk, buffer)
@@ -516,7 +516,7 @@ class States:
                 self.when_done(chunk)
 
     def _restore(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Gives the parameters the values that belong to the states, unless they have these."""
+        """Gives the parameters back the values that belong to the states of now, unless these are the new ones."""
         if self.now[chunk] is not chunk.pending:
             backup = chunk.backup(buffer)
             with contextlib.closing(chunk.borrowed(chunk.updated)) as parts:
@@ -525,12 +525,12 @@ class States:
         self.changed.pop(chunk, None)
 
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
-        """Has the states of a chunk in an open file by reference; see ``TensorStore.share``."""
+        """Puts the states of a chunk into an open file without a copy; see ``TensorStore.share``."""
         slot = self.now[chunk].slot
         return slot is not None and self._store.share(chunk.key(slot), target, place)
 
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
-        """Returns ``about`` with what is kept of chunks beside their values; of these versions, or those of now."""
+        """Returns ``about`` with the slot and the scalar states of each chunk, of these versions or those of now."""
         found = []
         for chunk in self.chunks:
             version = (self.now if versions is None else versions)[chunk]
@@ -538,10 +538,10 @@ class States:
         return {**about, "chunks": found}
 
     def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
-        """Ends a step, or takes these versions for the states.
+        """Ends a step, or makes these versions the states.
 
-        They are those to go on with, with ``about``, also after a crash of this process, and begin to become so after
-        one of the machine.
+        A program that continues after this process was killed has them, with ``about``; so does one after a power
+        failure as soon as a thread, which begins here, has made them durable.
         """
         self._recover()
         self.settle()
@@ -614,7 +614,7 @@ class States:
         self._records.settle()
 
     def renew(self) -> None:
-        """Copies what a flush has failed for to other places: blocks that others may share with these are good."""
+        """Copies the states whose flush has failed to other places, whose blocks another file may then share."""
         self.settle()
         doubted = [chunk for chunk, version in self._doubted.items() if self.now[chunk] is version]
         if not doubted:
@@ -633,7 +633,7 @@ class States:
                 pass
 
     def _forget_doubted(self) -> None:
-        """Drops the values that a flush has failed for: the store would be right not to believe the next one."""
+        """Drops the values whose flush has failed: while the store has them, it rightly refuses each further sync."""
         for chunk, version in self._doubted.items():
             if version.slot is not None and version.slot != self.now[chunk].slot:
                 with contextlib.suppress(KeyError):
@@ -641,7 +641,7 @@ class States:
         self._doubted = {}
 
     def _free_spare(self) -> None:
-        """Drops the values in third places, and those that third places stand for."""
+        """Drops the values in third places, and those that they have replaced."""
         if not self._spare:
             return
         slots = {chunk: (self.now[chunk].slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks}
@@ -707,7 +707,7 @@ class States:
         return fd
 
     def measure(self) -> OptimizerStats:
-        """Returns what was moved and is taken now."""
+        """Returns what was moved until now, and what is taken."""
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
         return self.stats
 

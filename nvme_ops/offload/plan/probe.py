@@ -87,7 +87,7 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
 
     Args:
         files: of the model, which are read.
-        folder: on the storage that is meant, where a file is written if it is not that of the model; None for that.
+        folder: on the storage to measure, where a file is written unless the model is there; None: the model's.
         device: where it computes.
 
     Raises:
