@@ -7,7 +7,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,20 +105,19 @@ def test_a_tensor_in_a_cycle_comes_back_with_it() -> None:
 # Wrong arguments
 
 
-@pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_below_one_byte_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match="budget must be at least 1"):
-        Pool(budget)
-
-
-def test_a_budget_that_is_no_number_is_refused() -> None:
-    with pytest.raises(TypeError, match="budget must be an int"):
-        Pool(1.5)  # type: ignore[arg-type]
-
-
-def test_no_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="nbytes must be at least 1"):
-        Pool(MIB).lease(0)
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: Pool(0), ValueError, "budget must be at least 1"),
+        (lambda: Pool(-1), ValueError, "budget must be at least 1"),
+        (lambda: Pool(1.5), TypeError, "budget must be an int"),  # type: ignore[arg-type]
+        (lambda: Pool(True), TypeError, "budget must be an int"),
+        (lambda: Pool(MIB).lease(0), ValueError, "nbytes must be at least 1"),
+    ],
+)
+def test_wrong_sizes_are_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_more_than_the_budget_can_never_be() -> None:
