@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nvme_ops.checkpoint import Format, turns
-from nvme_ops.checkpoint.formats import format_of
-from nvme_ops.checkpoint.plan import plan_for
+from nvme_ops.checkpoint.plan import format_of, plan_for
 from nvme_ops.checkpoint.request import Request
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle

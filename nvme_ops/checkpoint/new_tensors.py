@@ -48,7 +48,8 @@ class SpeculativeRead:
             self._in_flight.settle()
             del self._memory  # frees it for the tensors wanted
             return None
-        self._submit(self._reached, self._run[1])
+        if self._reached < self._run[1]:
+            self._submit(self._reached, self._run[1])
         self._in_flight.drain()
         return self._memory
 
@@ -59,8 +60,8 @@ class SpeculativeRead:
 
 def ahead(handle: aio_handle, fd: int, start: int, end: int) -> SpeculativeRead | None:
     """Starts a speculative read if it is likely to help ``read`` everything after ``start`` into host memory."""
-    if start >= end or _in_page_cache(fd, [(start, end)]):
-        return None
+    if start >= end or native().cached_pages(fd, start, end - start) == -(-end // _PAGE) - start // _PAGE:
+        return None  # what the page cache has is read at once
     try:
         return SpeculativeRead(handle, fd, start, end)
     except MemoryError:  # an absurd size: parsing the file gives a better error
@@ -109,12 +110,6 @@ def begin(
 
 def _host_memory(size: int) -> torch.Tensor:
     return torch.frombuffer(pool_buffer(max(1, size)), dtype=torch.uint8)
-
-
-def _in_page_cache(fd: int, runs: Sequence[tuple[int, int]]) -> bool:
-    return all(
-        native().cached_pages(fd, start, end - start) == -(-end // _PAGE) - start // _PAGE for start, end in runs
-    )
 
 
 def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -27,9 +27,8 @@ import torch
 
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
 from nvme_ops.checkpoint.plan import require_strings
-from nvme_ops.checkpoint.request import Request
-from nvme_ops.checkpoint.safetensors_build import require_tensors
-from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.checkpoint.request import Request, Targets
+from nvme_ops.checkpoint.safetensors_file import require_tensors
 from nvme_ops.durable import make_folder, sync_folder
 from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity

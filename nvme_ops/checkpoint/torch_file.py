@@ -12,8 +12,7 @@ from torch.serialization import default_restore_location
 
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.modules import state_to_fill
-from nvme_ops.checkpoint.request import Request
-from nvme_ops.checkpoint.targets import Targets
+from nvme_ops.checkpoint.request import Request, Targets
 from nvme_ops.checkpoint.torch_load import by_device, everything
 from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, require_undamaged, verify_others
 from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan

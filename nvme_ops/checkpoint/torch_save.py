@@ -24,7 +24,7 @@ from nvme_ops.formats.torch_zip import AROUND, CHECKSUM, FOLDER, PICKLE, Record,
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import dense_bytes, is_dense, is_plain_on_host
+from nvme_ops.memory.carve import dense_bytes, is_dense, is_plain
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.memory.ring import InFlight, Ring
 from nvme_ops.offloaded import OffloadedTensor
@@ -264,7 +264,7 @@ def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
 
 def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksums: bool) -> IoFuture:
     data = [record.data for record in group]
-    on_host = all(map(is_plain_on_host, data))
+    on_host = group[0].data.device.type == "cpu" and all(map(is_plain, data))
     if not on_host:
         data = _copies(group, ring.take())
     if checksums:

@@ -38,7 +38,7 @@ class Turn:
         Waiting would be a deadlock.
         """
         with lock:
-            return any(turn.thread == threading.get_ident() for turn in self._before())
+            return threading.get_ident() in [turn.thread for turn in self._before()]
 
     def wait(self) -> None:
         """Waits until all earlier saves have ended."""
@@ -59,7 +59,8 @@ class Turn:
     def _before(self) -> list[Turn]:
         """Returns the earlier saves that go on, of one moment: a signal handler's may come and go."""
         queue = list(self._queue)
-        return [turn for turn in queue[: queue.index(self)] if not turn.over]
+        place = queue.index(self)
+        return [turn for turn in queue[:place] if not turn.over] if place else []
 
 
 def _forget_parents() -> None:

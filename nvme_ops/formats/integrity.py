@@ -24,6 +24,7 @@ OURS = (KEY, SAVE, SHARDS)
 #: Stand for the JSON of a file among the names of tensors.
 HEADER, INDEX = "header", "index"
 _DIGITS = 8
+_BEGIN = f'"{KEY}":"'.encode()  # in JSON
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,21 @@ def placeholder(count: int) -> str:
     return "0" * _DIGITS * (count + 1)
 
 
-def written_out(checksums: Sequence[int]) -> str:
-    """Formats the checksums for the metadata. The header's is still missing."""
-    return "".join(f"{value:0{_DIGITS}x}" for value in (*checksums, 0))
-
-
 def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
     """Replaces the ``placeholder`` in JSON, which has no spaces after colons, by these checksums and the JSON's own."""
-    written = written_out(checksums)
-    text = text.replace(_in_json(placeholder(len(checksums))), _in_json(written), 1)
-    own = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
-    return text.replace(_in_json(written), _in_json(written[:-_DIGITS] + own), 1)
+    start = text.find(_BEGIN)
+    if start < 0:
+        return text
+    start += len(_BEGIN)
+    own = start + _DIGITS * len(checksums)  # zeros, while it is computed
+    text = text[:start] + (f"%0{_DIGITS}x" * len(checksums) % tuple(checksums)).encode() + text[own:]
+    return text[:own] + f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}".encode() + text[own + _DIGITS :]
 
 
 def seal(text: bytes) -> str:
     """Returns the checksum in a header, which an index keeps for its shards."""
-    start = text.index(f'"{KEY}":"'.encode()) + len(f'"{KEY}":"')
-    return text[start : text.index(b'"', start)][-_DIGITS:].decode()
+    end = text.index(b'"', text.index(_BEGIN) + len(_BEGIN))
+    return text[end - _DIGITS : end].decode()
 
 
 def differs(text: bytes, metadata: Mapping[str, str]) -> bool:

@@ -70,7 +70,7 @@ class TensorEntry(NamedTuple):
             if not shape or shape[-1] % 2:
                 _refuse(path, f"tensor {name!r}: shape {list(shape)} of F4 has no even last dimension, as torch needs")
             shape = (*shape[:-1], shape[-1] // 2)
-        if any(length >= 2**63 for length in shape):
+        if max(shape, default=0) >= 2**63:
             _refuse(path, f"tensor {name!r}: shape {list(shape)} is beyond torch's")
         return DTYPES[self.dtype], shape
 
@@ -95,27 +95,23 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
     Allocates nothing by a number that the file's size contradicts. Raises FormatError.
     """
     size = os.fstat(fd).st_size
-    prefix = _read(fd, 8, 0, path)
-    if len(prefix) < 8:
-        _refuse(path, f"{size} bytes are too few for a safetensors file")
-    length = struct.unpack("<Q", prefix)[0]
-    if length > MOST_HEADER:
-        what = f"header length {length} is more than the {MOST_HEADER} bytes a header may have"
-        _refuse(path, mistaken(_read(fd, HEAD, 0, path)) or what)
-    if length > size - 8:
-        _refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
-    text = bytearray()
-    while len(text) < length:
-        part = _read(fd, length - len(text), 8 + len(text), path)
-        if not part:
-            _refuse(path, "the file ended within its header")
-        text += part
-    return bytes(text), size
-
-
-def _read(fd: int, size: int, offset: int, path: str) -> bytes:
     with naming("read of the header", path):
-        return os.pread(fd, size, offset)
+        prefix = os.pread(fd, 8, 0)
+        if len(prefix) < 8:
+            _refuse(path, f"{size} bytes are too few for a safetensors file")
+        length = struct.unpack("<Q", prefix)[0]
+        if length > MOST_HEADER:
+            what = f"header length {length} is more than the {MOST_HEADER} bytes a header may have"
+            _refuse(path, mistaken(os.pread(fd, HEAD, 0)) or what)
+        if length > size - 8:
+            _refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
+        text = bytearray()
+        while len(text) < length:
+            part = os.pread(fd, length - len(text), 8 + len(text))
+            if not part:
+                _refuse(path, "the file ended within its header")
+            text += part
+    return bytes(text), size
 
 
 @collector.paused()
@@ -178,7 +174,8 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
     if not found or decoded[0] != "{" or decoded[place - 1] not in "{,":
         return None
     columns = list(zip(*found, strict=True))
-    if sum(sum(map(len, column)) for column in columns) + len(found) * _BETWEEN != len(decoded) - place:
+    written = sum(map(len, itertools.chain.from_iterable(columns)))
+    if written + len(found) * _BETWEEN != len(decoded) - place:
         return None  # there is something else in between
     names, dtypes, dimensions, first, last, after = columns
     known = {key: _kind(*key) for key in set(zip(dtypes, dimensions, strict=True))}
@@ -198,7 +195,7 @@ def _kind(dtype: str, dimensions: str) -> tuple[tuple[int, ...], int] | None:
     shape = tuple(map(int, filter(None, dimensions.split(","))))
     if dtype not in _BITS or ",".join(map(str, shape)) != dimensions:
         return None
-    if any(length >= 2**32 for length in shape) or any(each >= 2**60 for each in itertools.accumulate(shape, mul)):
+    if max(shape, default=0) >= 2**32 or max(itertools.accumulate(shape, mul), default=0) >= 2**60:
         return None
     bits = math.prod(shape) * _BITS[dtype]
     return None if bits % 8 else (shape, bits // 8)
@@ -272,7 +269,7 @@ def _depth(value: Any) -> int:
 def _metadata(value: Any, path: str) -> dict[str, str]:
     if value is None:
         return {}
-    if not isinstance(value, _Object) or not all(isinstance(each, str) for each in value.all_values()):
+    if not isinstance(value, _Object) or not set(map(type, value.all_values())) <= {str}:
         _refuse(path, "__metadata__ is not an object of strings")
     return value
 

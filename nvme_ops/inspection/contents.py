@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvme_ops.checkpoint.formats import format_of
+from nvme_ops.checkpoint.plan import format_of
 from nvme_ops.checksums import checksum_of
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.contents import Contents, Item

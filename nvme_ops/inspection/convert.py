@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from nvme_ops.checkpoint import FORMATS, torch_load
-from nvme_ops.checkpoint.formats import format_of
 from nvme_ops.checkpoint.modules import without_ties
-from nvme_ops.checkpoint.plan import plan_for
+from nvme_ops.checkpoint.plan import format_of, plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle

@@ -85,6 +85,8 @@ def write(
     first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.owes(tensor)]
     found = [0] * len(places)
     for chosen in (first, sorted(set(range(len(places))) - set(first))):
+        if not chosen:
+            continue
         values = _write([places[index] for index in chosen], handle, fd, kind)
         for index, value in zip(chosen, values, strict=False):
             found[index] = value
@@ -94,7 +96,7 @@ def write(
 
 
 def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: int, kind: str | None) -> list[int]:
-    direct = [index for index, (_, tensor) in enumerate(places) if is_plain_on_host(tensor)]
+    direct = [index for index, (_, tensor) in enumerate(places) if tensor.device.type == "cpu" and is_plain(tensor)]
     chosen = set(direct)
     others = [index for index in range(len(places)) if index not in chosen]
     found = [0] * len(places)
@@ -103,8 +105,9 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
         if direct:
             starts = [places[index][0] for index in direct]
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
-        for index, value in _write_copies(handle, fd, places, others, kind).items():
-            found[index] = value
+        if others:
+            for index, value in _write_copies(handle, fd, places, others, kind).items():
+                found[index] = value
         if kind:  # while the writes are in flight
             for index, value in zip(direct, checksums_of(sources, kind), strict=True):
                 found[index] = value
