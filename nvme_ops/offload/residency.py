@@ -121,7 +121,7 @@ class Residency(Open, Generic[E]):
 
     A policy says whose memory it is (``_allocate``), how an entry is read (``_read``), what follows a use
     (``_note_use``), which entries may leave and in which order (``_victims``), and what has to be done before one does
-    (``_leave``).
+    (``_evict``).
 
     Args:
         stats: counts what is moved.
@@ -165,7 +165,7 @@ class Residency(Open, Generic[E]):
         """Yields entries that may leave memory, the first one first: what is used later than use ``after`` from now."""
         raise NotImplementedError
 
-    def _leave(self, entry: E) -> bool:
+    def _evict(self, entry: E) -> bool:
         """Takes an entry out of memory; returns whether that could be done."""
         raise NotImplementedError
 
@@ -221,7 +221,7 @@ class Residency(Open, Generic[E]):
                 free_frames(error)
                 raise
         entry.demanded = priority is Priority.DEMAND
-        self._in_memory[entry] = None  # first, or Ctrl-C leaves values that nobody lets go of
+        self._in_memory[entry] = None  # first, or Ctrl-C leaves values that nobody releases
         entry.values, entry.memory = values, memory
         return True
 
@@ -229,7 +229,7 @@ class Residency(Open, Generic[E]):
         """Has entries leave until there is memory in one piece; returns None where there is none now."""
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         for each in self._victims(after):
-            if self._leave(each):
+            if self._evict(each):
                 memory = self._allocate(entry)
                 if memory is not None:
                     return memory
@@ -247,7 +247,7 @@ class Residency(Open, Generic[E]):
         except Exception as error:
             with self._lock:
                 if entry.arriving is arriving:
-                    self._forget(entry)
+                    self._discard(entry)
             del arriving
             free_frames(error)
             if not demanded:
@@ -260,7 +260,7 @@ class Residency(Open, Generic[E]):
             self._stats.seconds_waited += time.perf_counter() - begin
         return True
 
-    def _forget(self, entry: E) -> None:
+    def _discard(self, entry: E) -> None:
         """Takes an entry out of memory, whatever was changed. Transfers under way and tensors over it keep that."""
         if entry.arriving is not None and not (entry.demanded and entry.is_used()):
             entry.arriving.request_cancel()  # nobody will ask how it ended; who waits for a read ahead reads it again
@@ -279,7 +279,7 @@ class Residency(Open, Generic[E]):
                 for transfer in (each.arriving, each.writing):
                     if transfer is not None:
                         transfer.exception()
-                self._forget(each)
+                self._discard(each)
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
@@ -288,5 +288,5 @@ def tensors_over(tensor: torch.Tensor) -> int:
 
 
 def free_frames(error: BaseException) -> None:
-    """Lets go of tensors that whoever keeps the exception would keep, by its traceback."""
+    """Releases tensors that the frames in a traceback would keep alive as long as the exception."""
     traceback.clear_frames(error.__traceback__)

@@ -281,12 +281,12 @@ class Activations(Residency[Unit]):
             self._held[unit] = None  # it is raised when its memory is needed
             return
         self._stats.bytes_written += unit.nbytes
-        self._forget(unit)
+        self._discard(unit)
 
-    def _forget(self, entry: Unit) -> None:
+    def _discard(self, entry: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
         entry.is_modified()
-        super()._forget(entry)
+        super()._discard(entry)
         entry.seen.clear()
         entry.original = False
         place = bisect.bisect_left(self._away, entry.number)
@@ -325,7 +325,7 @@ class Activations(Residency[Unit]):
         if self._restored and self._bytes_in_memory > self._budget:
             for each in list(self._restored):
                 if each.arriving is None or each.arriving.done():
-                    self._forget(each)
+                    self._discard(each)
                 if self._bytes_in_memory <= self._budget:
                     break
         young = set(itertools.chain.from_iterable(self._young.values()))
@@ -444,7 +444,7 @@ class Activations(Residency[Unit]):
             if self._bytes_in_memory + nbytes <= self._budget + _IN_FLIGHT:
                 return
             if unit.demanded and unit.arriving is None:
-                self._forget(unit)
+                self._discard(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
         place = bisect.bisect_left(self._away, unit.number)

@@ -103,7 +103,7 @@ class Residents(Residency[Resident]):
         """Starts to write new values of a tensor, from where they are; they must not change until that has ended."""
         with self._lock:
             self.require_open()
-            self._forget(resident)
+            self._discard(resident)
             resident.changes += 1
             resident.writing = self._store.put(resident.key, values)
             resident.stored = True
@@ -160,14 +160,14 @@ class Residents(Residency[Resident]):
         with self._lock:
             if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
                 return False
-            self._forget(resident)
+            self._discard(resident)
             resident.scale = by
             return True
 
     def clear(self, resident: Resident) -> None:
-        """Lets go of the values: they are undefined until others are given, and nothing is read."""
+        """Drops the values: they are undefined until others are given, and nothing is read."""
         with self._lock:
-            self._forget(resident)
+            self._discard(resident)
             resident.writing = resident.scale = None
             resident.stored = False
 
@@ -265,7 +265,7 @@ class Residents(Residency[Resident]):
 
         return sorted((each for each in self._in_memory if when(each) > after), key=when, reverse=True)
 
-    def _leave(self, entry: Resident) -> bool:
+    def _evict(self, entry: Resident) -> bool:
         if entry.is_used():
             return False
         if entry.arriving is None:
@@ -274,7 +274,7 @@ class Residents(Residency[Resident]):
                 return False
             if entry.changed or entry.is_used():  # since what has just ended began
                 return False
-        self._forget(entry)
+        self._discard(entry)
         return True
 
     def _write_some(self) -> None:
@@ -332,8 +332,8 @@ class Residents(Residency[Resident]):
             raise failure
         return not again
 
-    def _forget(self, entry: Resident) -> None:
-        super()._forget(entry)
+    def _discard(self, entry: Resident) -> None:
+        super()._discard(entry)
         self._to_write.pop(entry, None)
 
     def _too_little(self, entry: Resident) -> MemoryError:

@@ -161,7 +161,7 @@ class Window(Residency[_Weight]):
         self._keep = what_stays(weights, self._memory.nbytes)
 
     def _read_ahead(self) -> None:
-        """Holds what is kept, what is in use and what comes next, as far as there is memory; lets go of the rest."""
+        """Holds what is kept, what is in use and what comes next, as far as there is memory; releases the rest."""
         wanted: list[Source] = []
         always = self._keep | self._order.current()
         room = self._memory.nbytes - sum(source.room for source in always)
@@ -173,7 +173,7 @@ class Window(Residency[_Weight]):
             wanted.append(source)
         used = always | set(wanted)
         for each in [each for each in self._in_memory if each.source not in used]:
-            self._forget(each)
+            self._discard(each)
         for number, source in enumerate(wanted):
             weight = self._weight(source)
             if weight.values is None and not self._begin(weight, Priority.PREFETCH, number):
@@ -192,8 +192,8 @@ class Window(Residency[_Weight]):
 
         return sorted(self._in_memory, key=worth)
 
-    def _leave(self, entry: _Weight) -> bool:
-        self._forget(entry)
+    def _evict(self, entry: _Weight) -> bool:
+        self._discard(entry)
         self._complete = False
         return True
 
