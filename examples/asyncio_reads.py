@@ -22,7 +22,7 @@ async def main(folder: str) -> None:
     reads = asyncio.gather(*(handle.submit_pread(tensor, path) for tensor, path in zip(loaded, paths, strict=True)))
     turns = 0
     while not reads.done():
-        await asyncio.sleep(0)  # other tasks have their turn
+        await asyncio.sleep(0)  # other tasks get their turn
         turns += 1
     equal = all(torch.equal(*pair) for pair in zip(shards, loaded, strict=True))
     print(f"read them back: {'equal' if equal else 'DIFFERENT'}; the loop went on {'meanwhile' if turns else 'not'}")

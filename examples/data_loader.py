@@ -1,4 +1,4 @@
-"""Samples written once and read at random, resumed in mid epoch. python examples/data_loader.py [FOLDER]."""
+"""Samples written once and read at random, resumed within an epoch. python examples/data_loader.py [FOLDER]."""
 
 import sys
 import tempfile

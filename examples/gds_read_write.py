@@ -33,7 +33,7 @@ def main(folder: str) -> None:
         handle.sync_pread(loaded, path)
         print(f"on a stream of its own: {'equal' if torch.equal(loaded, doubled) else 'DIFFERENT'}")
 
-    # a tensor on the CPU goes the way of aio_handle
+    # a tensor on the CPU is moved as aio_handle moves it
     on_cpu = torch.empty(4096, 4096)
     handle.sync_pread(on_cpu, path)
     print(f"read into CPU memory: {'equal' if torch.equal(on_cpu, loaded.cpu()) else 'DIFFERENT'}")

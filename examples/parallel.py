@@ -1,7 +1,7 @@
 """Several lanes for one transfer. python examples/parallel.py [FOLDER].
 
 Each lane is a queue with a thread of its own. One is enough for most devices; more help where one processor cannot keep
-up: several disks in one file system, or ordinary tensors, which each lane copies a part of.
+up: several disks in one file system, or ordinary tensors, of which each lane copies a part.
 """
 
 import os

@@ -35,7 +35,7 @@ def main(folder: str) -> None:
 
     expected, ours = trainer().train().training_loss, trainer()
     use_nvme(ours, folder, optimizer_budget="4M", activations_budget="4M")
-    loss = ours.train().training_loss  # whose lines have what was moved
+    loss = ours.train().training_loss  # its log says what was moved
     print(f"loss {loss:.6f}: {'equal' if loss == expected else 'DIFFERENT'}")
 
 
