@@ -9,6 +9,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,8 @@ FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
     f"nvme_ops/{name}/cli.py" for name in ("bench", "bench/workload", "data", "inspection", "offload", "tune")
 }
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs
 ENTRY_POINTS = {"__init__", "__main__"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
 NOT_IN_A_LIBRARY = re.compile(r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b")
@@ -178,6 +181,25 @@ def test_imports_point_to_op_builder() -> None:
             if allowed is not None and not is_among(rest, allowed) and name_of(path) not in FOR_TYPE_CHECKERS:
                 problems.append(f"{name_of(path)}:{number}: {part} must not import {module}")
     clean(sorted(set(problems)))
+
+
+def test_the_core_needs_what_pyproject_lists_and_no_more() -> None:
+    """Ninja is a program, setuptools what torch's builder runs on; cpuinfo is imported where a processor is named."""
+    line = next(line for line in PYPROJECT.splitlines() if line.startswith("dependencies = "))
+    listed = re.findall(r'"([\w-]+)', line)
+    assert listed == ["torch", "ninja", "setuptools", "packaging", "py-cpuinfo"]
+    needed = set()
+    for path in PYTHON:
+        if path.relative_to(ROOT).parts[0] in LIBRARY and path.name not in NEEDS_TRANSFORMERS:
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:  # what is imported when the module is
+                if isinstance(node, ast.Import):
+                    needed |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    needed.add(str(node.module).partition(".")[0])
+    assert needed - set(sys.stdlib_module_names) - {PACKAGE} <= set(listed)
+    least = re.search(r'^LEAST_TORCH = "(.*)"$', (ROOT / "report" / "ops.py").read_text(), re.MULTILINE)
+    assert least is not None
+    assert f'"torch>={least[1]}"' in PYPROJECT
 
 
 def test_subpackages_import_what_is_below_them() -> None:
