@@ -258,10 +258,49 @@ def way(
     return Case(WAY, status, detail, fix, put_in, environ={"NVME_OPS_GDS": mode or None}, data={"paths": paths.split()})
 
 
+def without(*names: str) -> dict[str, str]:
+    """Everything but the files whose paths contain one of ``names``."""
+    return {file: text for file, text in EVERYTHING.items() if not any(name in file for name in names)}
+
+
 CUFILE = {
     "no GPU": Case("GPU", NO, "no NVIDIA GPU is visible", "docker run --gpus all"),
     "GPUs": Case("GPU", OKAY, "2 x NVIDIA H200", files=WITH_GPU),
+    "a GPU by its device": Case("GPU", OKAY, "nvidia0", files={"dev/nvidia0": "", "dev/nvidia-uvm": ""}),
+    "no device": Case("GPU", NO, "no GPU is visible (no /dev/nvidia0)", "docker run --gpus all", without("dev/nvidia")),
+    **{
+        f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", NO, "hides every GPU", "unset CUDA_VISIBLE_DEVICES", WITH_GPU,
+            environ={"CUDA_VISIBLE_DEVICES": value})
+        for value in ("", "-1", "-1,0", "NoDevFiles")
+    },
+    **{
+        f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", OKAY, "H200", files=WITH_GPU,
+            environ={"CUDA_VISIBLE_DEVICES": value})
+        for value in ("0", "1,0", "GPU-5d0a")
+    },
     "a driver": Case("NVIDIA driver", OKAY, "580.65.06", files=WITH_GPU),
+    "no driver": Case("NVIDIA driver", NO, "driver is not loaded", "modprobe nvidia", {"dev/nvidia0": ""}),
+    "a driver by its devices": Case("NVIDIA driver", OKAY, "loaded", files=without("proc/driver/nvidia/")),
+    "no driver's library": Case("NVIDIA driver", NO, "libcuda.so.1 is not found", "docker run --gpus all",
+        without("libcuda")),
+    "nvidia-fs without devices": Case("nvidia-fs", WARNING, "/dev/nvidia-fs* is not here", "NVIDIA_GDS=enabled",
+        without("dev/nvidia-fs")),
+    **{
+        f"CUDA {version}": Case("cuFile library", NO, "not found",
+            f"pip install {wheel}  # or: apt-get install {package}",
+            WITH_GPU, patches={"nvme_ops.report.ops.torch_build": lambda version=version: ("2.13.0", version)})
+        for version, wheel, package in (
+            ("13.0", "nvidia-cufile", "libcufile-13-0"),
+            ("12.8", "nvidia-cufile-cu12", "libcufile-12-8"),
+            ("11.8", "nvidia-cufile-cu11", "libcufile-11-8"),
+        )
+    },
+    **{
+        f"the library {name}": Case("cuFile library", NO,
+            f"NVME_OPS_CUFILE_LIBRARY={name} is not the absolute path of a file",
+            "unset NVME_OPS_CUFILE_LIBRARY", EVERYTHING, environ={"NVME_OPS_CUFILE_LIBRARY": name})
+        for name in ("relative.so", "/no/such/libcufile.so")
+    },
     "no library": Case("cuFile library", NO, "libcufile.so.0 is not found", "pip install nvidia-cufile", WITH_GPU),
     "no library needed without a GPU": Case("cuFile library", INFO, "libcufile.so.0 is not found"),
     "no nvidia-fs": Case("nvidia-fs", WARNING, "data pass through host memory", "modprobe nvidia-fs", WITH_GPU),
