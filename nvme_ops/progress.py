@@ -13,7 +13,7 @@ _NOW_AND_THEN = 30.0  # seconds between lines
 Step = Callable[[str], None]  # ends the previous step and names the next one
 
 
-class _Lines:
+class _Remarks:
     """What stands in for a bar: nothing is shown of what is short."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ def _bar(**options: Any) -> Any:
 def progress_bar(total: int) -> Iterator[Step]:
     """Shows a bar of ``total`` steps; yields a function that starts the next step and names it."""
     bar = _bar(total=total, dynamic_ncols=True, bar_format="{l_bar}{bar}| {n}/{total} {elapsed}")
-    lines, number = _Lines(), 0
+    lines, number = _Remarks(), 0
 
     def step(words: str) -> None:
         nonlocal number
@@ -63,7 +63,7 @@ def progress_bar(total: int) -> Iterator[Step]:
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
     """Shows a bar of ``total`` bytes; yields a function that adds to the bytes done."""
     bar = _bar(total=total, desc=words, unit="B", unit_scale=True, unit_divisor=1024)
-    lines, done = _Lines(), 0
+    lines, done = _Remarks(), 0
 
     def advance(count: int) -> None:
         nonlocal done
