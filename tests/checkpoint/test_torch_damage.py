@@ -34,6 +34,7 @@ from tests.checkpoint.torch_files import (
     write_zip,
 )
 from tests.conftest import MIB, in_child, pattern
+from tests.contract.faulty import flip
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 IN_A_FOLDER = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -55,14 +56,6 @@ def saved(request: pytest.FixtureRequest, folder: Path) -> Path:
     obj = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "big": pattern(3 * MIB + 1)}
     request.param(folder / "a.pt", obj) if request.param is by_torch else request.param(obj, folder / "a.pt")
     return folder / "a.pt"
-
-
-def flip(path: Path, place: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 @IN_A_FOLDER

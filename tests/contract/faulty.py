@@ -28,7 +28,6 @@ def flip(path: Path | int, place: int, bit: int = 0) -> None:
     try:
         byte = os.pread(fd, 1, place)[0]
         os.pwrite(fd, bytes([byte ^ 1 << bit]), place)
-        os.fsync(fd)
     finally:
         if fd is not path:
             os.close(fd)

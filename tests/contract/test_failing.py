@@ -23,7 +23,18 @@ from tests.contract.suite import ADAPTERS, cause_of, judge
 
 Make = Callable[..., Capability]
 #: What needs room for each of its works.
-FILL = ("Save", "SaveTorch", "SaveSharded", "SaveAsync", "DcpSave", "Samples", "Streamed", "SwappedAnew", "KeyValues")
+FILL = (
+    "Save",
+    "SaveTorch",
+    "SaveSharded",
+    "SaveAsync",
+    "DcpSave",
+    "Samples",
+    "Log",
+    "Streamed",
+    "SwappedAnew",
+    "KeyValues",
+)
 CALLS = ("pread", "preadv", "pwrite", "pwritev", "fsync", "fdatasync", "posix_fallocate", "ftruncate", "replace")
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,20 +180,6 @@ def test_processes_write_files_of_their_own(folder: Path) -> None:
     assert len(segments(folder / "log")) == 2
 
 
-def test_a_forked_child_makes_its_own(folder: Path) -> None:
-    log = AsyncLog(folder / "log")
-    log.append(b"parent")
-
-    def child() -> None:
-        with pytest.raises(RuntimeError, match="the parent's"):
-            log.flush()
-        log.close()
-
-    in_child(child)
-    log.close()
-    assert list(AsyncLog.read(folder / "log")) == [b"parent"]
-
-
 def test_at_exit_everything_is_written(folder: Path) -> None:
     program = """if True:
         import sys
@@ -269,28 +251,6 @@ class _nothing:  # noqa: N801
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    device = make_file_system(32 * MIB)
-    filler = device / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        file.writelines(itertools.repeat(bytes(4096)))
-    log = AsyncLog(device / "log", window=0.02)
-    log.append(random.Random(0).randbytes(2 * MIB))
-    log.append(b"small")
-    with pytest.raises(OSError, match="No space") as caught:
-        log.flush()
-    assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(OSError, match="No space"):
-        log.append(b"refused")
-    filler.unlink()
-    _try_again(log)
-    log.append(b"after")
-    log.close()
-    found = list(AsyncLog.read(device / "log"))
-    assert [len(entry) for entry in found] == [2 * MIB, 5, 5]
-    assert found[1:] == [b"small", b"after"]
 
 
 def _try_again(log: AsyncLog) -> None:

@@ -10,6 +10,7 @@ import pytest
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
+from tests.contract.faulty import flip
 
 RECORDS = [bytes([65 + number]) * 100 for number in range(10)]
 BLOCK = 20 + 4 + 100  # bytes of a block of one of them
@@ -23,12 +24,6 @@ def unended(folder: Path, records: list[bytes]) -> Path:
     segment.sync()
     segment.close()
     return Path(segment.path)
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 0x10
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("place", [0, 5, 8, 10, 12, 17, 19, 20, 23, 24, 70, BLOCK - 1])

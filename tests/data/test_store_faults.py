@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 from nvme_ops.data import SampleStore, SampleWriter, files
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
-from tests.conftest import MIB, REPOSITORY, give_up_root, in_child, open_to_all
+from tests.conftest import MIB, give_up_root, in_child, open_to_all
 from tests.data.samples import data_files, fixed, is_sample, sample, write, write_fixed
 
 
@@ -218,29 +215,6 @@ def test_a_writer_that_is_dropped(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_nothing_to_the_next(folder: Path) -> None:
-    program = """if True:
-        import os, sys, time
-        from nvme_ops.data import SampleWriter
-        writer = SampleWriter(sys.argv[1], shard_bytes=5000)
-        writer.extend([bytes(1000)] * 50)
-        print("written", flush=True)
-        time.sleep(60)
-    """
-    words = [sys.executable, "-c", program, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        process.send_signal(signal.SIGKILL)
-    assert len(list(folder.iterdir())) >= 10, "what it has left"
-    with pytest.raises(FormatError):
-        SampleStore(folder)
-    with SampleWriter(folder) as writer:
-        writer.add(b"abc")
-    assert sorted(path.name for path in folder.iterdir()) == sorted([NAME, data_files(folder)[0].name])
-
-
 def test_a_store_is_not_replaced_by_mistake(folder: Path) -> None:
     write(folder / "store", 10)
     with pytest.raises(FileExistsError, match="has a sample store already: overwrite=True"):
@@ -260,17 +234,6 @@ def test_a_store_over_the_same_folders_the_other_way_round_survives(folder: Path
     assert is_sample(SampleStore(two, verify=True)[49], 49)
     assert is_sample(SampleStore(one, verify=True)[59], 59)
     assert len(SampleStore(two)) == 50
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    small_device = make_file_system(64 * MIB)
-    with pytest.raises(OSError, match="No space left") as caught:
-        _fill(small_device)
-    assert caught.value.errno == errno.ENOSPC
-    assert [path.name for path in small_device.iterdir() if path.name != "lost+found"] == []
-    with SampleWriter(small_device) as writer:
-        writer.add(b"abc")
-    assert len(SampleStore(small_device)) == 1
 
 
 def _fill(folder: Path) -> None:

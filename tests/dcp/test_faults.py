@@ -23,6 +23,7 @@ from nvme_ops.checkpoint.dcp.stored import find
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from tests.conftest import MIB, give_up_root, in_child, open_to_all
+from tests.contract.faulty import flip
 from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
@@ -115,14 +116,6 @@ def test_ranks_that_save_alone_keep_each_others_files(tmp_path: Path) -> None:
 
 
 # Damage
-
-
-def flip(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_flipped_bit_anywhere_in_an_item_is_found(tmp_path: Path) -> None:

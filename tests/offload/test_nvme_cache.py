@@ -325,22 +325,6 @@ def test_two_caches_in_one_folder_do_not_meet(folder: Path) -> None:
         assert first.stats().bytes_written > 0
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next(folder: Path) -> None:
-    program = f"""
-        import os, signal, torch
-        from nvme_ops.offload import NvmeCache
-        cache = NvmeCache({str(folder)!r}, "2M")
-        for layer in range(8):
-            cache.update(torch.ones(2, 2, 300, 64), torch.ones(2, 2, 300, 64), layer)
-        assert cache.stats().bytes_written > 0
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    run_python(program, check=False)
-    assert list(folder.iterdir())
-    NvmeCache(folder, "1536K").close()
-    assert not list(folder.iterdir())
-
-
 def test_several_folders_share_it(folder: Path) -> None:
     places = [folder / "a", folder / "b"]
     for place in places:

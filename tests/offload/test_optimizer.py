@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer
-from tests.conftest import MIB, in_child, run_python
+from tests.conftest import MIB, run_python
 from tests.offload.training import backward, equal, network, values
 
 
@@ -114,20 +113,6 @@ def test_after_close(folder: Path) -> None:
     for call in (optimizer.step, optimizer.state_dict):
         with pytest.raises(ValueError, match="is closed"):
             call()
-
-
-def test_a_forked_child_cannot_step(folder: Path) -> None:
-    model = network()
-    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M") as optimizer:
-        backward(model, 0)
-        optimizer.step()
-
-        def child() -> None:
-            with pytest.raises(RuntimeError, match="parent"):
-                optimizer.step()
-
-        in_child(child)
-        optimizer.step()
 
 
 # Failures
@@ -274,21 +259,6 @@ def fill_up(path: Path) -> None:
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
-
-
-def test_a_flipped_bit_is_told(folder: Path) -> None:
-    model = network()
-    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M", checksums=True) as optimizer:
-        backward(model, 0)
-        optimizer.step()
-        slab = max(next(folder.iterdir()).iterdir(), key=lambda path: path.stat().st_size)
-        with slab.open("r+b") as file:
-            file.seek(100)
-            file.write(b"\xff" * 8)
-        before = values(model)
-        with pytest.raises(ChecksumError, match="0/0"):
-            optimizer.step()
-        assert equal(values(model), before)
 
 
 def test_memory_stays_within_the_budget_however_many_chunks_there_are(folder: Path) -> None:

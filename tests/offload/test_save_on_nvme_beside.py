@@ -233,24 +233,6 @@ assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected[
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=REPOSITORY)
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(folder: Path) -> None:
-    program = """
-import os, sys, torch
-from nvme_ops.offload import save_on_nvme
-x = torch.randn(512, 512, requires_grad=True)
-with save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0):
-    y = x.exp().exp()
-os.kill(os.getpid(), 9)
-"""
-    killed = subprocess.run([sys.executable, "-c", program, str(folder)], check=False, cwd=REPOSITORY)
-    assert killed.returncode == -9
-    (left,) = folder.iterdir()
-    saving = save_on_nvme(folder)
-    (new,) = folder.iterdir()
-    assert new != left
-    saving.close()
-
-
 # Failures
 
 

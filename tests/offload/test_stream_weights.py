@@ -6,9 +6,7 @@ import errno
 import gc
 import os
 import resource
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +19,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.streamed import StreamedModel
-from tests.conftest import KIB, MIB, in_child, in_threads, run_python
+from tests.conftest import KIB, MIB, in_threads
 from tests.offload.models import Branching, Experts, Functional, Tied, convolutional, layers, nbytes
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
@@ -320,56 +318,6 @@ def test_an_exception_in_mid_forward_leaves_it_usable(folder: Path) -> None:
         hook.remove()
         for _ in range(3):
             assert same(model(*inputs), wanted)
-
-
-def test_ctrl_c_in_mid_forward_leaves_it_usable(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-
-    def for_ever(timer: threading.Timer) -> None:
-        timer.start()
-        while True:
-            assert same(model(*inputs), wanted)
-
-    with streamed(model, folder), torch.no_grad():
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            for delay in range(1, 20):
-                timer = threading.Timer(delay / 2000, os.kill, (os.getpid(), signal.SIGINT))
-                with pytest.raises(KeyboardInterrupt):
-                    for_ever(timer)
-                timer.join()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert same(model(*inputs), wanted)
-
-
-def test_a_forked_child_is_told_to_make_its_own(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder), torch.no_grad():
-
-        def child() -> None:
-            with pytest.raises(RuntimeError, match="parent"):
-                model(*inputs)
-
-        in_child(child)
-        assert same(model(*inputs), wanted)
-
-
-def test_a_killed_process_leaves_nothing_that_the_next_does_not_remove(folder: Path) -> None:
-    program = """
-        import os, signal, sys
-        import torch
-        from nvme_ops.offload import stream_weights
-        model = stream_weights(torch.nn.Linear(256, 256), sys.argv[1], memory_budget="1M")
-        model(torch.ones(1, 256))
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    assert run_python(program, str(folder), check=False).returncode == -signal.SIGKILL
-    assert list(folder.iterdir()) != []
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder), torch.no_grad():
-        assert same(model(*inputs), wanted)
-    assert list(folder.iterdir()) == []
 
 
 def test_a_read_that_fails_is_told_and_tried_again(folder: Path) -> None:

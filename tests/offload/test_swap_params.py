@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -17,10 +16,9 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
-from tests.conftest import MIB, REPOSITORY, in_child, in_threads
+from tests.conftest import MIB, REPOSITORY, in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.moments import Interrupt, numbers
 from tests.offload.test_optimizer import Failing
@@ -192,18 +190,6 @@ def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> Non
     assert all(torch.equal(found[number], expected[number]) for number in range(4))
 
 
-def test_a_forked_child_cannot_use_them(folder: Path) -> None:
-    model = torch.nn.Linear(64, 64)
-    with swap_params(model, folder, memory_budget="1M", min_bytes=1):
-
-        def body() -> None:
-            with pytest.raises(RuntimeError, match="swapped by the parent process"), torch.no_grad():
-                model(torch.ones(1, 64))
-
-        in_child(body)
-        model(torch.ones(1, 64))
-
-
 PROGRAM = """
 import sys
 import torch
@@ -276,26 +262,6 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> N
         assert torch.equal(others[0] + 0.0, torch.full((64, 64), 2.0))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
-def test_a_read_that_fails_is_raised_and_tried_again_by_the_next_use(folder: Path, error: BaseException) -> None:
-    mine, other, handle = layers(), layers(), Failing()
-    handle.error = error
-    with swap_params(mine, folder, memory_budget=20 * KIB, min_bytes=1, handle=handle):
-        for number in range(4):
-            x = torch.full((1, 64), number + 1.0)
-            handle.after["read"] = 2
-            with pytest.raises(type(error)):
-                mine(x).sum().backward()
-            mine.zero_grad()
-            mine(x).sum().backward()
-            other.zero_grad()
-            other(x).sum().backward()
-            for one, two in zip(mine.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None
-                assert two.grad is not None
-                assert torch.equal(one.grad, two.grad)
-
-
 def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
     mine, other, handle = layers(), layers(), Failing()
     with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
@@ -341,19 +307,6 @@ def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
     assert caught.value.errno == errno.ENOSPC
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
     assert not [each for each in place.iterdir() if each.name != "lost+found"]
-
-
-def test_a_flipped_bit_is_told(folder: Path) -> None:
-    model = layers()
-    with swap_params(model, folder, memory_budget=20 * KIB, min_bytes=1, checksums=True):
-        model(torch.ones(1, 64))
-        (file,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= 6 * 16 * KIB]
-        with open(file, "r+b") as opened:
-            for place in range(0, 6 * 16 * KIB, 4 * KIB):
-                opened.seek(place)
-                opened.write(b"\xff")
-        with pytest.raises(ChecksumError):
-            model(torch.ones(1, 64))
 
 
 @pytest.mark.usefixtures(lost_unraisable.__name__)

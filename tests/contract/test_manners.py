@@ -1,0 +1,107 @@
+"""How each behaves as an object: its end, what it holds, and where it may lie."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.adapters import Capability
+from tests.contract.suite import SLACK, files, settled
+
+Make = Callable[..., Capability]
+
+
+def once(kind: type[Capability], place: Path) -> None:
+    """Begins it there, works, and ends it."""
+    place.mkdir(exist_ok=True)
+    one = kind(place)
+    one.work()
+    one.check()
+    one.close()
+
+
+# Its end
+
+
+def test_closed_twice_and_used_after_that(one: Capability) -> None:
+    opened = one.opened()
+    if opened is None:
+        pytest.skip("ends by itself")
+    opened.close()
+    opened.close()
+    if type(one).__name__ in ("Swapped", "Gradients"):
+        pytest.skip("its parameters and gradients are in memory again")
+    with pytest.raises((ValueError, RuntimeError), match="closed"):
+        one.do(one.version + 1)
+
+
+def test_an_exception_in_its_block_comes_through(make: Make, folder: Path) -> None:
+    one = make()
+    opened = one.opened()
+    if not hasattr(opened, "__enter__"):
+        pytest.skip("no context")
+    with pytest.raises(RuntimeError, match="of the program"), opened:
+        raise RuntimeError("of the program")
+    again = make("again")
+    again.work()
+    again.check()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dropped_it_gives_back_what_it_had(kind: type[Capability], folder: Path) -> None:
+    if kind.__name__ == "Gradients":
+        pytest.skip("parameters have what swaps their gradients until it is closed")
+    once(kind, folder / "first")
+    before, left = settled(), files(folder / "first")
+    (folder / "dropped").mkdir()
+    one: Capability | None = kind(folder / "dropped")
+    assert one is not None
+    one.work()
+    del one
+    gc.collect()
+    after = settled()
+    assert after["descriptors"] <= before["descriptors"] + 1
+    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    assert files(folder / "dropped") <= left + kind.more_files
+
+
+def test_nothing_is_held_by_more_of_it(one: Capability) -> None:
+    for _ in range(2):
+        one.work()
+    before, left = settled(), files(one.folder)
+    for _ in range(4):
+        one.work()
+    after = settled()
+    assert after["descriptors"] <= before["descriptors"] + 1
+    assert after["threads"] <= before["threads"] + 2
+    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    assert files(one.folder) <= left + one.more_files
+
+
+# Places
+
+
+def test_unusual_names(kind: type[Capability], folder: Path) -> None:
+    once(kind, folder / ("-a b'\"%s{}\n漢字" + os.fsdecode(b"\xff") + "a" * 100))
+
+
+def test_through_a_link(kind: type[Capability], folder: Path) -> None:
+    (folder / "real").mkdir()
+    (folder / "link").symlink_to("real")
+    once(kind, folder / "link")
+    assert (folder / "link").is_symlink()
+
+
+def test_without_direct_io(kind: type[Capability], tmp_path_factory: pytest.TempPathFactory) -> None:
+    shared = Path("/dev/shm") / f"nvme_ops-contract-{os.getpid()}"
+    shared.mkdir()
+    try:
+        once(kind, shared)
+    finally:
+        for path in sorted(shared.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        shared.rmdir()
