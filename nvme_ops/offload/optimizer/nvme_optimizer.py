@@ -35,6 +35,7 @@ from nvme_ops.offload.optimizer.states import (
     copied,
     divide,
     outline,
+    own,
     regions_of,
 )
 from nvme_ops.offload.weights.gradients import require_one_rank
@@ -191,11 +192,11 @@ def _states_of(
     """Returns the states of a slice as torch's optimizer has them: views of the chunk's, and copies of its scalars."""
     found: dict[str, Any] = {}
     for name in names:
-        if name not in scalars:  # where it is None
+        if name not in scalars:
             found[name] = views[name][each.place]
     for name, value in scalars.items():
-        if value is not None:
-            found[name] = value.clone() if isinstance(value, torch.Tensor) else value  # it may be changed in place
+        if value is not None:  # as is a state of the chunk that the slice does not have yet
+            found[name] = own(value)
     return found
 
 
@@ -302,14 +303,9 @@ class NvmeOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder,
-                _ranked(name),
-                reuse=reuse,
-                budget=budget,
-                pinned=pinned,
-                checksums=checksums,
+                folder, _ranked(name), reuse=reuse, budget=budget, pinned=pinned, checksums=checksums,
                 handle=self._handle,
-            )
+            )  # fmt: skip
             undo.callback(self._states.close)
             self._updates = Updates(self._class, defaults, self._states)
             if free_gradients:

@@ -5,13 +5,14 @@ Computing is timed with a few layers on random weights in memory, which stand fo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,10 +97,7 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
     if folder is None or os.stat(folder).st_dev == os.stat(files[0]).st_dev:
         storage = read_rate(files)
     else:
-        with Session(folder, name="plan") as session:
-            path = session.path(0, "scratch")
-            os.close(session.open(0, "scratch"))
-            _fill(path)
+        with _scratch(folder) as path:
             storage = read_rate([path])
     if device.type == "cpu":
         free = free_memory()
@@ -123,9 +121,8 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
     if not pieces:
         raise FormatError(f"{files[0]} is empty")
     random.Random(0).shuffle(pieces)
-    buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]  # with all pages
     with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-        reads = zip(itertools.cycle(pieces), itertools.cycle(buffers), strict=False)
+        reads = zip(itertools.cycle(pieces), _buffers(), strict=False)
         return _rate(
             in_flight, ((handle.submit_pread, buffer[:nbytes], path, start) for (path, start, nbytes), buffer in reads)
         )
@@ -133,16 +130,28 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
 
 def mixed_rate(folder: str) -> float:
     """Returns the bytes per second that are read and written at once in a folder, together."""
+    with _scratch(folder) as path, aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+        submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
+        places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
+        return _rate(in_flight, zip(submits, _buffers(), itertools.repeat(path), places, strict=False))
+
+
+@contextlib.contextmanager
+def _scratch(folder: str) -> Iterator[str]:
+    """Lets the block use a file in a folder, which is removed then."""
     with Session(folder, name="plan") as session:
         path = session.path(0, "scratch")
         os.close(session.open(0, "scratch"))
-        _fill(path)
-        buffers = [nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)]
-        with aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-            submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
-            places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
-            transfers = zip(submits, itertools.cycle(buffers), itertools.repeat(path), places, strict=False)
-            return _rate(in_flight, transfers)
+        piece = nvme_ops.empty(_PIECE, dtype=torch.uint8).random_()
+        with aio_handle() as handle:
+            for start in range(0, _SCRATCH, _PIECE):
+                handle.submit_pwrite(piece, path, start).result()
+        yield path
+
+
+def _buffers() -> Iterator[torch.Tensor]:
+    """Returns buffers without end, of which one more than may be in flight differ. All of their pages are there."""
+    return itertools.cycle([nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)])
 
 
 _Submit = Callable[[torch.Tensor, str, int], IoFuture]
@@ -158,13 +167,6 @@ def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, 
             break
     in_flight.drain()
     return moved / (time.perf_counter() - begin)
-
-
-def _fill(path: str) -> None:
-    piece = nvme_ops.empty(_PIECE, dtype=torch.uint8).random_()
-    with aio_handle() as handle:
-        for start in range(0, _SCRATCH, _PIECE):
-            handle.submit_pwrite(piece, path, start).result()
 
 
 def _copy_rate(device: torch.device) -> float:
