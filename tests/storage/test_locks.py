@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nvme_ops.storage import locks
+from nvme_ops.storage.publication import Lease, Publication
 from tests.moments import Interrupt
 
 
@@ -38,3 +40,24 @@ def test_ctrl_c_at_any_moment_leaves_no_lock(tmp_path: Path, monkeypatch: pytest
 
 def without_waiting(file: Any, kind: int, flock: Any = fcntl.flock) -> None:
     flock(file, kind | (0 if kind & fcntl.LOCK_UN else fcntl.LOCK_NB))
+
+
+def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_on(folder: Path) -> None:
+    manifest = folder / "manifest"
+    manifest.write_bytes(b"old")
+    lease = Lease(str(manifest))
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        with Publication(str(manifest)) as publication:
+            publication.publish(b"new", leases=True)
+            names_in = lambda _, fd: [os.pread(fd, 9, 0).decode()]  # noqa: E731
+            assert publication.leased(names_in) == {"old"}
+            lease.end()
+            assert publication.leased(names_in) == set()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [each.name for each in folder.iterdir()] == ["manifest"]
+    assert manifest.read_bytes() == b"new"
