@@ -20,7 +20,7 @@ from nvme_ops.checkpoint.plan import require_strings
 from nvme_ops.checksums import checksums_of
 from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_pickle import dtype_of_storage
-from nvme_ops.formats.torch_zip import AROUND, CHECKSUM, FOLDER, PICKLE, Record, directory, lay_out
+from nvme_ops.formats.torch_zip import AROUND, CHECKSUM, FOLDER, PICKLE, ZipRecord, directory, lay_out
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
@@ -202,7 +202,7 @@ class TorchPlan:
             if self.recycle:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
-    def records(self) -> tuple[list[Record], int]:
+    def records(self) -> tuple[list[ZipRecord], int]:
         """Lays out all records; returns them and the offset of the directory.
 
         Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
@@ -214,7 +214,7 @@ class TorchPlan:
             texts[METADATA] = json.dumps(dict(self.metadata), ensure_ascii=False).encode()
         data = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in texts.items()}
         data.update((f"data/{key}", each) for key, each in enumerate(self.tensors))
-        records = [Record(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
+        records = [ZipRecord(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
         small = [record for record in records if record.size < LARGE]
         records = small + [record for record in records if record.size >= LARGE]
         return records, lay_out(records)
@@ -227,7 +227,7 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
     return TorchPlan(content, tensors, metadata or {}, checksums, recycle)
 
 
-def write(handle: aio_handle, fd: int, records: Sequence[Record], checksums: bool) -> None:
+def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
     large = [record for record in records if record.size > _GROUP]
     ring = Ring(buffer=_GROUP, pinned="cuda" in {record.data.device.type for record in records})
@@ -244,9 +244,9 @@ def write(handle: aio_handle, fd: int, records: Sequence[Record], checksums: boo
         in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
 
 
-def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
+def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
     """Yields records up to ``_GROUP`` bytes, in runs without gaps of at most as many bytes, each on one device."""
-    group: list[Record] = []
+    group: list[ZipRecord] = []
     size = 0
     for record in records:
         if record.size > _GROUP:
@@ -262,7 +262,7 @@ def _groups(records: Sequence[Record]) -> Iterator[list[Record]]:
         yield group
 
 
-def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Ring, checksums: bool) -> IoFuture:
+def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksums: bool) -> IoFuture:
     data = [record.data for record in group]
     on_host = group[0].data.device.type == "cpu" and all(map(is_plain, data))
     if not on_host:
@@ -278,7 +278,7 @@ def _write_group(handle: aio_handle, fd: int, group: Sequence[Record], ring: Rin
     return future
 
 
-def _copies(group: Sequence[Record], buffer: torch.Tensor) -> list[torch.Tensor]:
+def _copies(group: Sequence[ZipRecord], buffer: torch.Tensor) -> list[torch.Tensor]:
     """Returns the records' bytes in host memory."""
     sizes = [record.size for record in group]
     copies = list(buffer[: sum(sizes)].split(sizes))

@@ -48,7 +48,7 @@ _MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF  # from these on a number is kept in a f
 
 
 @dataclass(slots=True)
-class Record:
+class ZipRecord:
     """A record to be written: ``size`` bytes at ``start``, after a header at ``header``, both within the archive."""
 
     name: bytes
@@ -69,7 +69,7 @@ class Record:
         return _LOCAL.pack(_LOCAL_MARK, *numbers) + self.name + extra + _FIELD.pack(_PADDING, padding) + bytes(padding)
 
 
-def lay_out(records: Iterable[Record], base: int = 0) -> int:
+def lay_out(records: Iterable[ZipRecord], base: int = 0) -> int:
     """Places records one after the other, with headers, in an archive that begins ``base`` bytes into a file.
 
     Returns where the directory begins.
@@ -86,7 +86,7 @@ def lay_out(records: Iterable[Record], base: int = 0) -> int:
     return position
 
 
-def directory(records: Sequence[Record], position: int) -> bytes:
+def directory(records: Sequence[ZipRecord], position: int) -> bytes:
     """Returns what follows the last record, from ``position`` on."""
     entries = []
     for record in records:

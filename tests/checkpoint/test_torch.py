@@ -158,10 +158,12 @@ def test_without_checksums_the_file_is_as_torch_writes_it_without(folder: Path) 
 
 
 def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
-    records = [torch_zip.Record(b"archive/data.pkl", 4, torch.frombuffer(bytearray(b"\x80\x02}."), dtype=torch.uint8))]
+    records = [
+        torch_zip.ZipRecord(b"archive/data.pkl", 4, torch.frombuffer(bytearray(b"\x80\x02}."), dtype=torch.uint8))
+    ]
     for number in range(66_000):
         data = torch.frombuffer(bytearray(b"%d" % number), dtype=torch.uint8)
-        records.append(torch_zip.Record(b"archive/data/%d" % number, data.nbytes, data))
+        records.append(torch_zip.ZipRecord(b"archive/data/%d" % number, data.nbytes, data))
     end = torch_zip.lay_out(records)
     with (folder / "a.pt").open("w+b") as file:
         torch_save.write(nvme_ops.aio_handle(), file.fileno(), records, True)

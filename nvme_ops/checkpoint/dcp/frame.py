@@ -19,7 +19,7 @@ from nvme_ops.formats.torch_zip import (
     FOLDER,
     LOCAL_CHECKSUM,
     PICKLE,
-    Record,
+    ZipRecord,
     directory,
     lay_out,
 )
@@ -33,10 +33,10 @@ class Frame:
         texts = {PICKLE: _description(dtype, shape), **AROUND}
         crcs = checksums_of(list(texts.values()), CHECKSUM)
         records = [
-            Record(FOLDER + name.encode(), len(text), text, crc)
+            ZipRecord(FOLDER + name.encode(), len(text), text, crc)
             for (name, text), crc in zip(texts.items(), crcs, strict=True)
         ]
-        data = Record(FOLDER + b"data/0", math.prod(shape) * dtype.itemsize)
+        data = ZipRecord(FOLDER + b"data/0", math.prod(shape) * dtype.itemsize)
         end = lay_out([*records, data], offset)
         head = b"".join([part for record in records for part in (record.local(), record.data)]) + data.local()
         tail = directory([*records, data], end)
