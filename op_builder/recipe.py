@@ -32,6 +32,8 @@ UNITED = (("base", "backends", "engine"), ("binding",))
 #: Files whose names start so belong to one op; all others to every op.
 OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile", "cuda")}
 
+_OTHERS = {op: tuple(start for name, starts in OWN.items() if name != op for start in starts) for op in OWN}
+
 HEADERS = ("*.h", "*.hpp", "*.inc")
 
 
@@ -40,8 +42,7 @@ def compiled(op: str, root: Path = CSRC, layers: Sequence[str] = LAYERS) -> list
     files: list[Path] = []
     for layer in layers:
         files += sorted((root / layer).rglob("*.cpp"))
-    others = tuple([start for name, starts in OWN.items() if name != op for start in starts])
-    return [path for path in files if not path.name.startswith(others)]
+    return [path for path in files if not path.name.startswith(_OTHERS[op])]
 
 
 def headers(root: Path) -> list[Path]:

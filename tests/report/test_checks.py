@@ -299,7 +299,7 @@ CUFILE = {
         f"the library {name}": Case("cuFile library", NO,
             f"NVME_OPS_CUFILE_LIBRARY={name} is not the absolute path of a file",
             "unset NVME_OPS_CUFILE_LIBRARY", EVERYTHING, environ={"NVME_OPS_CUFILE_LIBRARY": name})
-        for name in ("relative.so", "/no/such/libcufile.so")
+        for name in ("relative.so", "/no/such/libcufile.so", os.path.relpath(__file__))
     },
     "no library": Case("cuFile library", NO, "libcufile.so.0 is not found", "pip install nvidia-cufile", WITH_GPU),
     "no library needed without a GPU": Case("cuFile library", INFO, "libcufile.so.0 is not found"),
@@ -456,6 +456,7 @@ SETTINGS: dict[str, tuple[dict[str, str], dict[str, str], gds.CuFileSettings]] =
         {"etc/cufile.json": FORCED}, {gds.FORCED_BY: "false", gds.PEER_TO_PEER_BY: "FALSE"},
         gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json"),
     ),
+    "FORCED": ({}, {gds.FORCED_BY: "TRUE"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
     "forced": ({}, {gds.FORCED_BY: "1"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
     **{
         f"values of another kind, {text}": (
