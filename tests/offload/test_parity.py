@@ -202,6 +202,7 @@ class Training:
             stats = self.optimizer.stats()
             assert 0 < stats.peak_bytes <= MIB
             assert (stats.bytes_written > 0) == (len(states(self.optimizer)) > 1)
+            assert 0 < stats.seconds_waited <= stats.seconds
         if "activations" in self.figures:
             stats = settled(self.saving)
             assert stats.bytes_saved > 0

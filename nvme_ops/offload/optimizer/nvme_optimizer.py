@@ -369,7 +369,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        begin = time.perf_counter()
+        begin, computing = time.perf_counter(), 0.0
         states = self._states
         self._require_open()
         self._arrange()
@@ -393,7 +393,9 @@ class NvmeOptimizer(torch.optim.Optimizer):
             waiting = [chunk for chunk in concerned if not states.is_done(chunk)]
             with contextlib.closing(states.update(waiting)) as updates:
                 for chunk, buffer in updates:
+                    started = time.perf_counter()
                     self._updates.update(self.param_groups, chunk, buffer)
+                    computing += time.perf_counter() - started
             if states.when_done is not None:
                 for chunk in concerned:
                     states.when_done(chunk)  # those of an attempt that was interrupted
@@ -402,7 +404,9 @@ class NvmeOptimizer(torch.optim.Optimizer):
             if self._updates.has_lent:
                 self._updates.has_lent = False
                 _trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
-            states.stats.seconds += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            states.stats.seconds += seconds
+            states.stats.seconds_waited += seconds - computing
             self._failed_with = []
             return loss
         except BaseException as error:

@@ -29,6 +29,7 @@ from nvme_ops.memory.carve import dense_bytes, is_dense
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.optimizer.records import Flush, Records, read_back, written
+from nvme_ops.offload.residency import Stats
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
@@ -305,15 +306,11 @@ _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # to or from a chunk's
 
 
 @dataclass
-class OptimizerStats:
-    """What an optimizer has done since it was made."""
+class OptimizerStats(Stats):
+    """What an optimizer has done since it was made. ``bytes_stored`` has both places of each state."""
 
     steps: int = 0  #: completed
-    bytes_read: int = 0
-    bytes_written: int = 0
-    bytes_stored: int = 0  #: the space that the states take, both places of each
-    seconds: float = 0.0  #: in ``step``
-    peak_bytes: int = 0  #: the most memory that was taken for states at once
+    seconds: float = 0.0  #: in ``step``; ``seconds_waited`` is the part of these in which it computed nothing
 
     @property
     def bytes_written_per_step(self) -> float:
