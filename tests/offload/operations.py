@@ -1,16 +1,9 @@
-"""Each operation that torch has samples for, with its tensors elsewhere, and what differs from usual ones.
-
-python -m tests.offload.operations                     # all samples of all operations, float32 and float64
-python -m tests.offload.operations --names add --most 3
-"""
+"""Each operation that torch has samples for, with its tensors elsewhere, and what differs from usual ones."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,7 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nvme_ops.offload import save_on_nvme
-from tests.offload.elsewhere import KINDS, apart, elsewhere, same, values
+from tests.offload.elsewhere import elsewhere, same, values
 
 OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
 POLICIES = ("nvme", "auto")
@@ -157,27 +150,3 @@ def _differences(case: Case, way: Any, folder: Path, theirs: Outcome, usual: Seq
 
 def _words(**words: str) -> list[str]:
     return [f"{what}: {word}" for what, word in words.items() if word]
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Prints what differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="*", default=list(OPERATIONS))
-    parser.add_argument("--ways", nargs="*", default=[*KINDS, *POLICIES])
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "float64"])
-    parser.add_argument("--most", type=int, default=1 << 30, help="samples of each operation")
-    given = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as folder:
-        for way in given.ways:
-            for dtype in given.dtypes:
-                body = partial(check, dtype=getattr(torch, dtype), way=way, most=given.most, folder=Path(folder))
-                lines = [line for said in apart(given.names, body).values() for line in said]
-                calls = [line for line in lines if line.endswith(" calls")]
-                for line in sorted(set(lines) - set(calls)):
-                    print(f"{way} {dtype}: {line}")
-                print(f"# {way} {dtype}: {sum(int(line.split()[0]) for line in calls)} calls", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

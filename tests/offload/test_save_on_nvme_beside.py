@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
@@ -33,24 +33,12 @@ _ = few_in_flight  # a fixture
 # Beside others of torch
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(folder: Path, reentrant: bool) -> None:
-    class Checkpointed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = perceptron()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for number in range(0, 12, 3):
-                x = checkpoint(self.layers[number : number + 3], x, use_reentrant=reentrant)
-            return x
-
-    model, x = Checkpointed(), torch.randn(64, 128)
-    expected = gradients(model, x)
-    saving = save_on_nvme(folder, min_bytes=1, memory_budget=0)
-    for _ in range(2):
-        assert same(gradients(model, x, saving), expected)
-    assert 0 < saving.stats().bytes_saved <= 2 * 5 * x.nbytes, "the inputs of the blocks, and what is squared"
+def test_of_checkpointed_blocks_the_inputs_alone_are_saved(folder: Path) -> None:
+    model, x = perceptron(), torch.randn(64, 128, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
+        loss = checkpoint_sequential(model, 4, x, use_reentrant=False).square().sum()
+        assert 0 < saving.stats().bytes_saved <= 5 * x.nbytes, "the inputs of the blocks, and what is squared"
+        loss.backward()
 
 
 def test_blocks_in_blocks(folder: Path) -> None:
@@ -393,12 +381,6 @@ def flip(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-@pytest.mark.parametrize("nothing", [0, "0", "0M"])
-def test_a_budget_of_nothing_is_a_size(folder: Path, nothing: int | str) -> None:
-    with save_on_nvme(folder, memory_budget=nothing, min_bytes=nothing) as saving:
-        assert saving.stats().bytes_saved == 0
-
-
 def test_wrong_arguments(folder: Path) -> None:
     with pytest.raises(ValueError, match="memory_budget must be at least 0 bytes, not -1"):
         save_on_nvme(folder, memory_budget=-1)
@@ -406,7 +388,7 @@ def test_wrong_arguments(folder: Path) -> None:
         save_on_nvme(folder, min_bytes=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="handle must be an aio_handle"):
         save_on_nvme(folder, handle=3)  # type: ignore[arg-type]
-    saving = save_on_nvme(folder, min_bytes=1)
+    saving = save_on_nvme(folder, min_bytes="0M", memory_budget="0")  # a budget of nothing is a size
     saving.close()
     x = torch.randn(64, 128, requires_grad=True)
     with pytest.raises(ValueError, match="was closed"), saving:

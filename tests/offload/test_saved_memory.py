@@ -282,25 +282,3 @@ def test_ctrl_c_while_a_graph_is_freed(folder: Path, monkeypatch: pytest.MonkeyP
     saving.stats()
     assert not saving._activations._units
     assert saving._activations._bytes_in_memory == 0
-
-
-def test_ctrl_c_before_a_unit_is_forgotten_does_not_lose_it(folder: Path) -> None:
-    saving = save_on_nvme(folder, min_bytes=1, memory_budget="1M")
-    inside: Any = saving._activations
-    x = torch.randn(1 << 14, requires_grad=True)
-    with saving:
-        loss = x.sin().exp().sum()
-    del loss
-    forget = inside._drop
-
-    def interrupted(_: Any) -> None:
-        inside._drop = forget
-        raise KeyboardInterrupt
-
-    inside._drop = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        saving.stats()
-    saving.stats()
-    assert not inside._units
-    assert inside._held.nbytes == 0
-    assert not inside._pooling

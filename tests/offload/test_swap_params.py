@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops import aio_handle
+from nvme_ops import IoFuture, aio_handle
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
 from tests.conftest import MIB, REPOSITORY, in_threads
@@ -23,7 +23,7 @@ from tests.contract.conftest import lost_unraisable
 from tests.moments import Interrupt, numbers
 from tests.offload.test_optimizer import Failing
 from tests.offload.training import KIB, equal, layers, sentences, train, values, words
-from tests.storage.slow_store import Slow
+from tests.storage.slow_store import Held
 
 
 def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> None:
@@ -237,29 +237,45 @@ def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path)
             assert equal(values(mine), values(other))
 
 
-class Later(Slow):
-    """Writes what the tensor was when it was asked to, once it is told."""
+class Asked(Held):
+    """A write that has ended when it was asked whether it has so many times."""
+
+    def __init__(self, future: Any, times: int) -> None:
+        (go := threading.Event()).set()
+        super().__init__(go, lambda: future)
+        self.times = times
+
+    def done(self) -> bool:
+        self.times -= 1
+        return self.times < 0 and super().done()
+
+
+class Later(aio_handle):
+    """Writes what a tensor was when it was asked to, and says so later."""
+
+    times = 0
 
     def submit_pwrite(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
-        return super().submit_pwrite(tensor.clone(), *arguments, **options)
+        if not self.times:
+            return super().submit_pwrite(tensor, *arguments, **options)
+        (future := super().submit_pwrite(tensor.clone(), *arguments, **options)).result()
+        return IoFuture(Asked(future, self.times))  # type: ignore[arg-type]
 
 
-def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> None:
+@pytest.mark.parametrize("times", range(1, 7))
+def test_what_is_changed_while_it_is_written_is_written_again(folder: Path, times: int) -> None:
     """The end of a write was taken for that of the one of the last change: several threads lost theirs."""
-    model, handle = layers(4), Later("pwrite")
-    handle.go.set()
+    model, handle = layers(4), Later()
     with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
         first, *others = model.parameters()
-        handle.go.clear()
-        first.fill_(1.0)
-        others[0].fill_(1.0)
-        assert handle.under_way.wait(60)
-        for each in (first, others[0]):
-            each.fill_(2.0)
-        threading.Timer(0.2, handle.go.set).start()
+        handle.times = times
+        for value in (1.0, 2.0):
+            first.fill_(value)
+            others[0].fill_(value)
+            handle.times = 0
         others[1].add(others[2])  # whose memory these have
-        assert torch.equal(first + 0.0, torch.full((64, 64), 2.0))
-        assert torch.equal(others[0] + 0.0, torch.full((64, 64), 2.0))
+        for each in (first, others[0]):
+            assert torch.equal(each + 0.0, torch.full((64, 64), 2.0))
 
 
 def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
