@@ -277,6 +277,7 @@ ON_DEVICE = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(600)  # it may have to be compiled
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a real accelerator")
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler, which builds the simulated accelerator"

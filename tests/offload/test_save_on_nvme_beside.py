@@ -37,7 +37,8 @@ def test_of_checkpointed_blocks_the_inputs_alone_are_saved(folder: Path) -> None
     model, x = perceptron(), torch.randn(64, 128, requires_grad=True)
     with save_on_nvme(folder, min_bytes=1, memory_budget=0) as saving:
         loss = checkpoint_sequential(model, 4, x, use_reentrant=False).square().sum()
-        assert 0 < saving.stats().bytes_saved <= 5 * x.nbytes, "the inputs of the blocks, and what is squared"
+        # of the last block, which torch does not compute again, all three; and what is squared
+        assert 0 < saving.stats().bytes_saved <= (2 + 3 + 1) * x.nbytes + KIB
         loss.backward()
 
 

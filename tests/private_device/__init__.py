@@ -1,7 +1,8 @@
 """A device made of host memory, for the tests of tensors on accelerators where there is none.
 
-Its streams run nothing before somebody waits for them, so a missing wait shows as wrong bytes. It says nothing about
-any real device's speed or errors.
+Its streams run nothing before somebody waits for them, so a missing wait shows as wrong bytes. What it has no operator
+for, torch computes on the host, between a copy there and one back. It says nothing about any real device's speed or
+errors.
 """
 
 from __future__ import annotations
