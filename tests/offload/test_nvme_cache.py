@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeCache
-from tests.conftest import KIB, MIB, in_child, run_python
+from tests.conftest import KIB, MIB, run_python
 
 transformers = pytest.importorskip("transformers")
 
@@ -270,20 +270,6 @@ def test_a_cache_that_is_gone_is_closed(folder: Path) -> None:
     generated("llama", cache)
     del cache
     assert not list(folder.iterdir())
-
-
-def test_a_forked_child_has_none(folder: Path) -> None:
-    with NvmeCache(folder, "1536K") as cache:
-        generated("llama", cache)
-
-        def body() -> None:
-            with pytest.raises(RuntimeError, match="is the parent process's"):
-                cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0)
-            cache.close()
-
-        in_child(body)
-        assert torch.equal(generated("llama", transformers.DynamicCache()), wanted("llama", "greedy"))
-        assert list(folder.iterdir())
 
 
 def test_a_copy_is_refused(folder: Path) -> None:

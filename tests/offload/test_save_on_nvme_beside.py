@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import time
 import weakref
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from nvme_ops import aio_handle
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
-from tests.conftest import MIB, REPOSITORY, in_threads
+from tests.conftest import MIB, in_threads
 from tests.offload.saving import few_in_flight, gradients, same, settled
 from tests.offload.test_optimizer import Failing
 from tests.offload.training import KIB, perceptron
@@ -189,37 +188,6 @@ def test_threads(folder: Path, together: bool, eager_switches: None) -> None:
     in_threads(work, 3)
     assert found == {0: True, 1: True, 2: True}
     assert shared.stats().bytes_stored == 0
-
-
-def test_a_forked_child_makes_its_own(folder: Path) -> None:
-    """In a fresh process: where torch has threads for accelerators, it refuses to run backward in a child."""
-    program = """
-import os, sys
-import pytest, torch
-from nvme_ops.offload import save_on_nvme
-from tests.conftest import in_child
-from tests.offload.saving import gradients, same, settled
-from tests.offload.training import perceptron
-
-torch.set_num_threads(1)
-model, x = perceptron(), torch.randn(64, 128)
-expected = gradients(model, x)
-saving = save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0)
-with saving:
-    loss = model(x).square().sum()
-settled(saving)  # what is still in memory a child can use
-
-def body():
-    with pytest.raises(RuntimeError, match="is the parent process's: make one in this process"), saving:
-        model(x)
-    with pytest.raises(RuntimeError, match="is the parent process's"):
-        loss.backward()
-    assert same(gradients(model, x, save_on_nvme(sys.argv[1], min_bytes=1, memory_budget=0)), expected)
-
-in_child(body)
-assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected[1:])
-"""
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=REPOSITORY)
 
 
 # Failures

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import torch
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
-from tests.conftest import MIB, REPOSITORY, in_threads
+from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.moments import Interrupt, numbers
 from tests.offload.test_optimizer import Failing
@@ -190,30 +186,6 @@ def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> Non
     assert all(torch.equal(found[number], expected[number]) for number in range(4))
 
 
-PROGRAM = """
-import sys
-import torch
-from nvme_ops.offload import swap_params
-from tests.offload.training import KIB, equal, sentences, train, values
-
-rate = float(sys.argv[2])
-mine, other = sentences(), sentences()
-losses = train(other, torch.optim.SGD(other.parameters(), lr=rate, foreach=False), 6)
-with swap_params(mine, sys.argv[1], memory_budget=80 * KIB, min_bytes=4 * KIB):
-    assert train(mine, torch.optim.SGD(mine.parameters(), lr=rate, foreach=False), 6) == losses
-    assert equal(values(mine), values(other))
-"""
-
-
-def test_two_processes_at_one_folder(folder: Path) -> None:
-    """Each has a session of its own: neither sees the other's values, nor removes its files."""
-    running = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM, folder, rate], cwd=REPOSITORY) for rate in ("0.01", "0.05")
-    ]
-    assert [each.wait(120) for each in running] == [0, 0]
-    assert not list(folder.iterdir())
-
-
 # Failures
 
 
@@ -312,17 +284,6 @@ def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: 
             for each in list(model.parameters())[:3]:
                 each.add_(1)
         assert equal(values(mine), values(other))
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    place = make_file_system(8 * MIB)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
-    before = list(model.parameters())
-    with pytest.raises(OSError, match="making room for") as caught:
-        swap_params(model, place, memory_budget="8M", min_bytes=1)
-    assert caught.value.errno == errno.ENOSPC
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    assert not [each for each in place.iterdir() if each.name != "lost+found"]
 
 
 @pytest.mark.usefixtures(lost_unraisable.__name__)
