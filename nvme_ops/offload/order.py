@@ -10,7 +10,7 @@ Weight = TypeVar("Weight")  # whatever stands for one; hashable
 
 _FORGOTTEN = 0.5  # what a use counts after each round
 _AHEAD = 32 << 20  # bytes that are read ahead at least, beside the weight in use: what keeps a device busy
-_RARE = 64  # what is used less often than others by this factor is not reckoned with
+_RARE = 64  # weights used this many times less often than others are ignored
 _LATENCY = 256 << 10  # bytes that a device reads in the time that one more request takes
 
 
@@ -68,7 +68,7 @@ class Order(Generic[Weight]):
                 yield following
 
     def round_is_over(self) -> bool:
-        """Whether there were as many uses since this last said so as there are weights."""
+        """Whether as many uses as there are weights have passed since this last returned True."""
         if self._since < len(self._uses):
             return False
         self._since = 0

@@ -197,7 +197,7 @@ class Residency(Open, Generic[E]):
                 ):
                     return values
             except BaseException:
-                values = None  # which the traceback would keep
+                values = None  # the traceback would keep them alive
                 raise
 
     def _wait_for_memory(self, entry: E, patience: Patience, seen: int) -> None:
@@ -269,7 +269,7 @@ class Residency(Open, Generic[E]):
         self._in_memory.pop(entry, None)
 
     def close(self) -> None:
-        """Waits for what is on its way; memory goes back with the last tensor over it. Once or more."""
+        """Waits for what is on its way; memory goes back with the last tensor over it. Further calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -283,7 +283,7 @@ class Residency(Open, Generic[E]):
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """Returns how many tensors, of any kind, share the memory of this one; and those who hold that as a storage."""
+    """Returns how many tensors, of any kind, share the memory of this one, and holders of its storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -71,8 +71,8 @@ class Activations(Residency[Unit]):
         self._held, self._writing = Group(), Group()  # in memory, as it was saved
         self._in_memory = self._restored = Group()  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
-        self._gone: deque[TicketRef] = deque()  # of units to be forgotten; appended to by whatever frees the tickets
-        self._leaving: list[tuple[IoFuture, str]] = []  # writes that were cancelled, and have not ended yet
+        self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
+        self._leaving: list[tuple[IoFuture, str]] = []  # cancelled writes still in flight
         self._saved = self._keys = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
@@ -173,7 +173,7 @@ class Activations(Residency[Unit]):
             if self._process == os.getpid():
                 for unit in list(self._writing):
                     self._cancel(unit)
-        with contextlib.suppress(OSError):  # of a write that nobody needs any more
+        with contextlib.suppress(OSError):  # the write's result is no longer needed
             self._undo.close()
         self._native.trim_pool(_IN_FLIGHT)
 
@@ -208,7 +208,7 @@ class Activations(Residency[Unit]):
         return unit, ticket
 
     def _collect(self) -> None:
-        """Takes note of units that are gone and of writes that have ended."""
+        """Drops units whose tickets were freed, and settles writes that have ended."""
         while self._gone:
             self._drop(self._gone[0].unit)
             self._gone.popleft()  # not before: Ctrl-C may come in between
@@ -278,7 +278,7 @@ class Activations(Residency[Unit]):
         self._writing.pop(unit)
         if failure is not None:
             unit.key, unit.trouble = None, failure
-            self._held[unit] = None  # it is raised when its memory is needed
+            self._held[unit] = None  # raised later, when the budget needs its memory
             return
         self._stats.bytes_written += unit.nbytes
         self._discard(unit)
@@ -340,7 +340,7 @@ class Activations(Residency[Unit]):
                 while each in self._held and self._held.nbytes + self._restored.nbytes > self._budget:
                     self._write_or_raise(each)
             elif each.trouble is None:
-                with contextlib.suppress(OSError):  # it is raised when its memory is needed
+                with contextlib.suppress(OSError):  # raised later, when the budget needs its memory
                     self._write(each)
             else:
                 break
@@ -366,7 +366,7 @@ class Activations(Residency[Unit]):
     def _failure_of_write(self, unit: Unit) -> OSError | None:
         """Starts writing a unit, and returns the error if that fails.
 
-        It is not raised: whoever keeps it would keep the frames that it passes, and the graphs in them.
+        Returned, not raised: a traceback would keep alive the frames it passes through, and the graphs in them.
         """
         try:
             self._write(unit)

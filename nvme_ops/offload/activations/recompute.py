@@ -115,7 +115,7 @@ class Again:
             if known is None or is_changed(known, self._version):
                 known = self._compute()
                 self._last, self._version = weakref.ref(known), known._version
-        self.choice.recent = known  # others that saved it, too, come next
+        self.choice.recent = known  # other users of the same tensor usually ask for it next
         return known
 
     @torch.no_grad()

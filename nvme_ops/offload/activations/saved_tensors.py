@@ -54,7 +54,7 @@ class Layout:
 
 
 class Seen:
-    """The version of a tensor, of which nothing else is kept: others may change its memory when it is gone."""
+    """The version of a tensor that is not itself kept alive: its memory may be reused once it is freed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._counter = torch.empty(0, device="cpu")
@@ -71,7 +71,7 @@ class Kept:
     """A tensor that stays in memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # not the tensor itself where it and its graph would keep each other
+        # a detached tensor, where the tensor and its graph would keep each other alive
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self._version = tensor._version
 

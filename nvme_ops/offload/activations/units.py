@@ -38,7 +38,7 @@ class Ticket:
 
 
 class TicketRef(weakref.ref[Ticket]):
-    """A reference that goes to ``gone`` when its ticket is freed, without a step in which Ctrl-C could come."""
+    """A reference that is appended to ``gone`` when its ticket is freed, in one call that Ctrl-C cannot interrupt."""
 
     __slots__ = ("unit",)
     unit: Unit
@@ -82,7 +82,7 @@ class Unit(Entry):
         return is_storage or self._owner() is (tensor if tensor._base is None else tensor._base)
 
     def is_resized(self) -> bool:
-        """Returns whether its storage has less than its bytes, until whoever has freed them brings them back."""
+        """Returns whether its storage was shrunk, as FSDP does, and is not restored yet."""
         return self.memory is not None and self.memory.untyped_storage().nbytes() < self.nbytes
 
     def is_shared(self) -> bool:

@@ -183,7 +183,7 @@ class NvmeCache(DynamicCache):
         return self._pager.stats()
 
     def close(self) -> None:
-        """Removes the files and gives the memory back. Once or more; the cache cannot be used any more."""
+        """Removes the files and gives the memory back. Further calls do nothing; the cache cannot be used any more."""
         self._pager.close()
 
     def __enter__(self) -> NvmeCache:

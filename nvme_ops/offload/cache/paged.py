@@ -167,7 +167,7 @@ class PagedLayer:
         return self._view(half, self._first)
 
     def _make_room(self, more: int) -> None:
-        """Has all of it in memory, with room for ``more`` tokens."""
+        """Brings the whole layer into memory, with room for ``more`` tokens."""
         if self._memory is None:
             self.load(self._pager.lease(max(1, self.memory_needed(more)), self), Priority.DEMAND)
         self.arrive()
@@ -186,7 +186,7 @@ class PagedLayer:
         self._place(memory, base)
         for half, source in enumerate(old):
             self._typed(half)[:, :, : source.shape[2]].copy_(source)
-        if self._written < base:  # nothing asks for what is in neither
+        if self._written < base:  # tokens in neither place are never asked for
             self._written = base
 
     def load(self, memory: torch.Tensor, priority: Priority) -> None:

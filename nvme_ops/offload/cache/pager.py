@@ -139,14 +139,14 @@ class Pager(Open):
         self._current = place
 
     def ahead(self, more: int) -> None:
-        """Reads what comes next; layers are about to get ``more`` tokens each. What fails is tried again on demand."""
+        """Reads what comes next; each layer is about to grow by ``more`` tokens. A failed read is retried on demand."""
         if self._cycled:
             self._choose(more)
         with contextlib.suppress(OSError):
             self._read_ahead(more)
 
     def stats(self) -> CacheStats:
-        """What was moved up to now."""
+        """What was moved so far."""
         return CacheStats(
             **{
                 **vars(self._stats),
@@ -157,7 +157,7 @@ class Pager(Open):
         )
 
     def close(self) -> None:
-        """Waits for transfers, removes the files and gives the memory back. Once or more."""
+        """Waits for transfers, removes the files and gives the memory back. Further calls do nothing."""
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
@@ -236,7 +236,7 @@ class Pager(Open):
         def worth(place: int) -> tuple[bool, float]:
             if self._layers[place] in self._kept or not self._cycled:
                 return self._layers[place] in self._kept, _worth(place)
-            return False, -((place - self._current) % count)  # what is used last goes first
+            return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
 
         return [self._layers[place] for place in sorted(range(count), key=worth) if self._layers[place].resident]
 

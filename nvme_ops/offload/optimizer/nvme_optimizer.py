@@ -439,11 +439,14 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._overlap = before
 
     def stats(self) -> OptimizerStats:
-        """Returns what it has moved until now."""
+        """Returns what it has moved so far."""
         return self._states.measure()
 
     def close(self) -> None:
-        """Removes the files, or leaves kept ones, durable, to the next program. Once or more. OSError: they are not."""
+        """Removes the files, or leaves kept ones, durable, to the next program. Further calls do nothing.
+
+        Raises OSError where they could not be made durable.
+        """
         for hook in self._hooks.values():
             hook.remove()
         self._give_up()

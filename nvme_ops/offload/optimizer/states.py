@@ -723,9 +723,9 @@ class States:
             self.settle()
 
     def close(self) -> None:
-        """Removes the files, or leaves kept ones to the next session: the last step is durable then. Once or more.
+        """Removes the files, or leaves kept ones to the next session: the last step is durable then.
 
-        Raises OSError if it could not be made so; the next session has the step before.
+        Further calls do nothing. Raises OSError if it could not be made so; the next session has the step before.
         """
         failure: Exception | None = None
         if not self._session.closed and self._process == os.getpid():

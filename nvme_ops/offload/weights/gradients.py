@@ -30,7 +30,9 @@ Path = str | os.PathLike[str]
 
 
 class _Places:
-    """Where the gradients of a parameter are written: each over the one before, unless somebody still has that.
+    """Where the gradients of a parameter are written.
+
+    Each overwrites the previous one, unless a tensor over that is still alive.
 
     Args:
         residents: have them.
@@ -141,11 +143,11 @@ class SwappedGradients:
             yield
 
     def stats(self) -> SwapStats:
-        """Returns what was moved until now."""
+        """Returns what was moved so far."""
         return self._residents.stats()
 
     def close(self) -> None:
-        """Removes the files. Gradients that are there are lost, and set to None. Once or more."""
+        """Removes the files. Gradients that are there are lost, and set to None. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         for reference in self._parameters:
@@ -183,14 +185,14 @@ class SwappedGradients:
             grad = parameter.grad
             if isinstance(grad, SwappedGradient):
                 grad.shared.norm()  # of values that are in memory now
-            # What others have stays theirs, and what has a graph is differentiated again, as one in memory would be.
+            # A gradient the program still refers to, or one with a graph, stays in memory.
             elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
                 self._leave(places, parameter, grad)
         self._wait_for_some()
 
     @torch.no_grad()
     def _leave(self, places: _Places, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        """Writes a gradient from where it is, and has ``grad`` stand for it."""
+        """Writes a gradient from its own memory and replaces ``grad`` by a tensor on storage."""
         if grad.layout != torch.strided:
             raise RuntimeError("swap_gradients does not support sparse gradients")
         if grad.dtype != parameter.dtype:

@@ -32,7 +32,7 @@ class Resident(Entry):
         self.place = key  #: in the order of uses, which one that replaces another takes over
         self.stride = dense_strides(like)
         self.device = device or like.device
-        self.rewritten = False  #: that has failed, and was begun again
+        self.rewritten = False  #: the last write failed and was started again
         self.stored = False  #: there are values, on storage or on their way there
         self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet
         self.changes = 0  #: counts those who were given the values to change them

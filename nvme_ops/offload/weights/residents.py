@@ -25,7 +25,7 @@ from nvme_ops.text import size_words
 
 _CHANGING = 2  # tensors that may be changed in turns: a chunk of an optimizer can span two parameters
 _AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
-_NEVER = 1 << 60  # the place of what no use is foreseen of
+_NEVER = 1 << 60  # the place of a tensor with no predicted use
 _numbers = itertools.count()
 
 
@@ -65,7 +65,7 @@ class Residents(Residency[Resident]):
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
         self._nbytes = 0  # of all, in whole pages
-        # In memory, and changed, in this order. Who has none any more needs neither.
+        # In memory, and changed, in this order. A tensor that is neither is in neither.
         self._in_memory = weakref.WeakKeyDictionary()
         self._to_write: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
         self._gone: deque[tuple[str, int]] = deque()  # keys of tensors that nobody has any more, and their bytes
@@ -183,15 +183,15 @@ class Residents(Residency[Resident]):
             self.require_written(each)
 
     def stats(self) -> SwapStats:
-        """What was moved up to now."""
+        """What was moved so far."""
         with self._lock:
             moved = vars(self._stats)
             return SwapStats(**{**moved, "bytes_stored": self._store.bytes_in_use, "peak_bytes": self._memory.peak})
 
     def close(self) -> None:
-        """Waits for transfers and removes the files. Once or more."""
+        """Waits for transfers and removes the files. Further calls do nothing."""
         super().close()
-        with contextlib.suppress(OSError):  # of a write that nobody needs any more
+        with contextlib.suppress(OSError):  # the write's result is no longer needed
             self._undo.close()
 
     # The policy
@@ -319,7 +319,7 @@ class Residents(Residency[Resident]):
         writing = resident.writing
         failure = None if writing is None else writing.exception()
         with self._lock:
-            if resident.writing is not writing:  # another thread has seen to it
+            if resident.writing is not writing:  # another thread has handled it
                 return False
             there = resident.values is not None
             if failure is None or there:

@@ -47,7 +47,7 @@ class WeightFile:
             raise FormatError(f"{self.path} was changed while its weights were in use")
 
     def close(self) -> None:
-        """Waits for its transfers. Once or more."""
+        """Waits for its transfers. Further calls do nothing."""
         self.file.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:

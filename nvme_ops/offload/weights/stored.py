@@ -95,7 +95,7 @@ class StoredTensor(OffloadedTensor):
 
     @property
     def stored_at(self) -> Hashable:
-        """What is the same for all tensors over the same stored values."""
+        """A key shared by all tensors over the same stored values."""
         return id(self._source)
 
     def to_memory(self) -> torch.Tensor:

@@ -45,7 +45,7 @@ class SwappedParams:
             yield found
 
     def stats(self) -> SwapStats:
-        """Returns what was moved until now."""
+        """Returns what was moved so far."""
         return self._residents.stats()
 
     def restore(self) -> None:
@@ -61,7 +61,7 @@ class SwappedParams:
         self.close()
 
     def close(self) -> None:
-        """Removes the files; the parameters cannot be used any more. Once or more."""
+        """Removes the files; the parameters cannot be used any more. Further calls do nothing."""
         self._residents.close()
 
     def __enter__(self) -> SwappedParams:

@@ -99,7 +99,7 @@ class SwappedTensor(OffloadedTensor):
 
     @property
     def stored_at(self) -> Hashable:
-        """What is the same for all tensors over the same stored values."""
+        """A key shared by all tensors over the same stored values."""
         return id(self._resident if self._copy is None else self._copy)
 
     @contextlib.contextmanager
@@ -160,7 +160,7 @@ class SwappedTensor(OffloadedTensor):
         return super().__reduce_ex__(protocol) if self._copy is None else self._usual().__reduce_ex__(protocol)
 
     def _assign(self, value: torch.Tensor) -> None:
-        """Lets this have the values of another tensor; who has views of this keeps the ones from before."""
+        """Takes the values of another tensor; existing views keep the old ones."""
         if value.device != self.device:
             raise RuntimeError(f"data: the parameter is on {self.device}, and what is assigned on {value.device}")
         if isinstance(value, SwappedTensor) and value._copy is None:

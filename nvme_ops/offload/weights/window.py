@@ -112,7 +112,7 @@ class Window(Residency[_Weight]):
         return memory
 
     def stats(self) -> WindowStats:
-        """What was read up to now."""
+        """What was read so far."""
         with self._lock:
             kept = sum(each.source.nbytes for each in self._in_memory if each.source in self._keep)
             return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": self._memory.peak})
@@ -161,7 +161,7 @@ class Window(Residency[_Weight]):
         self._keep = what_stays(weights, self._memory.nbytes)
 
     def _read_ahead(self) -> None:
-        """Holds what is kept, what is in use and what comes next, as far as there is memory; releases the rest."""
+        """Keeps, as far as memory allows, the resident weights, those in use and the next ones; releases the rest."""
         wanted: list[Source] = []
         always = self._keep | self._order.current()
         room = self._memory.nbytes - sum(source.room for source in always)
