@@ -3,7 +3,7 @@
 ``replacing`` does so for one file. A ``Publication`` consists of several and a manifest that names them. The order is
 always the same: the files, each flushed; the manifest that names them, flushed; the folder that names the manifest.
 What no manifest names, because a writer was killed or a newer one was published, is removed by the next writer, unless
-a reader has a ``Lease`` on the manifest that names it.
+a reader has a ``ReadLease`` on the manifest that names it.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Publication:
             self.end()  # which a signal handler may have ended by what it raised
 
 
-class Lease:
+class ReadLease:
     """A manifest that is being read, until ``end`` or until the object is freed: what it names is kept meanwhile."""
 
     def __init__(self, path: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.storage import locks
-from nvme_ops.storage.publication import Lease, Publication
+from nvme_ops.storage.publication import Publication, ReadLease
 from tests.moments import Interrupt
 
 
@@ -45,7 +45,7 @@ def without_waiting(file: Any, kind: int, flock: Any = fcntl.flock) -> None:
 def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_on(folder: Path) -> None:
     manifest = folder / "manifest"
     manifest.write_bytes(b"old")
-    lease = Lease(str(manifest))
+    lease = ReadLease(str(manifest))
     child = os.fork()
     if child == 0:
         signal.pause()

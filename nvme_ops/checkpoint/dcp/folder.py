@@ -18,7 +18,7 @@ from typing import Any
 from nvme_ops.checksums import checksums_of
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.pieces import CHECKSUM
-from nvme_ops.storage.publication import Lease, Publication, remove_litter
+from nvme_ops.storage.publication import Publication, ReadLease, remove_litter
 from nvme_ops.whole import read_whole
 
 #: Of the whole checkpoint, and of one rank where ranks save without each other.
@@ -73,7 +73,7 @@ def words_of(error: Exception) -> str:
         return type(error).__name__
 
 
-class Reading(Lease):
+class Reading(ReadLease):
     """A checkpoint that is being read: until ``end`` a save removes none of its files."""
 
     def __init__(self, path: str) -> None:
