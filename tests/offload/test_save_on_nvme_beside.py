@@ -72,8 +72,8 @@ def test_what_is_cheap_is_computed_again_once_storage_is_what_is_waited_for(fold
     model, x = perceptron(), torch.randn(128, 128)
     expected = gradients(model, x)
     saving = save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto", handle=Throttled())
-    saved = []
-    for _ in range(4):
+    saved: list[int] = []
+    while len(saved) < 4 or (len(saved) < 30 and not saving.stats().bytes_recomputed):  # as it measures
         before = saving.stats().bytes_saved
         assert same(gradients(model, x, saving), expected)
         saved.append(saving.stats().bytes_saved - before)
