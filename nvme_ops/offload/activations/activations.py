@@ -101,9 +101,16 @@ class Activations(Residency[Unit]):
                 unit, ticket = self._add(tensor, place)
             if unit.memory is not None and unit.original and unit.place.part is None:
                 unit.seen.append((tensor.detach(), tensor._version))
-            write = self._write_some(unit)
-        if write is not None:
-            self._wait_for(write, unit)
+        begin = time.perf_counter()
+        while True:
+            with self._lock:
+                write = self._write_some(unit)
+            if write is None:
+                break
+            write.exception()
+            with self._lock:
+                self._collect()
+        self._stats.seconds_waited += time.perf_counter() - begin
         return ticket
 
     def _known(self, tensor: torch.Tensor, place: StoragePart) -> Unit | None:
@@ -304,16 +311,6 @@ class Activations(Residency[Unit]):
         unit.key = key
         self._held.pop(unit)
         self._writing[unit] = None
-
-    def _wait_for(self, write: IoFuture | None, unit: Unit) -> None:
-        """Waits for the oldest write, and writes again, while too much is in flight."""
-        begin = time.perf_counter()
-        while write is not None:
-            write.exception()
-            with self._lock:
-                self._collect()
-                write = self._write_some(unit)
-        self._stats.seconds_waited += time.perf_counter() - begin
 
     def _write_some(self, unit: Unit) -> IoFuture | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
