@@ -87,7 +87,10 @@ def require_size(archive: Archive, name: str, size: int) -> None:
 
 
 def verify_others(archive: Archive) -> None:
-    """Verifies all records that are not storages. Raises ValueError if the file has no checksums."""
+    """Verifies all records that are not storages, now and when they are read again.
+
+    Raises ValueError if the file has no checksums.
+    """
     if not any(record.crc for record in archive.records.values()):
         raise ValueError(
             f"{archive.path} has no checksums to verify: it was saved with checksums=False, or by torch after "
@@ -96,6 +99,7 @@ def verify_others(archive: Archive) -> None:
     names = [name for name in archive.records if not name.startswith("data/")]
     if wrong := [name for name in names if zlib.crc32(archive.content(name)) != archive.records[name].crc]:
         raise ChecksumError(archive.path, wrong)
+    archive.verified = True
 
 
 def verify_by_zipfile(file: TorchFile) -> None:

@@ -13,13 +13,14 @@ import os
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.tensors import bytes_of, pool_buffer
@@ -128,6 +129,7 @@ class Archive:
     handle: aio_handle
     records: dict[str, ZipEntry]
     starts: dict[str, int] = field(default_factory=dict)  # of the data, as far as they are known
+    verified: bool = False  # each content is compared with its checksum when it is read, however often
 
     def locate(self, names: Iterable[str]) -> None:
         """Reads the headers of these records to learn the ``starts`` of their data.
@@ -176,15 +178,18 @@ class Archive:
                 self.starts[name] = start
 
     def content(self, name: str) -> bytes:
-        """Reads a whole record. Raises as ``locate``."""
+        """Reads a whole record. Raises as ``locate``, and ChecksumError where contents are ``verified``."""
         self.locate([name])
         size = self.records[name].size
         if size == 0:
             return b""
         buffer = pool_buffer(size)
         self.handle.submit_pread(torch.frombuffer(buffer, dtype=torch.uint8), self.fd, self.starts[name]).result()
-        with memoryview(buffer) as found:
-            return bytes(found)
+        with memoryview(buffer) as memory:
+            found = bytes(memory)
+        if self.verified and zlib.crc32(found) != self.records[name].crc:
+            raise ChecksumError(self.path, [name])
+        return found
 
 
 def is_zip(fd: int) -> bool:

@@ -40,7 +40,7 @@ class Faulty(aio_handle):
     - ``fail``: lets half of a write happen, and ends with ``error``;
     - ``hold``: begins none until ``go`` is set; ``under_way`` says that one waits;
     - ``slow``: takes ``seconds`` before it begins;
-    - ``flip``: changes a bit of what was read, where that is a page or more.
+    - ``flip``: changes a bit of what was read, where that is ``least`` bytes or more.
 
     Args:
         what: ``read`` or ``write``; none at first when empty.
@@ -48,6 +48,8 @@ class Faulty(aio_handle):
         numbers: which ones, counted from 1 since the last ``will``; all when None.
         error: that is raised; what it is called with is its number.
         seconds: for ``slow``.
+        least: for ``flip``.
+        share: for ``flip``: where, as a share of what was read.
         settings: of ``aio_handle``.
     """
 
@@ -59,9 +61,11 @@ class Faulty(aio_handle):
         *,
         error: Callable[[int], BaseException] = lambda number: eio(f"device {number}"),
         seconds: float = 0.02,
+        least: int = 4096,
+        share: float = 0.5,
         **settings: Any,
     ) -> None:
-        self.error, self.seconds = error, seconds
+        self.error, self.seconds, self.least, self.share = error, seconds, least, share
         self.go, self.under_way = threading.Event(), threading.Event()
         self._counting = threading.Lock()
         self.will(what, do, numbers)
@@ -106,7 +110,7 @@ class _Engine:
             raise self._handle.error(number)
         moved = self._engine.run(op, memory, *others)
         if number and self._handle.do == "flip":
-            _flip_in([memory])
+            _flip_in([memory], self._handle)
         return moved
 
     def submit(self, op: int, memory: Any, *others: Any) -> Any:
@@ -137,7 +141,7 @@ class _Engine:
         if number and do == "flip":
             operation.wait(None)
             if operation.exception() is None:
-                _flip_in(memories)
+                _flip_in(memories, self._handle)
         return operation
 
 
@@ -145,11 +149,11 @@ def _half(memory: Any) -> Any:
     return memory.reshape(-1)[: memory.numel() // 2] if isinstance(memory, torch.Tensor) else memory
 
 
-def _flip_in(memories: Any) -> None:
+def _flip_in(memories: Any, handle: Faulty) -> None:
     memory = max(memories, key=lambda each: each.numel())
-    if memory.nbytes >= 4096:
+    if memory.nbytes >= handle.least:
         with torch.no_grad():
-            memory.detach().view(-1).view(torch.uint8)[memory.nbytes // 2] ^= 1
+            memory.detach().view(-1).view(torch.uint8)[int(memory.nbytes * handle.share)] ^= 1
 
 
 class _Failed:
