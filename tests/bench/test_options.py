@@ -178,7 +178,7 @@ def refusal(*words: str) -> str:
     ("words", "said"),
     [
         (["--engine", "posix"], "--engine posix: there are aio_handle, gds_handle, torch, .*fio, gdsio, and all"),
-        (["--io_size", "0"], "--io_size: '0' is not a size; examples: 512M, 1G"),
+        (["--io_size", "0"], "--io_size: '0' is not a size; examples: 512M, 2GiB"),
         (["--io_size", "-1"], "--io_size"),
         (["--io_size", "big"], "--io_size: 'big' is not a size"),
         (["--block_size", "0"], "--block_size: '0' is not a size"),

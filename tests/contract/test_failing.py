@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import shutil
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,11 +49,13 @@ def fails(one: Capability, operation: bool = True) -> BaseException | None:
     except (Exception, CheckpointException) as error:
         why = judge(error, one.folder, operation)
         assert why is None, f"{why}: {error!r}"  # noqa: PT017
-        return cause_of(error)
+        traceback.clear_frames(error.__traceback__)  # which would keep graphs, and so what is still to be written
+        return cause_of(error).with_traceback(None)
     return None
 
 
 def works_again(one: Capability) -> None:
+    gc.collect()
     one.check()
     one.work()
     one.check()

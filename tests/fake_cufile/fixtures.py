@@ -46,6 +46,10 @@ def the_device() -> PrivateDevice:
         pytest.skip("torch has a real accelerator, and only one can page-lock memory in a process")
     if machine.find_compiler() is None:
         pytest.skip("no C++ compiler, which builds the simulated accelerator")
+    if (
+        not simulated
+    ):  # autograd would start a thread for the device, and refuses backward passes in forked children then
+        torch.ones(1, requires_grad=True).sum().backward()
     return private_device()
 
 

@@ -164,7 +164,7 @@ def test_shards_have_the_size_asked_for(tmp_path: Path, size: int | str, shards:
 
 
 def test_a_size_that_is_none_and_one_of_a_single_file_are_errors(tmp_path: Path) -> None:
-    for size in ("much", 0, "5", "-1GB"):
+    for size in ("much", 0, "0", "-1GB"):
         with pytest.raises(ValueError, match="size"):
             nvme_ops.save({}, tmp_path / "model", max_shard_size=size)
     with pytest.raises(ValueError, match="max_shard_size is of checkpoints in several files"):

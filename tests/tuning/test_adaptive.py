@@ -134,7 +134,7 @@ def test_what_is_not_measured_teaches_nothing_and_takes_no_turn_of_a_tool(
     for _ in range(MANY):
         unmeasured(handle, folder / "file")
         handle.write(DATA, folder / "file")
-    usual = only(handle, concurrency="waited")
+    usual = only(handle, op="write", concurrency="waited")
     assert not usual.exploring
     assert all(tried.cost is not None for tried in usual.tools)
 
