@@ -72,13 +72,13 @@ docs: $(VENV)/docs
 	$(WITH_ENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
 
 bench: $(VENV)/bench
-	$(WITH_ENV) python benchmarks/raw_io.py $(BENCH_ARGS)
+	$(WITH_ENV) python benchmarks raw_io $(BENCH_ARGS)
 
 benchmarks-page: $(VENV)/bench
-	$(WITH_ENV) python benchmarks/page.py $(PAGE_ARGS)
+	$(WITH_ENV) python benchmarks page $(PAGE_ARGS)
 
 gpu-bench: $(VENV)/bench
-	$(WITH_ENV) python benchmarks/gpu_io.py $(BENCH_ARGS)
+	$(WITH_ENV) python benchmarks gpu_io $(BENCH_ARGS)
 
 wheel: $(VENV)/wheel
 	$(WITH_ENV) python tools/make_wheel.py $(WHEEL_ARGS)

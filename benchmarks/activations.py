@@ -8,31 +8,28 @@ table ``largest`` doubles the batch until it no longer fits a memory limit or th
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import os
 import statistics
-import sys
-import tempfile
-from collections.abc import Generator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
-
+import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint_sequential
 
 import nvme_ops
-from benchmarks import command, memory_limit
-from benchmarks.activations_worker import Job
-from benchmarks.file_rows import FIO_BEST
+from benchmarks import cgroups, command
+from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import fio
-from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring.files import require_space
+from nvme_ops.measure import fio
+from nvme_ops.measure.files import NotUsable
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData
+from nvme_ops.measure.tables import Table
+from nvme_ops.offload import save_on_nvme
 from nvme_ops.text import GIB, MIB, size_words
 
 GROUPS = {
@@ -41,7 +38,7 @@ GROUPS = {
     "largest": "the largest batch of a deep convolutional net within a memory limit; needs root for the limit",
 }
 MEMORY = "in memory"
-COLUMNS = ("forward", "backward", "read and written", "GB/s", "peak memory", "of the bound")
+_COLUMNS = ("forward", "backward", "read and written", "GB/s", "peak memory", "of the bound")
 _WAYS = {
     MEMORY: "memory",
     "save_on_nvme": "nvme",
@@ -52,77 +49,72 @@ _WAYS = {
 }
 _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
 _FIRST = 1  # steps that are not counted
-_WORKER = Path(__file__).parent / "activations_worker.py"
-_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')  # finds nvme_ops"
 
 
-def trained(job: Job) -> dict[str, Any]:
-    """Returns what a process measured. Raises Unavailable with the error that it ended with."""
-    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        words = json.dumps(dataclasses.asdict(dataclasses.replace(job, folder=folder)))
-        found: dict[str, Any] = json.loads(command.in_new_process(_PROGRAM, str(_WORKER), words, folder=folder))
-    return found
-
-
-def net_rows(net: str, scratch: str, given: argparse.Namespace) -> Table:
-    """Returns a table whose rows all train the same net."""
+def net_table(run: Run, net: str, scratch: str) -> Table:
+    """Measures rows that all train the same net."""
+    given, expected = run.given, list[int]()
     batch = given.batch if net == "convolutional" else given.batch_of_transformer
-    expected: list[int] = []
 
     def train(way: str) -> Sample:
-        found = trained(Job(way, net, _LAYERS[net], batch, _FIRST + given.steps, scratch, given.budget))
+        job = Job(way, net, _LAYERS[net], batch, _FIRST + given.steps, scratch, given.budget)
+        found = command.work("activations", job)
         if way == "memory" and not expected:
             expected.extend(found["gradients"])
         if expected and found["gradients"] != expected:
             raise WrongData("gradients differ from those in memory")
-        forward, backward, moved = (
-            statistics.median(found[name][_FIRST:]) for name in ("forward", "backward", "moved")
-        )
+        names = ("forward", "backward", "moved")
+        forward, backward, moved = (statistics.median(found[name][_FIRST:]) for name in names)
         figures = {"forward": forward, "backward": backward}
         if moved:
             figures |= {"read and written": moved, "GB/s": moved / (forward + backward) / 1e9}
         return Sample(forward + backward, batch, peak_bytes=found["peak_bytes"], figures=figures)
 
-    rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
-    path = os.path.join(scratch, "fio")
-    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=torch.uint8).fill_(1), path)
-
     def shown(sample: Sample) -> Sample:
         return Sample(sample.seconds, batch, figures={"read and written": sample.amount, "GB/s": sample.rate / 1e9})
 
-    rows.append(fio.row(f"{FIO_BEST}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown))
+    path = os.path.join(scratch, "fio")
+    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=torch.uint8).fill_(1), path)
+    rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
+    bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown)
+    run.measure([*rows, bound])
+    add_bounds(rows, bound, "read and written")
     title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
-    return Table(net, title, "samples/s", rows, MEMORY, COLUMNS)
+    return Table(net, title, "samples/s", [*rows, bound], MEMORY, _COLUMNS)
 
 
-def note_bound(table: Table) -> None:
-    """Adds the bound to each sample, as a share of its time."""
-    taken = {row.name: [each for each in row.samples if each is not None] for row in table.rows}
-    moved = [each.figures["GB/s"] for name, those in taken.items() if name.startswith("fio") for each in those]
-    if not moved or not taken[MEMORY]:
+def add_bounds(rows: list[Row], bound: Row, moved: str) -> None:
+    """Adds to each sample what share of its time the bound is: computing, or moving its bytes at fio's best rate.
+
+    Both are medians of this run; the first row computes in memory. ``moved`` is the figure that has the bytes.
+    """
+    rates = [each.figures[moved] / each.seconds for each in bound.samples if each]
+    computing = [each.seconds for each in rows[0].samples if each]
+    if not rates or not computing:
         return
-    computing = statistics.median(each.seconds for each in taken[MEMORY])
-    for name, those in taken.items():
-        for each in those if not name.startswith("fio") else []:
-            bound = max(computing, each.figures.get("read and written", 0) / (statistics.median(moved) * 1e9))
-            each.figures["of the bound"] = bound / each.seconds
+    for each in [sample for row in rows for sample in row.samples if sample]:
+        longer = max(statistics.median(computing), each.figures.get(moved, 0) / statistics.median(rates))
+        each.figures["of the bound"] = longer / each.seconds
 
 
-def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
-    """Returns a table whose rows search once each; the figure is the batch."""
+def largest_table(run: Run, scratch: str) -> Table:
+    """Has each row search once; the figure is the batch."""
+    given = run.given
 
     def fits(row: Row, way: str, batch: int) -> bool:
-        with memory_limit.limited(given.limit) as group:
-            if not group:
-                raise Unavailable("no memory cgroup can be made: run it as root")
-            command.show_progress(f"{row.name}: batch {batch}")
-            job = Job(way, "convolutional", _LAYERS["largest"], batch, 1, scratch, given.budget_of_largest, group)
-            try:
-                trained(job)
-            except Unavailable as error:
-                row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
-                return False
-            return True
+        command.show_progress(f"{row.name}: batch {batch}")
+        try:
+            with cgroups.group("memory") as group:
+                group.limit_memory(given.limit)
+                budget, layers = given.budget_of_largest, _LAYERS["largest"]
+                job = Job(way, "convolutional", layers, batch, 1, scratch, budget, group.processes)
+                command.work("activations", job)
+        except NotUsable:
+            raise Unavailable("no memory cgroup can be made: run it as root") from None
+        except Unavailable as error:
+            row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
+            return False
+        return True
 
     def find(row: Row, way: str) -> Sample:
         most = 0
@@ -132,54 +124,150 @@ def largest_rows(scratch: str, given: argparse.Namespace) -> Table:
             most += most // 2
         return Sample(1.0, most)
 
-    ways = {label: way for label, way in _WAYS.items() if way != "auto"}
-    rows = [Row(label, lambda: Sample(1.0, 0), before=os.sync) for label in ways]
-    for row, way in zip(rows, ways.values(), strict=True):
-        row.run = partial(find, row, way)
+    rows = [Row(label, before=os.sync) for label, way in _WAYS.items() if way != "auto"]
+    for row in rows:
+        row.run = partial(find, row, _WAYS[row.name])
+    run.measure(rows, 1, warmups=0)
     title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(given.limit)} of memory"
     return Table("largest", title, "samples", rows, MEMORY, ())
 
 
-def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+# What follows runs in the row's own process.
+
+_LEAST = 1 << 20  # bytes; tensors of this size and more are saved by hand, too
+_CHANNELS, _PIXELS = 16, 64  # of the convolutional net
+_WIDTH, _TOKENS, _HEADS = 1024, 256, 16  # of the transformer
+
+
+@dataclass
+class Job:
+    """What is asked of a process."""
+
+    way: str
+    net: str
+    layers: int
+    batch: int
+    steps: int
+    folder: str
+    budget: int
+    group: str = ""  # a cgroup's file cgroup.procs to join once everything is imported
+
+
+def _net(job: Job) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
+    """Blocks that compute little, or much, for each byte that they keep, and the shape of a sample."""
+    if job.net == "transformer":
+        blocks: list[torch.nn.Module] = [
+            torch.nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, 0.0, torch.nn.functional.gelu,
+                                             batch_first=True, norm_first=True) for _ in range(job.layers)
+        ]  # fmt: skip
+        return torch.nn.Sequential(*blocks), (_TOKENS, _WIDTH)
+    blocks = [
+        torch.nn.Sequential(
+            torch.nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, groups=_CHANNELS, bias=False),
+            torch.nn.BatchNorm2d(_CHANNELS),
+            torch.nn.ReLU(),
+        )
+        for _ in range(job.layers)
+    ]
+    return torch.nn.Sequential(*blocks), (_CHANNELS, _PIXELS, _PIXELS)
+
+
+class ByHand(torch.autograd.graph.saved_tensors_hooks):
+    """A file for each tensor, written immediately and read when it is asked for."""
+
+    def __init__(self, folder: str, way: str) -> None:
+        self.moved = self._count = 0
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.nbytes < _LEAST or isinstance(tensor, torch.nn.Parameter):
+                return tensor
+            self._count += 1
+            path = os.path.join(folder, f"{self._count}.npy")
+            if way == "torch":
+                torch.save(tensor.detach().clone(), path)
+            else:
+                np.save(path, tensor.detach().contiguous().numpy())
+            self.moved += tensor.nbytes
+            return path, tensor.nbytes
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if isinstance(saved, torch.Tensor):
+                return saved
+            path, nbytes = saved
+            tensor = torch.load(path) if way == "torch" else torch.from_numpy(np.load(path))
+            os.unlink(path)
+            self.moved += nbytes
+            return tensor  # type: ignore[no-any-return]
+
+        super().__init__(pack, unpack)
+
+
+def _way(job: Job, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], int]]:
+    """The forward pass, and how many bytes were moved so far."""
+    if job.way == "memory":
+        return net, lambda: 0
+    if job.way == "checkpoint":  # keeps the inputs of parts, about as many as each has layers
+        parts = max(1, round(job.layers**0.5))
+        return lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
+    ours = save_on_nvme(job.folder, memory_budget=job.budget, policy=job.way) if job.way in ("nvme", "auto") else None
+    hooks: Any = ours or ByHand(job.folder, job.way)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with hooks:
+            found: torch.Tensor = net(x)
+            return found
+
+    def moved() -> int:
+        return ours.stats().bytes_read + ours.stats().bytes_written if ours else int(hooks.moved)
+
+    return forward, moved
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Trains a net; returns what each step took, and what became of it."""
+    torch.manual_seed(1)
+    net, shape = _net(job)
+    net(torch.zeros(1, *shape))  # torch's setup at first use
+    if job.group:
+        cgroups.join(job.group)
+    before = command.status("VmRSS")
+    found: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
+    forward, moved = _way(job, net)
+    for step in range(job.steps):
+        x = torch.randn(job.batch, *shape, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        net.zero_grad()
+        earlier = moved()
+        begin = time.perf_counter()
+        loss = forward(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        gradients = 0
+        for each in net.parameters():
+            if each.grad is not None:
+                gradients = zlib.crc32(each.grad.contiguous().numpy().data, gradients)
+        for name, value in {"forward": middle - begin, "backward": end - middle, "moved": moved() - earlier,
+                            "gradients": gradients}.items():  # fmt: skip
+            found[name].append(value)
+        del loss, x
+    return {**found, "peak_bytes": command.status("VmHWM") - before}
+
+
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
-    require_space(scratch, run.given.size, "--size or --path")
-    for net in ("convolutional", "transformer"):
-        if net in run.given.groups:
-            table = net_rows(net, scratch, run.given)
-            command.interleave(table.rows, run.given.rounds, command.show_progress)
-            note_bound(table)
-            yield table
-    if "largest" in run.given.groups:
-        table = largest_rows(scratch, run.given)
-        command.interleave(table.rows, 1, command.show_progress, warmups=0)
-        yield table
+    for group in run.given.groups:
+        yield largest_table(run, scratch) if group == "largest" else net_table(run, group, scratch)
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """Measures all groups."""
-    return command.Run(given, budget=given.budget, batch=given.batch).folders(1, tables, measured=True)
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--budget", type=size, default=256 * MIB, metavar="SIZE", help="memory for what is saved (default 256M)")
+    add("--batch", type=positive, default=64, metavar="N", help="samples of the convolutional net (default 64)")
+    add("--batch-of-transformer", type=positive, default=8, metavar="N", help="the same (default 8)")
+    add("--steps", type=positive, default=2, metavar="N", help="of each process, after the first one (default 2)")
+    add("--limit", type=size, default=GIB, metavar="SIZE", help="of memory, in the group largest (default 1G)")
+    add("--budget-of-largest", type=size, default=64 * MIB, metavar="SIZE", help="for what is saved (default 64M)")
+    add("--most", type=positive, default=1 << 16, metavar="N", help="no larger batches are tried (default 65536)")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when a folder cannot be used or gradients differ; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.set_defaults(size=16 * GIB, rounds=5)
-    parser.add_argument("--budget", type=size, default=256 * MIB, metavar="SIZE",
-                        help="memory for what is saved (default 256M)")  # fmt: skip
-    parser.add_argument("--batch", type=positive, default=64, metavar="N",
-                        help="samples of the convolutional net (default 64)")  # fmt: skip
-    parser.add_argument("--batch-of-transformer", type=positive, default=8, metavar="N",
-                        help="samples of the transformer (default 8)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=2, metavar="N",
-                        help="of each process, after the first one (default 2)")  # fmt: skip
-    parser.add_argument("--limit", type=size, default=GIB, metavar="SIZE",
-                        help="of memory, in the group largest (default 1G)")  # fmt: skip
-    parser.add_argument("--budget-of-largest", type=size, default=64 * MIB, metavar="SIZE",
-                        help="memory for what is saved in that group (default 64M)")  # fmt: skip
-    parser.add_argument("--most", type=positive, default=1 << 16, metavar="N",
-                        help="no larger batches are tried in that group (default 65536)")  # fmt: skip
-    return command.run(command.parse(parser, words), measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 1, flags, size="16G", rounds=5)

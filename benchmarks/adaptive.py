@@ -9,34 +9,30 @@ the tensors of a pass together, as a model's are saved. Under load another proce
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 import numpy
 import torch
 
 import nvme_ops
-from benchmarks import command
-from benchmarks.file_rows import LEARNING, practised
+from benchmarks import command, raw_io
+from benchmarks.command import Program, Run
+from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.arguments import size
-from nvme_ops.bench import fio
-from nvme_ops.bench.engines import deepspeed, unavailable
-from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, metered, timed
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring import stop
-from nvme_ops.measuring.energy import Meter
-from nvme_ops.measuring.files import filled, make_cold
+from nvme_ops.measure import fio, stop
+from nvme_ops.measure.energy import Meter
+from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable
+from nvme_ops.measure.files import filled, make_cold
+from nvme_ops.measure.rows import Row, Unavailable, WrongData, metered, timed
+from nvme_ops.measure.tables import Table
 from nvme_ops.settings import PAGE
 from nvme_ops.text import GIB, MIB, parse_size, size_words
 from nvme_ops.tuning import dictionary
@@ -50,14 +46,18 @@ GROUPS = {
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
 STAGED = "nvme_ops staged, an ordinary tensor"  # not a choice for a tensor that lies elsewhere
+FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
 _SIZES = ("4K", "64K", "1M", "16M", "256M")
-FIO = "fio, as deep as one tensor allows"
-DEEP = "fio, as deep as all allow"
-_DEPTHS = {FIO: 1, DEEP: 32}
 _FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
 _PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MOST
 _MOST = 256
-_DATASYNC = "+ fdatasync"
+_FIXED: dict[str, dict[str, Any]] = {
+    "direct, in place": {"cache": "direct"},
+    "cache auto": {},
+    "256 KiB blocks": {"block_size": 256 << 10},
+    "4 MiB blocks": {"block_size": 4 << 20},
+    "2 lanes": {"num_threads": 2},
+}
 _ENVIRONMENT = command.environment()  # before the dictionaries get their own cache folder: the usual one has the op
 _LOAD = """
 import sys, nvme_ops, torch
@@ -69,8 +69,6 @@ while True:
         handle.sync_pread(memory, sys.argv[1], offset)
 """
 
-_PEERS_OF = {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}  # what a row is compared with besides the fixed tools
-
 Move = Callable[[torch.Tensor, int], object]
 
 
@@ -80,42 +78,39 @@ class Work:
     def __init__(self, path: str, write: bool, each: int) -> None:
         self.path, self.write, self.each = path, write, each
         self.count = max(1, min(_MOST, _PASS // each))
-        self.places = os.path.getsize(path) // each
-        self.next = 0
+        self.places, self._next = os.path.getsize(path) // each, 0
         self.tensor = filled(nvme_ops.empty(each, dtype=torch.uint8))
         self.pageable = filled(torch.empty(each, dtype=torch.uint8))
         self.file = nvme_ops.open(path, "r+")
+        self.synced = " + fdatasync" if write else ""  # of the name of who writes through the page cache
 
     def offset(self) -> int:
         """Returns a different place for each transfer, so that nothing is read ahead for the next."""
-        self.next += 7919  # a prime: every place comes up
-        return self.next % self.places * self.each
+        self._next += 7919  # a prime: every place comes up
+        return self._next % self.places * self.each
 
-    def together(self, handle: nvme_ops.aio_handle) -> Row:
-        """Returns the row that moves the tensors of a pass by one call."""
-        tensors = list(filled(nvme_ops.empty(self.count * self.each, dtype=torch.uint8)).split(self.each))
-        submit = handle.submit_pwritev if self.write else handle.submit_preadv
+    def cool(self) -> None:
+        """Drops the file from the page cache."""
+        make_cold(self.path)
 
-        def move() -> None:
-            submit(tensors, self.file, [self.offset() for _ in tensors]).result()
+    def by(self, handle: nvme_ops.aio_handle, sync: bool = False) -> Move:
+        """Moves a tensor by a handle."""
+        call = handle.sync_pwrite if self.write else handle.sync_pread
 
-        def practise() -> None:
-            for _ in range(LEARNING):
-                make_cold(self.path)
-                move()
+        def move(tensor: torch.Tensor, offset: int) -> None:
+            call(tensor, self.file, offset)
+            if sync:
+                os.fdatasync(self.file.fileno())
 
-        return Row(TOGETHER, lambda: timed(move, self.count * self.each), lambda: make_cold(self.path), practise)
+        return move
 
     def row(self, name: str, move: Move, tensor: torch.Tensor | None = None, count: int = 0) -> Row:
         """Returns a row that moves ``count`` tensors in a pass."""
         memory, times = self.tensor if tensor is None else tensor, count or self.count
 
-        def run() -> Sample:
-            def work() -> None:
-                for _ in range(times):
-                    move(memory, self.offset())
-
-            return timed(work, times * self.each)
+        def every() -> None:
+            for _ in range(times):
+                move(memory, self.offset())
 
         def check() -> None:
             offset = self.offset()
@@ -126,7 +121,7 @@ class Work:
                 if os.pread(file.fileno(), self.each, offset) != bytes(memory.numpy().data):
                     raise WrongData(f"the tensor at {offset} differs")
 
-        return Row(name, run, lambda: make_cold(self.path), check)
+        return Row(name, lambda: timed(every, times * self.each), self.cool, check)
 
 
 def know_nothing() -> None:
@@ -137,71 +132,45 @@ def know_nothing() -> None:
 
 def handle_rows(work: Work) -> list[Row]:
     """Returns the rows of this package: what is learned, and each fixed tool."""
-    op = "sync_pwrite" if work.write else "sync_pread"
-
-    def by(handle: nvme_ops.aio_handle) -> Move:
-        call = getattr(handle, op)
-        return lambda tensor, offset: call(tensor, work.file, offset)
-
     adaptive = nvme_ops.aio_handle.adaptive(work.path)
     other_class = nvme_ops.empty(PAGE if work.each > PAGE else 4 * PAGE, dtype=torch.uint8)
+    anew: list[Move] = []
 
     def begin_anew() -> None:
         know_nothing()
-        anew[:] = [by(nvme_ops.aio_handle.adaptive(work.path))]
+        anew[:] = [work.by(nvme_ops.aio_handle.adaptive(work.path))]
         anew[0](other_class, 0)  # starting is not exploration: it costs every handle the same
-        make_cold(work.path)
+        work.cool()
 
-    anew: list[Move] = []
-    learned = work.row(ADAPTIVE, by(adaptive))
+    learned = work.row(ADAPTIVE, work.by(adaptive))
+    practised(learned, work.path, lambda: work.by(adaptive)(work.tensor, work.offset()))
     first = work.row(NEW, lambda tensor, offset: anew[0](tensor, offset), count=LEARNING)
     first.before = begin_anew
-    fixed: dict[str, dict[str, Any]] = {
-        "direct, in place": {"cache": "direct"},
-        "cache auto": {},
-        "256 KiB blocks": {"block_size": 256 << 10},
-        "4 MiB blocks": {"block_size": 4 << 20},
-        "2 lanes": {"num_threads": 2},
-    }
-    rows = [work.row(f"nvme_ops {name}", by(nvme_ops.aio_handle(**given))) for name, given in fixed.items()]
-    rows.append(work.row(STAGED, by(nvme_ops.aio_handle()), work.pageable))
-    together = [work.together(adaptive)] if work.count > 1 else []
-    practised(learned, work.path, lambda: by(adaptive)(work.tensor, work.offset()))
-    return [learned, first, *together, *rows, buffered_row(work, by)]
+    rows = [learned, first, *([together(work, adaptive)] if work.count > 1 else [])]
+    rows += [work.row(f"nvme_ops {name}", work.by(nvme_ops.aio_handle(**given))) for name, given in _FIXED.items()]
+    rows.append(work.row(STAGED, work.by(nvme_ops.aio_handle()), work.pageable))
+    buffered = work.by(nvme_ops.aio_handle(cache="buffered"), sync=work.write)
+    return [*rows, work.row(f"nvme_ops buffered{work.synced}", buffered)]
 
 
-def buffered_row(work: Work, by: Callable[[nvme_ops.aio_handle], Move]) -> Row:
-    """Returns the row through the page cache."""
-    move = by(nvme_ops.aio_handle(cache="buffered"))
+def together(work: Work, handle: nvme_ops.aio_handle) -> Row:
+    """Returns the row that moves the tensors of a pass by one call."""
+    tensors = list(filled(nvme_ops.empty(work.count * work.each, dtype=torch.uint8)).split(work.each))
+    submit = handle.submit_pwritev if work.write else handle.submit_preadv
 
-    def synced(tensor: torch.Tensor, offset: int) -> None:
-        move(tensor, offset)
-        os.fdatasync(work.file.fileno())
+    def move() -> None:
+        submit(tensors, work.file, [work.offset() for _ in tensors]).result()
 
-    return work.row(f"nvme_ops buffered {_DATASYNC}" if work.write else "nvme_ops buffered",
-                    synced if work.write else move)  # fmt: skip
-
-
-def deepspeed_row(work: Work) -> Row:
-    """Returns the row of DeepSpeed's handle with its locked memory, and a file for each tensor: it takes no offset."""
-    found = deepspeed.load()
-    if isinstance(found, Unavailable):
-        return unavailable("DeepSpeed", found)
-    handle = found.aio_handle()
-    memory = filled(handle.new_cpu_locked_tensor(work.each, torch.empty(0, dtype=torch.uint8)))
-
-    def save(path: str) -> None:
-        handle.sync_pwrite(memory, path)
-
-    def load(path: str) -> None:
-        handle.sync_pread(memory, path)
-
-    return files_row(work, "DeepSpeed", memory, save, load)
+    return practised(Row(TOGETHER, lambda: timed(move, work.count * work.each), work.cool), work.path, move)
 
 
-def plain_rows(work: Work) -> list[Row]:
-    """Returns the rows of torch, NumPy and safetensors, each with a file for each tensor."""
+def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
+    """Returns the rows of torch, NumPy, safetensors and DeepSpeed, each with a file for each tensor."""
     memory = work.pageable
+
+    def save_by_numpy(path: str) -> None:
+        with open(path, "wb") as file:
+            numpy.save(file, memory.numpy())
 
     def fsynced(write: Callable[[str], object]) -> Callable[[str], None]:
         def call(path: str) -> None:
@@ -211,9 +180,10 @@ def plain_rows(work: Work) -> list[Row]:
 
         return call
 
+    by_torch, by_numpy = (f"{name}.{'save' if work.write else 'load'}" for name in ("torch", "numpy"))
     ways: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
-        "torch.save" if work.write else "torch.load": (partial(torch.save, memory), torch.load),
-        "numpy.save" if work.write else "numpy.load": (_numpy_save(memory), numpy.load),
+        by_torch: (partial(torch.save, memory), torch.load),
+        by_numpy: (save_by_numpy, numpy.load),
     }
     with contextlib.suppress(ImportError):
         from safetensors.torch import load_file, save_file
@@ -222,43 +192,29 @@ def plain_rows(work: Work) -> list[Row]:
             partial(save_file, {"tensor": memory}),
             lambda path: load_file(path)["tensor"].clone(),  # it maps the file: what is not used is not read
         )
-    suffix = f" {_DATASYNC}" if work.write else ""
-    rows = [files_row(work, f"{name}{suffix}", memory, fsynced(save), load) for name, (save, load) in ways.items()]
+    rows = [files_row(work, f"{name}{work.synced}", fsynced(save), load) for name, (save, load) in ways.items()]
     if work.count > 1:
-        name, (_, load) = next(iter(ways.items()))
         every = {str(number): memory.clone() for number in range(work.count)}
         save = fsynced(partial(torch.save, every))
-        rows.append(files_row(work, f"{name}, all in one file{suffix}", memory, save, load, work.count))
-    return rows
+        rows.append(files_row(work, f"{by_torch}, all in one file{work.synced}", save, torch.load, work.count))
+    return rows + ([deepspeed_row(work)] if deepspeed else [])
 
 
-def _numpy_save(memory: torch.Tensor) -> Callable[[str], None]:
-    def save(path: str) -> None:
-        with open(path, "wb") as file:
-            numpy.save(file, memory.numpy())
-
-    return save
-
-
-def fio_rows(work: Work) -> list[Row]:
-    """Returns rows of the device's rate: 1 or 32 blocks of the tensors' size at a time; fio's best for larger ones."""
-    nbytes = max(_FIO_BYTES, work.count * work.each)
-    pattern = "randwrite" if work.write else "randread"
-
-    def row(name: str, shape: Sequence[fio.Variant]) -> Row:
-        return fio.row(name, pattern, lambda: work.path, nbytes, lambda: make_cold(work.path), shape)
-
-    if work.each >= fio.BLOCK:
-        return [row(FIO, fio.BEST)]
-    return [row(name, fio.variants([f"--bs={work.each}", f"--iodepth={depth}"])) for name, depth in _DEPTHS.items()]
+def deepspeed_row(work: Work) -> Row:
+    """Returns the row of DeepSpeed's handle with its locked memory, and a file for each tensor: it takes no offset."""
+    try:
+        handle = load_deepspeed().aio_handle()
+    except Unavailable as reason:
+        return unavailable("DeepSpeed", str(reason))
+    memory = locked_tensor(handle, work.each)
+    return files_row(work, "DeepSpeed", partial(handle.sync_pwrite, memory), partial(handle.sync_pread, memory))
 
 
 def files_row(
-    work: Work, name: str, memory: torch.Tensor, save: Callable[[str], object], load: Callable[[str], object],
-    tensors: int = 0,
-) -> Row:  # fmt: skip
+    work: Work, name: str, save: Callable[[str], object], load: Callable[[str], object], tensors: int = 0
+) -> Row:
     """Returns a row that moves files of one tensor each, or one of ``tensors``; the same tool writes those it reads."""
-    count, nbytes = (1, tensors * memory.nbytes) if tensors else (min(work.count, 32), memory.nbytes)
+    count, nbytes = (1, tensors * work.each) if tensors else (min(work.count, 32), work.each)
     folder = tempfile.mkdtemp(dir=os.path.dirname(work.path))
     paths = [os.path.join(folder, str(number)) for number in range(count)]
 
@@ -269,10 +225,18 @@ def files_row(
             if os.path.exists(path):
                 make_cold(path)
 
-    def run() -> Sample:
-        return timed(lambda: [(save if work.write else load)(path) for path in paths], count * nbytes)
+    move = save if work.write else load
+    return Row(name, lambda: timed(lambda: [move(path) for path in paths], count * nbytes), before)
 
-    return Row(name, run, before)
+
+def fio_rows(work: Work) -> list[Row]:
+    """Returns rows of the device's rate: 1 or 32 blocks of the tensors' size at a time; fio's best for larger ones."""
+    nbytes = max(_FIO_BYTES, work.count * work.each)
+    pattern = "randwrite" if work.write else "randread"
+    shapes = {FIO: fio.BEST} if work.each >= fio.BLOCK else {
+        name: fio.variants([f"--bs={work.each}", f"--iodepth={depth}"]) for name, depth in {FIO: 1, DEEP: 32}.items()
+    }  # fmt: skip
+    return [fio.row(name, pattern, lambda: work.path, nbytes, work.cool, shape) for name, shape in shapes.items()]
 
 
 @contextlib.contextmanager
@@ -284,10 +248,9 @@ def load(scratch: str, wanted: bool) -> Iterator[None]:
     path = os.path.join(scratch, "load")
     if not os.path.exists(path):
         nvme_ops.aio_handle().write(filled(nvme_ops.empty(GIB, dtype=torch.uint8)), path)
-    words = [sys.executable, "-c", _LOAD, path, str(GIB)]
-    with subprocess.Popen(
-        stop.tied(words), env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as process:
+    words = stop.tied([sys.executable, "-c", _LOAD, path, str(GIB)])
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(words, env=_ENVIRONMENT, stdin=null, stdout=pipe, text=True) as process:
         try:
             if process.stdout is None or process.stdout.readline() != "loading\n":
                 raise Unavailable("the process that reads did not start")
@@ -303,11 +266,12 @@ def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
     """
     found = []
     for number, mine in enumerate(row.samples):
-        others = {
-            each.name: [rate for other, rate in enumerate(table.values(each)) if other != number] for each in fixed
-        }
-        best = max(fixed, key=lambda each: statistics.median(others[each.name] or table.values(each)))
-        other = best.samples[number]
+
+        def elsewhere(each: Row, number: int = number) -> float:
+            rates = table.values(each)
+            return statistics.median(rates[:number] + rates[number + 1 :] or rates)
+
+        other = max(fixed, key=elsewhere).samples[number]
         if mine is not None and other is not None:
             found.append(mine.rate / other.rate)
     return found
@@ -316,72 +280,50 @@ def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
 def summary(table: Table) -> str:
     """Returns how the choice compares with the best fixed tool, and with torch and fio."""
     rows = {row.name: row for row in table.rows if table.values(row)}
-    others = (ADAPTIVE, NEW, TOGETHER, STAGED)
-    fixed = [row for name, row in rows.items() if name.startswith("nvme_ops") and name not in others]
+    fixed = [row for name, row in rows.items()
+             if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW, TOGETHER, STAGED)]  # fmt: skip
     if not fixed or ADAPTIVE not in rows:
         return ""
     best = max(fixed, key=lambda row: statistics.median(table.values(row)))
     ratios = {name: against_best(table, rows[name], fixed) for name in (ADAPTIVE, NEW) if name in rows}
-    words = ", ".join(
-        f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found
-    )
+    words = [f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found]
     peers = [
         f"{name.rpartition(', ')[2]} {statistics.median(found):.2f} x {other}"
-        for name, peer in _PEERS_OF.items()
+        for name, beginnings in {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}.items()
         for other in rows
-        if name in rows and other.startswith(peer) and (found := table.against(rows[name], other))
+        if name in rows and other.startswith(beginnings) and (found := table.against(rows[name], other))
     ]
-    return "; ".join([f"of the best fixed tool ({best.name}): {words}", *peers])
+    return "; ".join([f"of the best fixed tool ({best.name}): {', '.join(words)}", *peers])
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Yields the tables of one folder."""
-    path = command.data_file(scratch, run.given.size)
-    meter = Meter()
-    found["lost"] = {}
-    for group in run.given.groups:
-        write = group.startswith("write")
-        for each in run.given.sizes:
+def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+    """Yields the tables of one folder, measured with a dictionary of their own."""
+    given, meter = run.given, Meter()
+    path = command.data_file(scratch, given.size)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
+        for group, each in ((group, each) for group in given.groups for each in given.sizes):
             know_nothing()
-            work = Work(path, write, each)
-            rows = handle_rows(work)
-            if not run.given.no_peers:
-                rows += plain_rows(work)
-            if not run.given.no_deepspeed:
-                rows.append(deepspeed_row(work))
+            work = Work(path, group.startswith("write"), each)
+            rows = handle_rows(work) + ([] if given.no_peers else peer_rows(work, not given.no_deepspeed))
             rows += fio_rows(work)
             for row in rows:
                 metered(row, meter)
             with load(scratch, group.endswith("load")):
-                command.interleave(rows, run.given.rounds, command.show_progress)
+                run.measure(rows)
+            work.file.close()
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB", "J/GiB"))
-            work.file.close()
             yield table
             if words := summary(table):
-                found["lost"][f"{group} {each}"] = words
-                print(words, flush=True)
+                command.note(found, words)
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """Measures all groups, with a dictionary of their own."""
-    if not given.no_deepspeed:
-        command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
-        deepspeed.load()
-    nvme_ops.aio_handle()  # loads the op, which may be in the cache folder that is replaced below
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
-        return command.Run(given, sizes=given.sizes).folders(3, tables, measured=True)
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
+        help=f"of a tensor (default {' '.join(_SIZES)})")  # fmt: skip
+    add("--no-peers", action="store_true", help="leave out torch, NumPy, safetensors and DeepSpeed")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
-                        help=f"of a tensor (default {' '.join(_SIZES)})")  # fmt: skip
-    parser.add_argument("--no-peers", action="store_true", help="leave out torch, NumPy and safetensors")
-    return command.run(command.parse(parser, words), measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 3, flags, prepare=raw_io.prepare)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import mmap
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+from typing import Any, cast
 
 import torch
 
-from benchmarks import checkpoint_rows, command
-from benchmarks.checkpoint_rows import Work
-from nvme_ops.bench.measure import Row
-from nvme_ops.bench.tables import Table
+import nvme_ops
+from benchmarks import command
+from benchmarks.command import Program, Run
+from benchmarks.raw_io import load_through_us, save_through_us
+from nvme_ops.measure import fio
+from nvme_ops.measure.engines import load_deepspeed
+from nvme_ops.measure.files import make_cold, make_file, make_warm, sync
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measure.tables import Table
+from nvme_ops.storage import unlink
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -25,14 +36,14 @@ GROUPS = {
     "cached": "load of a file in the page cache, every byte then looked at",
     "async": "until save_async returns, against a copy of the tensors in memory",
 }
-_ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # with the row that the others are divided by
-    "save": (checkpoint_rows.save_rows, checkpoint_rows.FIO_BEST),
-    "load": (checkpoint_rows.load_rows, checkpoint_rows.FIO_BEST),
-    "cached": (checkpoint_rows.cached_rows, checkpoint_rows.SAFETENSORS),
-    "async": (checkpoint_rows.async_rows, checkpoint_rows.COPY),
-}
 STATE_DICTS = ("large", "llama", "small")
-_COLUMNS = ("CPU s/GiB", "peak memory")
+SAFETENSORS = "safetensors"
+COPY = "copy_ into tensors that exist"
+_SMALL = 64 << 10  # bytes
+
+Tensors = Mapping[str, torch.Tensor]
+Save = Callable[[Tensors, str], object]
+Load = Callable[[str], Tensors]
 
 
 def state_dict(kind: str, size: int) -> dict[str, torch.Tensor]:
@@ -46,30 +57,283 @@ def state_dict(kind: str, size: int) -> dict[str, torch.Tensor]:
     if kind == "small":
         count = max(1, 20_000 * size // (1 << 30))
         return {f"layers.{index}.weight": torch.randn(32, 32) for index in range(count)}
-    return _llama(size)
-
-
-def _llama(size: int) -> dict[str, torch.Tensor]:
     hidden, inner, heads, vocabulary = 1024, 2816, 16, 32_000
-    shapes = {f"self_attn.{each}_proj": (hidden, hidden) for each in "qkvo"}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{each}_proj": (hidden, hidden) for each in "qkvo"}
     shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape).to(torch.bfloat16)
-
-    found = {"model.embed_tokens.weight": weight(vocabulary, hidden), "model.norm.weight": weight(hidden)}
+    shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+    found = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    made = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in found.items()}
     layer = 0
-    while sum(tensor.nbytes for tensor in found.values()) < size:
+    while sum(tensor.nbytes for tensor in made.values()) < size:
         name = f"model.layers.{layer}"
-        found |= {f"{name}.{part}.weight": weight(*shape) for part, shape in {**shapes, **norms}.items()}
-        found[f"{name}.self_attn.rotary_emb.inv_freq"] = torch.randn(hidden // heads // 2)
+        made |= {f"{name}.{part}.weight": torch.randn(shape).to(torch.bfloat16) for part, shape in shapes.items()}
+        made[f"{name}.self_attn.rotary_emb.inv_freq"] = torch.randn(hidden // heads // 2)
         layer += 1
+    return made
+
+
+@dataclass
+class Work:
+    """A state dict and where its files go: each contender's path begins with ``path``."""
+
+    path: str
+    tensors: dict[str, torch.Tensor]
+    deepspeed: bool = True
+    saved: set[str] = field(default_factory=set)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def into_new(self, load: Callable[[dict[str, torch.Tensor]], object]) -> Tensors:
+        """Has new tensors filled."""
+        targets = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
+        load(targets)
+        return targets
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``save`` and ``load`` get a path of their own; ``load`` gives the tensors, in memory or mapped."""
+
+    name: str
+    suffix: str
+    save: Save | None
+    load: Load | None
+    package: str = ""  # to be installed by pip, named as it is imported
+    saved_by: str = ""  # whose file it loads
+
+
+def contenders(work: Work) -> list[Contender]:
+    """All of them; those of packages that are not installed too."""
+    safetensors, dcp, our_dcp = (  # imported when first called: they may be missing
+        partial(importlib.import_module, name)
+        for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
+    )
+    ours, torchs, peer = "nvme_ops .safetensors", "torch.save, torch.load", ".peer.safetensors"
+    made = [
+        Contender(ours, ".safetensors", nvme_ops.save, nvme_ops.load),
+        Contender(f"{ours}, recycle=True", ".recycled.safetensors", partial(nvme_ops.save, recycle=True), None),
+        Contender("nvme_ops, mmap=True", ".safetensors", None, partial(nvme_ops.load, mmap=True), saved_by=ours),
+        Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load),
+        Contender("torch with nvme_ops.open", ".through.pt", save_through_us, load_through_us),
+        Contender("nvme_ops.dcp", ".nvme_ops.dcp", lambda tensors, path: our_dcp().save(dict(tensors), path),
+                  lambda path: work.into_new(lambda targets: our_dcp().load(targets, path))),
+        Contender(torchs, ".torch.pt", _durably(torch.save), torch.load),
+        Contender("torch.load(mmap=True)", ".torch.pt", None, partial(torch.load, mmap=True), saved_by=torchs),
+        Contender(SAFETENSORS, peer, _durably(lambda tensors, path: safetensors().save_file(dict(tensors), path)),
+                  lambda path: cast(Tensors, safetensors().load_file(path)), SAFETENSORS),
+        Contender("fastsafetensors", peer, None, _fastsafetensors_load, "fastsafetensors", SAFETENSORS),
+        Contender("Run:ai streamer", peer, None, _runai_load, "runai_model_streamer", SAFETENSORS),
+        Contender("DCP", ".dcp",
+                  _durably(lambda tensors, path: dcp().save(dict(tensors), checkpoint_id=path, no_dist=True)),
+                  lambda path: work.into_new(lambda those: dcp().load(those, checkpoint_id=path, no_dist=True))),
+    ]  # fmt: skip
+    deepspeed = Contender("DeepSpeed FastFileWriter", ".deepspeed.pt", _durably(_deepspeed_save), None, "deepspeed")
+    return [*made, deepspeed] if work.deepspeed else made
+
+
+def _files(path: str) -> list[str]:
+    """A file, or those of a folder."""
+    return [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
+
+
+def _durably(save: Save) -> Save:
+    """What was written is on the device when it returns."""
+
+    def save_and_sync(tensors: Tensors, path: str) -> None:
+        save(tensors, path)
+        for name in _files(path):
+            sync(name)
+
+    return save_and_sync
+
+
+class _Lent(dict[str, torch.Tensor]):
+    """Tensors in memory that their owners keep until they are closed."""
+
+    owners: Sequence[Any] = ()
+
+    def __del__(self) -> None:
+        self.clear()
+        for owner in self.owners:
+            owner.close()
+
+
+def _fastsafetensors_load(path: str) -> Tensors:
+    import fastsafetensors  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    loader = fastsafetensors.SafeTensorsFileLoader(fastsafetensors.SingleGroup(), torch.device("cpu"), nogds=True)
+    loader.add_filenames({0: [path]})
+    buffer = loader.copy_files_to_device()
+    found = _Lent({name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
+    found.owners = [buffer, loader]
     return found
 
 
-def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder: each group for each state dict. The files of one are gone before the next."""
+def _runai_load(path: str) -> Tensors:
+    from runai_model_streamer import SafetensorsStreamer  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(path)
+        return {name: tensor.clone() for name, tensor in streamer.get_tensors()}  # it reuses its memory
+
+
+def _deepspeed_save(tensors: Tensors, path: str) -> None:
+    handle = load_deepspeed().aio_handle()
+    from deepspeed import io  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    pinned = handle.new_cpu_locked_tensor(64 << 20, torch.empty(0, dtype=torch.uint8))
+    config = io.FastFileWriterConfig(
+        dnvme_handle=handle, pinned_tensor=pinned, double_buffer=True, num_parallel_writers=1, writer_rank=0,
+        global_rank=0,
+    )  # fmt: skip
+    writer = io.FastFileWriter(file_path=path, config=config)
+    torch.save(tensors, writer)
+    writer.close()
+    handle.free_cpu_locked_tensor(pinned)
+
+
+def save_rows(work: Work) -> list[Row]:
+    """Fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
+    saves = [_row(work, each, partial(each.save, work.tensors, work.path + each.suffix))
+             for each in contenders(work) if each.save is not None]  # fmt: skip
+    return [*_fio_rows(work, "write"), *saves]
+
+
+def load_rows(work: Work, prepare: Callable[[str], None] = make_cold) -> list[Row]:
+    """Every load; what is only mapped is looked at. Beside fio's best read, but for what is in the page cache."""
+    loads = [_row(work, each, partial(each.load, work.path + each.suffix), prepare)
+             for each in contenders(work) if each.load is not None]  # fmt: skip
+    return [*(_fio_rows(work, "read") if prepare is make_cold else []), *loads]
+
+
+def async_rows(work: Work) -> list[Row]:
+    """Until the call returns; the write, which goes on meanwhile, is waited for behind the clock."""
+    targets = {name: torch.zeros_like(tensor) for name, tensor in work.tensors.items()}
+    path = work.path + ".async.safetensors"
+    futures: list[Future[None]] = []
+
+    def copy() -> None:
+        for name, tensor in work.tensors.items():
+            targets[name].copy_(tensor)
+
+    def save() -> Sample:
+        sample = timed(lambda: futures.append(nvme_ops.save_async(work.tensors, path)), work.size)
+        futures.pop().result()
+        return sample
+
+    def check() -> None:
+        _compare(work.tensors, nvme_ops.load(path, verify=True))
+
+    return [Row(COPY, lambda: timed(copy, work.size)), Row("nvme_ops.save_async", save, check=check)]
+
+
+def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
+    """A load of files that ``prepare`` is called with before; without it, a save."""
+    path = work.path + each.suffix
+    made_by = next(other for other in contenders(work) if other.name == (each.saved_by or each.name))
+
+    def before() -> None:
+        if each.package and importlib.util.find_spec(each.package) is None:
+            raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
+        if prepare is None:
+            _let_the_device_rest(work.size)
+        else:
+            if path not in work.saved:
+                if made_by.save is None:
+                    raise Unavailable(f"{made_by.name} saves nothing")
+                made_by.save(work.tensors, path)
+                work.saved.add(path)
+            for name in _files(path):
+                prepare(name)
+        _warm_free_memory(work.size)
+
+    def run() -> Sample:
+        sample = timed((lambda: _look_at(call())) if prepare is not None else call, work.size)
+        unlink.wait()  # the next row has the device, and the memory, for itself
+        for name in _files(path):
+            make_cold(name)
+        return sample
+
+    def check() -> None:
+        if prepare is not None:
+            _compare(work.tensors, call())
+        elif made_by.load is not None:
+            _compare(work.tensors, made_by.load(path))
+
+    return Row(each.name, run, before, check)
+
+
+def _look_at(tensors: Tensors) -> None:
+    """One byte of every page, so that what is only mapped is there. The tensors go with the end of the pass."""
+    small = [tensor for tensor in tensors.values() if tensor.nbytes <= _SMALL and tensor.is_floating_point()]
+    if small:  # all of their bytes, in one call: 20,000 would take longer than to load them
+        torch.nn.utils.get_total_norm(small)
+    for tensor in tensors.values():
+        if tensor.nbytes > _SMALL or not tensor.is_floating_point():
+            tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+
+
+def _let_the_device_rest(size: int) -> None:
+    """What a row freed the file system tells its device some time after, which must not slow the next."""
+    os.sync()
+    time.sleep(1.5 * min(1, size / (1 << 30)))
+
+
+def _warm_free_memory(size: int) -> None:
+    """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm.
+
+    In huge pages, which are easy to find for the next one then, and easy to split.
+    """
+    with mmap.mmap(-1, size + size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=torch.uint8)[::4096].fill_(1)
+
+
+def _compare(tensors: Tensors, loaded: Tensors) -> None:
+    if loaded.keys() != tensors.keys():
+        raise WrongData("other names")
+    for name, tensor in tensors.items():
+        if not torch.equal(loaded[name], tensor):
+            raise WrongData(f"{name} differs")
+
+
+def _fio_rows(work: Work, pattern: str) -> list[Row]:
+    """Over a file that has its blocks; a write also where they have to be found, as for every save."""
+    path, size = f"{work.path}.fio", -(-work.size // fio.BLOCK) * fio.BLOCK
+
+    def before() -> None:
+        fio.require()
+        if not os.path.exists(path):
+            make_file(path, size)
+        make_cold(path)
+
+    def before_new() -> None:
+        fio.require()
+        new = Path(f"{path}.new")
+        new.unlink(missing_ok=True)
+        new.touch()
+        os.truncate(new, size)
+        _let_the_device_rest(work.size)
+
+    rows = [fio.row(fio.NAME, pattern, lambda: path, size, before)]
+    if pattern == "write":
+        rows.append(fio.row(f"{fio.NAME}, new file", pattern, lambda: f"{path}.new", size, before_new))
+    return rows
+
+
+_ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # with the row that the others are divided by
+    "save": (save_rows, fio.NAME),
+    "load": (load_rows, fio.NAME),
+    "cached": (functools.partial(load_rows, prepare=make_warm), SAFETENSORS),
+    "async": (async_rows, COPY),
+}
+
+
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+    """Each group for each state dict. The files of one are gone before the next."""
     for kind in run.given.state_dict:
         command.show_progress(f"making the state dict {kind}")
         tensors = state_dict(kind, run.given.size)
@@ -78,18 +342,14 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table
             words = f"{kind}: {len(tensors)} tensors, {size_words(work.size)}"
             for group in run.given.groups:
                 rows, reference = _ROWS[group]
-                yield Table(group, f"{GROUPS[group]}; {words}", "GB/s", rows(work), reference, _COLUMNS)
+                title, columns = f"{GROUPS[group]}; {words}", ("CPU s/GiB", "peak memory")
+                yield Table(group, title, "GB/s", rows(work), reference, columns)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or a row lost data; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.add_argument(
-        "--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
-        help=f"{', '.join(STATE_DICTS)} (default: all)",
-    )  # fmt: skip
-    return command.run(command.parse(parser, words), lambda given: command.Run(given).folders(10, tables))
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
+        help=f"{', '.join(STATE_DICTS)} (default: all)")  # fmt: skip
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 10, flags)

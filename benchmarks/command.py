@@ -1,29 +1,113 @@
-"""What the benchmarks share: their arguments, how tables are measured and kept, new processes, and how a run ends."""
+"""The runner of all benchmarks: flags, how tables are measured, shown and kept, new processes, and how a run ends.
+
+A benchmark is a module beside this file with a ``PROGRAM``: what it can measure, and a function that makes its tables.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import check_output, positive, size
-from nvme_ops.bench import machine
-from nvme_ops.bench.measure import Unavailable, interleave
-from nvme_ops.bench.output import show_progress as show_progress
-from nvme_ops.bench.tables import Table, as_json, as_text, plot
-from nvme_ops.measuring import files, stop
-from nvme_ops.measuring.scratch import scratch_folder
+from nvme_ops.arguments import command_line, listed, positive, size
+from nvme_ops.measure import files, machine, stop
+from nvme_ops.measure.rows import Row, Unavailable, interleave
+from nvme_ops.measure.scratch import scratch_folder
+from nvme_ops.measure.tables import (
+    Table,
+    add_outputs,
+    as_json,
+    as_text,
+    check_outputs,
+    document_text,
+    plot,
+    show_progress,
+    write_outputs,
+)
 from nvme_ops.text import MIB, size_words
 
-ROOT = Path(__file__).parent.parent
-BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
+ROOT = Path(__file__).resolve().parent.parent
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
+
+
+@dataclass(frozen=True)
+class Program:
+    """A benchmark. ``tables(run, scratch, found)`` makes the tables of one folder, one after the other.
+
+    Tables whose rows have no samples yet are measured when they are yielded. ``scratch`` is empty, with room for
+    ``copies`` files of ``--size``; what is put into ``found`` is in the JSON file.
+    """
+
+    groups: Mapping[str, str]
+    tables: Callable[[Run, str, dict[str, Any]], Iterator[Table]]
+    copies: int | Callable[[Namespace], int] = 2
+    flags: Callable[[Callable[..., Any]], object] = lambda _: None
+    check: Callable[[Namespace], object] = lambda _: None  # raises ValueError
+    size: str = "1G"
+    rounds: int = 7
+    folders: bool = True  # it is measured in those of --folder
+    #: Called before this package's op is loaded; returns what the first lines say besides the machine
+    prepare: Callable[[Namespace], dict[str, str]] = lambda _: {}
+
+
+def names() -> dict[str, str]:
+    """Returns all benchmarks with the first line of their documentation."""
+    found = pkgutil.iter_modules([str(ROOT / "benchmarks")])
+    texts = {each.name: Path(__file__).with_name(f"{each.name}.py").read_text(encoding="utf-8") for each in found}
+    programs = [name for name, text in texts.items() if "\nPROGRAM = " in text or name == "page"]
+    return {name: texts[name].partition("\n")[0].strip('"') for name in programs}
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs a benchmark; returns 0; 1: a folder cannot be used, wrong bytes; 2: wrong arguments; 130: after Ctrl-C."""
+    known = names()
+    if not words or words[0] not in known:
+        print(f"usage: python benchmarks NAME ...\n\n{listed(known.items(), 14)}", file=sys.stderr)
+        return 0 if words in (["--help"], ["-h"]) else 2
+    module = importlib.import_module(f"benchmarks.{words[0]}")
+    return int(module.main(words[1:])) if words[0] == "page" else run(words[0], words[1:])
+
+
+def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
+    """Returns a benchmark and its arguments; exits with status 2 on wrong ones."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    program: Program = module.PROGRAM
+    made = command_line(f"python benchmarks {name}", (module.__doc__ or "").partition("\n")[0],
+                        f"groups:\n{listed(program.groups.items(), 14)}")  # fmt: skip
+    add = made.add_argument
+    if program.folders:
+        add("--folder", action="append", metavar="DIR", help="to measure in (default: this one); may be repeated")
+        add("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
+    add("--size", type=file_size, default=program.size, help=f"of the file; a multiple of 4M (default {program.size})")
+    add("--rounds", type=positive, default=program.rounds, metavar="N",
+        help=f"timed passes over all rows of a table (default {program.rounds})")  # fmt: skip
+    add("--only", nargs="+", choices=program.groups, metavar="GROUP", help="only these groups, listed below")
+    program.flags(add)
+    add_outputs(add, ".json (the figures of every round), a picture's")
+    given = made.parse_args(words)
+    given.groups = [each for each in program.groups if not given.only or each in given.only]
+    given.folder = (vars(given).get("folder") or ["."]) if program.folders else []
+    try:
+        for folder in given.folder:
+            if not os.path.isdir(folder):
+                raise ValueError(f"--folder {folder}: no such folder")
+        check_outputs(given.output, ".json", pictures=True)
+        program.check(given)
+    except ValueError as error:
+        made.error(str(error))
+    return program, given
 
 
 def file_size(text: str) -> int:
@@ -34,103 +118,52 @@ def file_size(text: str) -> int:
     return value
 
 
-def parser(
-    file: str, description: str | None, groups: Mapping[str, str], folders: bool = True
-) -> argparse.ArgumentParser:
-    """With the arguments that all benchmarks take, or those in folders. ``file``, ``description``: of the module."""
-    listed = "\n".join(f"  {name:8} {words}" for name, words in groups.items())
-    made = argparse.ArgumentParser(
-        prog=os.path.basename(file),
-        description=(description or "").partition("\n")[0],
-        epilog=f"groups:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    rounds = 7 if folders else 5
-    if folders:
-        made.add_argument(
-            "--path", action="append", metavar="DIR", help="folder to measure in (default: this one); may be repeated"
-        )
-        made.add_argument("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
-    made.add_argument("--size", type=file_size, default="1G", help="of the file; a multiple of 4M (default 1G)")
-    made.add_argument("--rounds", type=positive, default=rounds,
-                      help=f"timed passes over all rows of a table (default {rounds})")  # fmt: skip
-    made.add_argument("--only", nargs="+", choices=groups, metavar="GROUP", help="only these groups, listed below")
-    made.add_argument("--json", metavar="FILE", help="write the figures of every round to FILE")
-    made.add_argument("--plot", metavar="FILE.png", help="draw the throughputs; needs matplotlib")
-    made.set_defaults(program=made.prog, groups=list(groups), path=None)
-    return made
-
-
-def parse(made: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; ``groups`` has the chosen ones. Exits with status 2 on wrong ones."""
-    given = made.parse_args(words)
-    given.path = given.path or ["."]
-    given.groups = [name for name in given.groups if not given.only or name in given.only]
-    for folder in given.path:
-        if not os.path.isdir(folder):
-            made.error(f"--path {folder}: no such folder")
-    try:
-        for name in ("json", "plot"):
-            if file := getattr(given, name):
-                check_output(f"--{name}", file)
-    except ValueError as error:
-        made.error(str(error))
-    if given.plot:
-        try:
-            import matplotlib  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
-        except ImportError:
-            made.error("--plot needs matplotlib: pip install matplotlib")
-    return given
-
-
-def listed(found: Mapping[str, object]) -> str:
+def several(*found: Mapping[str, object]) -> str:
     """Names and values on one line."""
-    return "; ".join(f"{name} {words}" for name, words in found.items())
+    return "; ".join(f"{name} {words}" for each in found for name, words in each.items())
 
 
 class Run:
-    """What was measured: ``result`` is for the JSON file; ``tables``, by folder or group, for the plot."""
+    """What was measured: ``result`` is for the JSON file; ``tables``, by folder or group, for the picture."""
 
-    def __init__(self, given: argparse.Namespace, **more: object) -> None:
-        self.given = given
-        self.tables: dict[str, list[Table]] = {}
+    def __init__(self, program: Program, given: Namespace) -> None:
+        self.given, self.tables = given, dict[str, list[Table]]()
+        about = program.prepare(given)
         show_progress("loading this package's op")
-        self.result: dict[str, Any] = {"machine": machine.machine(), "size": given.size, "rounds": given.rounds, **more}
+        kept = {name: value for name, value in vars(given).items() if name not in ("folder", "json", "output", "only")}
+        self.result: dict[str, Any] = {"machine": machine.machine(), **kept, "about": about, "folders": {}}
         show_progress("")
-        print(listed(self.result["machine"]))
+        print(several(self.result["machine"], about))
+        copies = program.copies if isinstance(program.copies, int) else program.copies(given)
+        for folder in given.folder:
+            found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
+            print(f"\n== {folder}: {several(found['place'])}")
+            with scratch_folder(folder, copies * given.size + 64 * MIB, "--size or --folder") as scratch:
+                self.show_all(folder, found, program.tables(self, scratch, found))
+        if not program.folders:
+            self.show_all("", {"tables": [], "notes": []}, program.tables(self, "", self.result))
 
-    def folders(
-        self,
-        copies: int,
-        make: Callable[[Run, str, dict[str, Any]], Generator[Table, None, None]],
-        measured: bool = False,
-    ) -> Run:
-        """Measures, in each folder, the tables of ``make(run, scratch, found)``, one after the other.
+    def show_all(self, key: str, found: dict[str, Any], tables: Iterator[Table]) -> None:
+        """Measures the tables that are not yet, prints and keeps them."""
+        self.result["folders"][key] = found
+        with contextlib.closing(tables):  # type: ignore[type-var]
+            for table in tables:
+                if not all(row.measured for row in table.rows):
+                    self.measure(table.rows)
+                show_progress("")
+                print(f"\n{as_text(table)}", flush=True)
+                self.tables.setdefault(key, []).append(table)
+                found["tables"].append(as_json(table))
 
-        ``scratch`` has room for so many ``copies`` of the file; ``found`` is what the JSON file shall hold;
-        ``measured``: ``make`` has measured the rows of its tables itself.
-        """
-        self.result["folders"] = {}
-        for folder in self.given.path:
-            found: dict[str, Any] = {"place": machine.place(folder), "tables": []}
-            self.result["folders"][folder] = found
-            print(f"\n== {folder}: {listed(found['place'])}")
-            with (
-                scratch_folder(folder, copies * self.given.size + 64 * MIB) as scratch,
-                closing(make(self, scratch, found)) as tables,
-            ):
-                for table in tables:
-                    if not measured:
-                        interleave(table.rows, self.given.rounds, show_progress)
-                    found["tables"].append(self.show(folder, table))
-        return self
+    def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
+        """Measures rows before their table is yielded."""
+        interleave(rows, rounds or self.given.rounds, show_progress, warmups)
 
-    def show(self, key: str, table: Table) -> dict[str, Any]:
-        """Prints a table that was measured and keeps it; what the JSON file shall hold of it."""
-        show_progress("")
-        print(f"\n{as_text(table)}", flush=True)
-        self.tables.setdefault(key, []).append(table)
-        return as_json(table)
+
+def note(found: dict[str, Any], words: str) -> None:
+    """Prints and keeps what is to be said of the last table."""
+    print(words, flush=True)
+    found.setdefault("notes", []).append(words)
 
 
 def data_file(scratch: str, size: int) -> str:
@@ -141,43 +174,41 @@ def data_file(scratch: str, size: int) -> str:
     return path
 
 
-def run(given: argparse.Namespace, measure: Callable[[argparse.Namespace], Run]) -> int:
-    """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 130 after Ctrl-C."""
+def run(name: str, words: Sequence[str]) -> int:
+    """Runs one benchmark; the status is that of ``main``."""
+    program, given = parse(name, words)
     stop.leave_on_signals()
     try:
-        found = measure(given)
+        with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
+            found = Run(program, given)
     except files.NotUsable as reason:
-        print(f"{given.program}: {reason}", file=sys.stderr)
+        print(f"{name}: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; the files are removed", file=sys.stderr)
         return 130
     if given.json:
-        Path(given.json).write_text(json.dumps(found.result, indent=2) + "\n", encoding="utf-8")
-    if given.plot and not plot(found.tables, given.plot):
-        print(f"{given.program}: nothing to plot: no throughput was measured", file=sys.stderr)
+        sys.stdout.write(document_text(found.result))
+    if not write_outputs(given.output, lambda file: plot(found.tables, file), json=lambda: document_text(found.result)):
+        print(f"{name}: nothing to plot: no throughput was measured", file=sys.stderr)
     wrong = [row.name for group in found.tables.values() for table in group for row in table.rows if row.wrong]
     if wrong:
-        print(f"{given.program}: wrong data: {', '.join(wrong)}", file=sys.stderr)
+        print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def environment(checkout: bool = True) -> dict[str, str]:
-    """For new processes: with the programs beside this interpreter and, or without, the modules of this checkout."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    known = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment() -> dict[str, str]:
+    """For new processes: the programs beside this interpreter, and the modules of this checkout."""
     path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
-    return {**kept, "PATH": os.pathsep.join(path), **({"PYTHONPATH": os.pathsep.join(known)} if checkout else {})}
+    known = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(known)}
 
 
-def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> str:
-    """The last line that a Python program prints. Without ``nvme_ops`` in it, it finds nothing of this checkout.
-
-    DeepSpeed would take our ``op_builder`` for one of its own. Raises Unavailable with the last line of its errors.
-    """
+def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> Any:
+    """The last line that a Python program prints, as JSON. Raises Unavailable with the last line of its errors."""
     done = subprocess.run(
         stop.tied([sys.executable, "-c", program, *words]),
-        env={"DS_ACCELERATOR": "cpu", **environment(checkout="nvme_ops" in program), **variables},
+        env={"DS_ACCELERATOR": "cpu", **environment(), **variables},
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -185,4 +216,43 @@ def in_new_process(program: str, *words: str, folder: str | None = None, **varia
     )
     if done.returncode:
         raise Unavailable((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
-    return done.stdout.strip().splitlines()[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def work(module: str, job: Any) -> dict[str, Any]:
+    """What ``benchmarks.MODULE.work(job)`` returns in a process of its own, which has an empty folder in job's."""
+    program = (
+        f"import json, sys; from benchmarks import {module} as worker\n"
+        "print(json.dumps(worker.work(worker.Job(**json.loads(sys.argv[1])))))"
+    )
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        words = json.dumps(dataclasses.asdict(dataclasses.replace(job, folder=folder)))
+        found: dict[str, Any] = in_new_process(program, words, folder=folder)
+    return found
+
+
+# What such a process knows of itself
+
+
+def status(name: str) -> int:
+    """An entry of ``/proc/self/status``, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+def moved() -> tuple[int, int]:
+    """Bytes read from and written to devices by this process, by page faults too."""
+    words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(words["read_bytes"]), int(words["write_bytes"])
+
+
+def forget(*folders: str) -> None:
+    """Writes back what is in folders, and drops it from the page cache."""
+    os.sync()
+    for folder in folders:
+        for place, _, found in os.walk(folder):
+            for name in found:
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                    os.close(descriptor)

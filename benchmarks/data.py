@@ -7,25 +7,35 @@ large index and append to a log.
 
 from __future__ import annotations
 
-import argparse
+import os
 import statistics
-import sys
-from collections.abc import Generator, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+import torch
 
-from benchmarks import command, data_rows
+from benchmarks import command
+from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import fio
-from nvme_ops.bench.measure import Row, Sample, Unavailable, WrongData, timed
-from nvme_ops.bench.tables import Table
-from nvme_ops.bench.workload.feed import cool
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
-from nvme_ops.measuring.files import make_cold
+from nvme_ops.data import AsyncLog
+from nvme_ops.data.claim import data_file
+from nvme_ops.data.columns import Columns
+from nvme_ops.data.files import trailer
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
+from nvme_ops.file import shared_handle
+from nvme_ops.measure import fio
+from nvme_ops.measure.engines import unavailable
+from nvme_ops.measure.files import make_cold
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentile, timed
+from nvme_ops.measure.tables import Table
+from nvme_ops.measure.workload.feed import cool
+from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, checked, made
 from nvme_ops.text import MIB, parse_size, rounded, size_words
 
 GROUPS = {
@@ -33,11 +43,32 @@ GROUPS = {
     "index": "a large index, cold, in a new process, in s",
     "log": "records of 200 bytes at a rate: what each call costs, in us",
 }
-FIO = "fio randread, depth"
 _DEPTHS = (128, 1024)  # what keeps a device busy; and what has as much memory as the batches of 128 KiB samples
 _MOST_FIO_BYTES = 128 * MIB
 _SIZES = ("4K", "128K", "1M")
 _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
+RECORD_BYTES = 64  # of a sample of the index, on average
+_STORE = "benchmark"  # its identity
+_PIECE = 256 * MIB
+
+_OPENING = """
+import json, sys, time
+import nvme_ops
+from nvme_ops.measure.rows import timed
+from nvme_ops.data import Loader, SampleStore
+
+def work():
+    marks.append(time.perf_counter())
+    store = SampleStore(sys.argv[1])
+    marks.append(time.perf_counter())
+    next(iter(Loader(store, 256, shuffle=True)))
+    marks.append(time.perf_counter())
+
+nvme_ops.aio_handle()  # loads the op
+marks = []
+peak = timed(work, 1).peak_bytes
+print(json.dumps([marks[1] - marks[0], marks[2] - marks[1], peak]))
+"""
 
 
 def reader_row(name: str, data: DataSet) -> Row:
@@ -45,119 +76,160 @@ def reader_row(name: str, data: DataSet) -> Row:
     try:
         reader = made(name, data)
     except Unavailable as reason:
-        return _empty(name, str(reason))
+        return unavailable(name, str(reason))
     sizes = reader.data.sizes
 
-    def run() -> Sample:
-        def work() -> None:
-            seen = sum(len(batch) for batch in reader.batches())
-            if seen != len(sizes):
-                raise WrongData(f"{seen} samples instead of {len(sizes)}")
+    def read() -> None:
+        seen = sum(len(batch) for batch in reader.batches())
+        if seen != len(sizes):
+            raise WrongData(f"{seen} samples instead of {len(sizes)}")
 
-        sample = timed(work, sum(sizes))
+    def run() -> Sample:
+        sample = timed(read, sum(sizes))
         return sample if name == OURS else replace(sample, cpu_seconds=None)
 
-    return Row(name, run, partial(cool, reader), partial(_check, reader))
+    def check() -> None:
+        for _ in checked(reader):
+            pass
 
-
-def _check(reader: Reader) -> None:
-    for _ in checked(reader):
-        pass
-
-
-def _empty(name: str, words: str) -> Row:
-    def run() -> Sample:
-        raise Unavailable(words)
-
-    return Row(name, run)
+    return Row(name, run, partial(cool, reader), check)
 
 
 def fio_row(data: DataSet, depth: int) -> Row:
     """Returns fio's row: blocks of the same size from this package's file, into ``depth`` buffers that are reused."""
-    (path,) = (data.folder / OURS).glob("samples-*")
+    (path,) = map(str, (data.folder / OURS).glob("samples-*"))
     shapes = fio.variants([f"--bs={data.sizes[0]}", f"--iodepth={depth}"])
-    name = f"{FIO} {depth}"
-    return fio.row(name, "randread", lambda: str(path), sum(data.sizes), partial(make_cold, str(path)), shapes)
+    before = partial(make_cold, path)
+    return fio.row(f"fio randread, depth {depth}", "randread", lambda: path, sum(data.sizes), before, shapes)
 
 
-def random_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+def random_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each size."""
-    found["ratios"] = {}
-    for each in run.given.sizes:
+    for each in given.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
-        folder = Path(scratch, str(each))
+        folder = scratch / str(each)
         folder.mkdir()
         batch = max(1, min(_BATCH, _MOST_BATCH_BYTES // each))
-        data = DataSet(folder, [each] * (run.given.size // each), batch, workers=run.given.workers)
+        data = DataSet(folder, [each] * (given.size // each), batch, workers=given.workers)
         rows = [reader_row(name, data) for name in READERS]
         rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MOST_FIO_BYTES]
-        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {run.given.workers} workers"
+        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {given.workers} workers"
         table = Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
         yield table
-        ratios = {
-            row.name: statistics.median(pairs)
-            for row in rows
-            if row.name != OURS and (pairs := table.against(rows[0], row.name))
-        }
-        found["ratios"][str(each)] = ratios
-        print("the first row is " + "; ".join(f"{ratio:.2f} x {name}" for name, ratio in ratios.items()), flush=True)
+        ratios = {row.name: pairs for row in rows[1:] if (pairs := table.against(rows[0], row.name))}
+        words = "; ".join(f"{statistics.median(pairs):.2f} x {name}" for name, pairs in ratios.items())
+        command.note(found, f"the first row is {words}")
 
 
-def index_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Yields the table of one index."""
-    records = run.given.records
-    command.show_progress(f"writing {records:,} samples")
-    folder = Path(scratch, "index")
+def make_store(folder: Path, records: int) -> None:
+    """Writes samples of 1 to 127 bytes; not by ``SampleWriter``, which takes minutes for 100 million."""
+    ends = torch.randint(1, 2 * RECORD_BYTES, (records,), dtype=torch.int64).cumsum_(0)
+    nbytes = int(ends[-1])
+    name = data_file(_STORE, 0)
+    noise = torch.randint(256, (min(_PIECE, nbytes),), dtype=torch.uint8)
+    for offset in range(0, nbytes, _PIECE):
+        shared_handle().write(noise[: nbytes - offset], folder / name, False, offset)
+    with open(folder / name, "ab") as file:
+        file.write(bytes(-nbytes % 4096) + trailer(_STORE, 0))
+    files = [DataFile(name, os.path.getsize(folder / name), 0)]
+    index = SampleIndex(_STORE, "native", records, files, columns=Columns().as_json(), ends=ends)
+    write_index(str(folder / NAME), index)
+
+
+def index_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+    """Yields the table of one index; each pass is a new process, with cold files."""
+    command.show_progress(f"writing {given.records:,} samples")
+    folder, peaks = scratch / "index", list[int]()
     folder.mkdir()
-    data_rows.make_store(folder, records)
-    kept: dict[str, Any] = {"records": records}
-    found["index"] = kept
-    yield Table("index", f"{records:,} samples of varying size, cold", "s", data_rows.index_rows(folder, kept))
-    if kept["peak_bytes"]:
-        print(f"memory for both: {size_words(int(statistics.median(kept['peak_bytes'])))}")
+    make_store(folder, given.records)
+
+    def cold() -> None:
+        for path in folder.iterdir():
+            make_cold(str(path))
+
+    def run(which: int) -> Sample:
+        *seconds, peak = command.in_new_process(_OPENING, str(folder))
+        peaks.append(peak)
+        return Sample(seconds[which], 1)
+
+    rows = [Row(name, partial(run, which), cold)
+            for which, name in enumerate(("SampleStore", "the first shuffled batch of 256"))]  # fmt: skip
+    yield Table("index", f"{given.records:,} samples of varying size, cold", "s", rows)
+    if peaks:
+        command.note(found, f"memory for both: {size_words(int(statistics.median(peaks)))}")
 
 
-def log_tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Yields the table of one rate."""
-    kept: dict[str, list[float]] = {}
-    found["log"] = kept
-    title = f"records of 200 bytes, {run.given.rate:,} a second, each call"
-    yield Table("log", title, "us", data_rows.log_rows(Path(scratch), run.given.log_records, run.given.rate, kept))
-    for name, latest in kept.items():
-        print(f"99 % of each pass of {name}: {rounded(statistics.median(latest) * 1e6, 3)} us")
+def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+    """Yields the table of one rate, with the median time of a call.
+
+    Records are due one by one at the rate; a row that falls behind goes on as fast as it can.
+    """
+    record, latest = bytes(200), dict[str, list[float]]()
+
+    def paced(name: str, count: int, made: Callable[[], Any]) -> Row:
+        def run() -> Sample:
+            times = []
+            with made() as append:
+                begin = time.perf_counter_ns()
+                for number in range(count):
+                    due = begin + number * 1_000_000_000 // given.rate
+                    while (now := time.perf_counter_ns()) < due:
+                        pass
+                    append(record)
+                    times.append(time.perf_counter_ns() - now)
+            latest.setdefault(name, []).append(percentile(times, 0.99))
+            return Sample(percentile(times, 0.5) / 1e9, 1)
+
+        return Row(name, run)
+
+    @contextmanager
+    def log() -> Iterator[Callable[[bytes], object]]:
+        with AsyncLog(scratch / "log", keep=1) as made:
+            yield made.append
+
+    @contextmanager
+    def plain(durable: bool) -> Iterator[Callable[[bytes], object]]:
+        with open(scratch / "plain", "wb") as file:
+
+            def append(each: bytes) -> None:
+                file.write(each)
+                file.flush()
+                if durable:
+                    os.fdatasync(file.fileno())
+
+            yield append
+
+    rows = [
+        paced("AsyncLog.append", given.log_records, log),
+        paced("write and flush", given.log_records, partial(plain, False)),
+        paced("write, flush and fdatasync", max(1, given.log_records // 500), partial(plain, True)),
+    ]
+    yield Table("log", f"records of 200 bytes, {given.rate:,} a second, each call", "us", rows)
+    for name, times in latest.items():
+        command.note(found, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
 
 
-_TABLES = {"random": random_tables, "index": index_tables, "log": log_tables}
-
-
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
+def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
-    for group in run.given.groups:
-        yield from _TABLES[group](run, scratch, found)
+    for group, make in {"random": random_tables, "index": index_tables, "log": log_tables}.items():
+        if group in run.given.groups:
+            yield from make(run.given, Path(scratch), found)
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """Measures the groups that are wanted."""
-    copies = 7 * len(given.sizes) if "random" in given.groups else 0
-    if "index" in given.groups:
-        copies += -(-given.records * data_rows.BYTES // given.size)
-    return command.Run(given, sizes=given.sizes).folders(copies, tables)
+def copies(given: Namespace) -> int:
+    """Returns how many files of ``--size`` the groups take."""
+    index = -(-given.records * (RECORD_BYTES + 8) // given.size)  # each sample and its place
+    return (7 * len(given.sizes) if "random" in given.groups else 0) + (index if "index" in given.groups else 0)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
-                        help=f"of a sample (default {' '.join(_SIZES)})")  # fmt: skip
-    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
-    parser.add_argument("--records", type=positive, default=100_000_000, metavar="N",
-                        help="of the index (default 100,000,000)")  # fmt: skip
-    parser.add_argument("--log-records", type=positive, default=100_000, metavar="N",
-                        help="of each pass of the log (default 100,000)")  # fmt: skip
-    parser.add_argument("--rate", type=positive, default=100_000, metavar="N",
-                        help="of the log's records, a second (default 100,000)")  # fmt: skip
-    return command.run(command.parse(parser, words), measure)
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
+        help=f"of a sample (default {' '.join(_SIZES)})")  # fmt: skip
+    add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
+    add("--records", type=positive, default=100_000_000, metavar="N", help="of the index (default 100,000,000)")
+    add("--log-records", type=positive, default=100_000, metavar="N", help="of a pass of the log (default 100,000)")
+    add("--rate", type=positive, default=100_000, metavar="N", help="of the log's records (default 100,000 a second)")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, copies, flags)

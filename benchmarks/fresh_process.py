@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Generator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 from benchmarks import command
 from benchmarks.checkpoint import state_dict
-from nvme_ops.bench.measure import Row, Sample
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring.files import make_cold
+from benchmarks.command import Program, Run
+from benchmarks.raw_io import BUILDERS
+from nvme_ops.measure.files import make_cold
+from nvme_ops.measure.rows import Row, Sample
+from nvme_ops.measure.tables import Table
 from nvme_ops.text import size_words
 
 GROUPS = {
@@ -57,8 +55,7 @@ def _row(name: str, setup: str, work: str, path: str, size: int) -> Row:
 
     def run() -> Sample:
         program = _PROGRAM.format(setup=setup, work=work)
-        said = command.in_new_process(program, path, str(size), folder=os.path.dirname(path))
-        seconds, cpu, _ = json.loads(said)
+        seconds, cpu, _ = command.in_new_process(program, path, str(size), folder=os.path.dirname(path))
         return Sample(seconds, size, cpu)
 
     return Row(name, run, before)
@@ -79,38 +76,28 @@ def load_rows(scratch: str, size: int) -> list[Row]:
     ]
 
 
-def locked_rows(scratch: str, size: int, packages: Sequence[str]) -> list[Row]:
+def locked_rows(scratch: str, size: int, packages: list[str]) -> list[Row]:
     """With default settings, by DeepNVMe's interface."""
     path = command.data_file(scratch, size)
     setup = "from {} import AsyncIOBuilder; handle = AsyncIOBuilder().load().aio_handle()"
     work = "tensor = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))\n{}total = 0"
     return [
-        _row(f"{package}, {words}", setup.format(command.BUILDERS[package]), work.format(read), path, size)
+        _row(f"{package}, {words}", setup.format(BUILDERS[package]), work.format(read), path, size)
         for words, read in (("allocation and read", "handle.sync_pread(tensor, path)\n"), ("allocation alone", ""))
         for package in packages
     ]
 
 
-def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Of one folder."""
-    packages = [name for name in command.BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
+    packages = [name for name in BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
+    make = {"load": partial(load_rows, scratch), "locked": partial(locked_rows, scratch, packages=packages)}
     for group in run.given.groups:
         command.show_progress(f"making the files of {group}")
-        if group == "load":
-            rows, reference = load_rows(scratch, run.given.size), "safetensors"
-        else:
-            rows = locked_rows(scratch, run.given.size, packages)
-            reference = rows[len(packages) - 1].name
-        yield Table(group, f"{GROUPS[group]}; {size_words(run.given.size)}", "GB/s", rows, reference, ("CPU s/GiB",))
+        rows = make[group](run.given.size)
+        reference = "safetensors" if group == "load" else rows[len(packages) - 1].name
+        title = f"{GROUPS[group]}; {size_words(run.given.size)}"
+        yield Table(group, title, "GB/s", rows, reference, ("CPU s/GiB",))
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used; 2 for wrong arguments; 130 after Ctrl-C."""
-    return command.run(
-        command.parse(command.parser(__file__, __doc__, GROUPS), words),
-        lambda given: command.Run(given).folders(3, tables),
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 3)

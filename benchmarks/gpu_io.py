@@ -1,75 +1,364 @@
-"""Between files and GPU memory: this package beside cuFile, kvikio, DeepSpeed, gdsio and torch, in one run.
+"""Between files and GPU memory: this package beside cuFile, kvikio, DeepSpeed, gdsio and torch. See gpu-results.md.
 
-docs/gpu-results.md explains it.
+Those of other packages run in a process each: they share one libcufile, one state of its driver and one set of
+environment variables with whoever loads them; one of them calls ``exit`` when it fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
+import importlib.util
 import itertools
-import sys
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 import torch
 
-from benchmarks import command, file_rows, gpu_rows
-from benchmarks.gpu_rows import GpuWork
+import nvme_ops
+from benchmarks import command
+from benchmarks.command import Program, Run
+from benchmarks.raw_io import fio_row, mover, practised
+from nvme_ops import gds
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench.measure import Row, Spread, spread
-from nvme_ops.bench.tables import Table, with_range
+from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
+from nvme_ops.measure.files import filled, sync
+from nvme_ops.measure.remote import Remote, environment
+from nvme_ops.measure.rows import Row, Sample, Unavailable, spread
+from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder, cufile
-from nvme_ops.text import size_words
+from nvme_ops.settings import PAGE, Settings
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "read": "read to GPU memory, of a file that is not in the page cache",
     "write": "write from GPU memory, over an existing file",
 }
-_PAGE = 4096
+QUEUE_DEPTH = 128  # the default of every handle
 
-# What this package aims at: a row, those of which it is compared with the best, and the least ratio.
+HOST = "nvme_ops aio_handle, host memory"
+BOUNCE = "nvme_ops aio_handle, GPU memory"
+GDS, GDS_PINNED = "nvme_ops gds_handle", "nvme_ops gds_handle, pinned tensor"
+GDSIO = "gdsio, to the GPU"
+CUFILE, KVIKIO = "cuFile alone, ", "kvikio, "  # how the names of several rows begin
+TORCH_CUFILE = "torch.cuda.gds.GdsFile"
+# What this package aims at: a row, the beginnings of those of which it is compared with the best, and the least ratio
 AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
-    ("the bounce path / the same handle's rate to host memory", gpu_rows.BOUNCE, (gpu_rows.HOST,), 0.95),
-    ("gds_handle / the best of cuFile alone and kvikio", gpu_rows.GDS, gpu_rows.ON_CUFILE, 1.0),
-    ("gds_handle with a pinned tensor / gdsio to the GPU", gpu_rows.GDS_PINNED, (gpu_rows.GDSIO,), 1.0),
+    ("the bounce path / the same handle's rate to host memory", BOUNCE, (HOST,), 0.95),
+    ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, TORCH_CUFILE, KVIKIO), 1.0),
+    ("gds_handle with a pinned tensor / gdsio to the GPU", GDS_PINNED, (GDSIO,), 1.0),
 ]
+_MARKS = 24  # marks in a page that each row may use, for its checked writes to be told from those of the others
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 on wrong ones."""
+@dataclass
+class GpuWork(Task):
+    """The file, a device, and the settings that all handles get. The tests put ``cpu`` in the device's place."""
 
-    def block_size(text: str) -> int:
-        value = size(text)
-        if value % _PAGE:
-            raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4K")
-        return value
+    device: torch.device = torch.device("cuda", 0)  # noqa: RUF009  (immutable)
+    block_size: int = MIB
+    threads: int = 8
 
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="number of the GPU (default 0)")
-    parser.add_argument("--block-size", type=block_size, default="1M", help="of all who take one (default 1M)")
-    parser.add_argument("--threads", type=positive, default=8, help="of all who take a number (default 8)")
-    return command.parse(parser, words)
+    def __post_init__(self) -> None:
+        self.gpu = self.device.index or 0
+
+    @functools.cached_property
+    def handle(self) -> nvme_ops.aio_handle:
+        """One ``aio_handle`` for all rows."""
+        return nvme_ops.aio_handle(self.block_size, QUEUE_DEPTH, intra_op_parallelism=self.threads)
+
+    @functools.cached_property
+    def buffer(self) -> torch.Tensor:
+        """An ordinary tensor on the device."""
+        return filled(torch.empty(self.size, dtype=torch.uint8, device=self.device))
+
+    def pinned(self, handle: Any) -> torch.Tensor:
+        """A tensor on the device that is known to cuFile."""
+        return filled(handle.new_pinned_device_tensor(self.size, torch.empty(0, dtype=torch.uint8, device=self.device)))
+
+    def finish(self) -> None:
+        """Waits for the device; makes its context the calling thread's, too."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-def why_no_gpu(number: int) -> str | None:
-    """None when torch can use the GPU of this number."""
+def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
+    """Raises Unavailable with the reason where cuFile cannot work."""
+    with environment(NVME_OPS_GDS=mode):
+        try:
+            return nvme_ops.gds_handle(work.block_size, QUEUE_DEPTH, intra_op_parallelism=work.threads)
+        except RuntimeError as reason:
+            raise Unavailable(str(reason).splitlines()[0]) from None
+
+
+def path_words(statistics: dict[str, Any]) -> str:
+    """What a handle says of the ways it took: ``compat (why); transfers: bounce 2, compat 8``."""
+    if statistics["last"] is None:
+        return "no tensor on an accelerator was moved"
+    words, uses = f"{statistics['last']} ({statistics['why']})", statistics["uses"]
+    if len(uses) > 1:
+        words += "; transfers: " + ", ".join(f"{way} {use['transfers']}" for way, use in sorted(uses.items()))
+    return words
+
+
+def gds_row(
+    work: GpuWork, name: str, handle: Callable[[], nvme_ops.gds_handle], memory: Callable[[], torch.Tensor]
+) -> Row:
+    """A row of a ``gds_handle`` whose note says which way its transfers took, and why."""
+    row = tensor_row(work, name, memory, lambda tensor: mover(handle(), work)(tensor))
+    run = row.run
+
+    def run_and_note() -> Sample:
+        sample = run()
+        row.note = path_words(handle().path_statistics())
+        return sample
+
+    row.run = run_and_note
+    return row
+
+
+@contextmanager
+def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
+    """Host memory as the reference, the bounce path, ``gds_handle`` as it chooses, and an adaptive handle."""
+    made: list[torch.Tensor] = []
+    with_cufile = functools.cache(lambda: gds_handle(work, "auto"))
+    without_cufile = functools.cache(lambda: gds_handle(work, "off"))
+
+    def pinned() -> torch.Tensor:
+        if not made:
+            made.append(work.pinned(with_cufile()))
+        return made[0]
+
+    kind = nvme_ops.gds_handle if gds.is_ready() else nvme_ops.aio_handle  # with cuFile if the op is built
+    options: dict[str, Any] = {"block_size": work.block_size, "intra_op_parallelism": work.threads}
+    learning = functools.cache(lambda: mover(kind.adaptive(work.path, **options), work))
+    adaptive = tensor_row(work, "nvme_ops adaptive, GPU memory", lambda: work.buffer, lambda tensor: learning()(tensor))
+    try:
+        yield [
+            tensor_row(work, HOST, lambda: work.locked, mover(work.handle, work)),
+            tensor_row(work, BOUNCE, lambda: work.buffer, mover(work.handle, work)),
+            gds_row(work, GDS, with_cufile, lambda: work.buffer),
+            gds_row(work, GDS_PINNED, with_cufile, pinned),
+            gds_row(work, f"{GDS}, NVME_OPS_GDS=off", without_cufile, lambda: work.buffer),
+            practised(adaptive, work.path, lambda: learning()(work.buffer)),
+        ]
+    finally:
+        for tensor in made:
+            with_cufile().free_pinned_device_tensor(tensor)
+
+
+def other_rows(work: GpuWork) -> list[Row]:
+    """NVIDIA's gdsio at the same block size and threads, and torch."""
+    settings = Settings(work.block_size, intra_op_parallelism=work.threads)
+    name = "torch.save + fsync" if work.write else "torch.load(map_location)"
+    return [
+        make_row(Contender("gdsio", settings, GDSIO), replace(work, use_gds=True)),
+        make_row(Contender("gdsio", settings, "gdsio, by way of the CPU"), work),
+        make_row(Contender("torch", settings, name), work),
+    ]
+
+
+def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[Row]:
+    """Those of other packages. Where they take a number of threads and a block size, they get ours.
+
+    Their processes end with ``stack``.
+    """
+    # cuFile keeps its log in the working folder otherwise
+    log = {"CUFILE_LOGFILE_PATH": os.environ.get("CUFILE_LOGFILE_PATH") or "/dev/null"}
+    threads = {"KVIKIO_NTHREADS": str(work.threads), "KVIKIO_TASK_SIZE": str(work.block_size)}
+    peers: list[tuple[str, Callable[..., Row], tuple[Any, ...], str, dict[str, str]]] = [
+        (f"{CUFILE}one call", cufile_row, (1, work.size), "", {}),
+        (f"{CUFILE}threads", cufile_row, (work.threads, work.block_size), "", {}),
+        (TORCH_CUFILE, torch_cufile_row, (), "", {}),
+        (f"{KVIKIO}its defaults", kvikio_row, (), "kvikio", {}),
+        (f"{KVIKIO}threads", kvikio_row, (), "kvikio", threads),
+        (f"{KVIKIO}threads, compat mode ON", kvikio_row, (), "kvikio", {**threads, "KVIKIO_COMPAT_MODE": "ON"}),
+        ("DeepSpeed aio_handle", deepspeed_row, ("async_io",), "deepspeed", {}),
+        ("DeepSpeed gds_handle, pinned tensor", deepspeed_row, ("gds",), "deepspeed", {}),
+    ]
+    toolkit = (torch.version.cuda or "12").partition(".")[0]
+    missing = {"kvikio": f"kvikio is not installed: pip install kvikio-cu{toolkit}",
+               "deepspeed": "DeepSpeed is not installed: pip install deepspeed"}  # fmt: skip
+    rows = []
+    for number, (name, make, arguments, package, variables) in enumerate(peers, 1):
+        if package == "deepspeed" and not with_deepspeed:
+            continue
+        if package and importlib.util.find_spec(package) is None:
+            rows.append(unavailable(name, missing[package]))
+            continue
+        theirs = replace(work)
+        theirs.written = number * _MARKS
+        remote = Remote(make, theirs, *arguments, variables={**log, **variables})
+        rows.append(stack.enter_context(remote).row(name))
+    return rows
+
+
+# What follows runs in the row's own process.
+
+
+def cufile_row(work: GpuWork, threads: int, piece: int) -> Row:
+    """``cuFileRead`` or ``cuFileWrite`` of ``piece`` bytes at a time, by so many threads."""
+    library = _CuFile(work)
+    pool = ThreadPoolExecutor(threads, initializer=work.finish)
+
+    def move(tensor: torch.Tensor) -> None:
+        work.finish()
+        share = -(-work.size // threads // piece) * piece
+        with library.registered(work.path) as handle:
+            starts = range(0, work.size, share)
+            ends = (min(work.size, start + share) for start in starts)
+            list(pool.map(lambda start, end: library.move(handle, tensor, start, end, piece), starts, ends))
+
+    return tensor_row(work, "", lambda: work.buffer, move)
+
+
+def torch_cufile_row(work: GpuWork) -> Row:
+    """What torch itself offers: one ``cuFileRead`` or ``cuFileWrite`` for all."""
+    gds: Any = getattr(torch.cuda, "gds", None)
+    if not hasattr(gds, "GdsFile"):
+        raise Unavailable("this torch has no torch.cuda.gds: pip install 'torch>=2.7'")
+    _proc_modules()
+
+    def move(tensor: torch.Tensor) -> None:
+        work.finish()
+        file = gds.GdsFile(work.path, os.O_RDWR)
+        (file.save_storage if work.write else file.load_storage)(tensor.untyped_storage(), 0)
+
+    return tensor_row(work, "", lambda: work.buffer, move)
+
+
+def kvikio_row(work: GpuWork) -> Row:
+    """Kvikio as its environment variables say. What it writes may pass through the page cache, hence the ``fsync``."""
+    import kvikio  # type: ignore[import-not-found,unused-ignore]
+
+    _proc_modules()
+
+    def move(tensor: torch.Tensor) -> None:
+        work.finish()
+        with kvikio.CuFile(work.path, "r+" if work.write else "r") as file:
+            moved = file.write(tensor) if work.write else file.read(tensor)
+        if moved != work.size:
+            raise OSError(f"kvikio moved {moved} of {work.size} bytes")
+        if work.write:
+            sync(work.path)
+
+    return tensor_row(work, "", lambda: work.buffer, move)
+
+
+def deepspeed_row(work: GpuWork, op: str) -> Row:
+    """DeepSpeed's handle: ``async_io`` with an ordinary tensor on the device, ``gds`` with one that it pinned."""
+    found = load_deepspeed(op)
+    settings = (work.block_size, QUEUE_DEPTH, False, False, work.threads)
+    handle = found.gds_handle(*settings) if op == "gds" else found.aio_handle(*settings)
+    tensor = work.buffer if op == "async_io" else work.pinned(handle)
+    transfer = mover(handle, work)
+
+    def move(tensor: torch.Tensor) -> None:
+        work.finish()
+        transfer(tensor)
+        work.finish()
+
+    return tensor_row(work, "", lambda: tensor, move)
+
+
+def _proc_modules() -> None:
+    if not os.path.exists("/proc/modules"):
+        raise Unavailable("cuFile would wait for /proc/modules, which is missing here, for ever")
+
+
+class _Status(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int), ("cuda", ctypes.c_int)]
+
+
+class _Description(ctypes.Structure):
+    """CUfileDescr_t, whose type 1 is an opaque file descriptor: the first bytes of a union as long as a pointer."""
+
+    _fields_ = [("type", ctypes.c_int), ("descriptor", ctypes.c_int64), ("operations", ctypes.c_void_p)]
+
+
+class _CuFile:
+    """The library, by ctypes."""
+
+    def __init__(self, work: GpuWork) -> None:
+        self._library = _loaded_cufile()
+        if not hasattr(self._library, "nvme_ops_fake_cufile"):
+            _proc_modules()
+        self._library.cuFileDriverOpen.restype = self._library.cuFileHandleRegister.restype = _Status
+        self._library.cuFileHandleDeregister.restype = None
+        self._library.cuFileHandleDeregister.argtypes = [ctypes.c_void_p]
+        self._name = "cuFileWrite" if work.write else "cuFileRead"
+        self._transfer = getattr(self._library, self._name)
+        self._transfer.restype = ctypes.c_ssize_t
+        self._transfer.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long, ctypes.c_long]
+        work.finish()  # a context must exist before
+        self._check("cuFileDriverOpen")
+
+    def _check(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status.code != 0:
+            raise Unavailable(f"{name}: cuFile error {status.code}")
+
+    @contextmanager
+    def registered(self, path: str) -> Iterator[ctypes.c_void_p]:
+        """The handle of an open file."""
+        handle, descriptor = ctypes.c_void_p(), os.open(path, os.O_RDWR | os.O_DIRECT)
+        try:
+            description = _Description(type=1, descriptor=descriptor)
+            self._check("cuFileHandleRegister", ctypes.byref(handle), ctypes.byref(description))
+            try:
+                yield handle
+            finally:
+                self._library.cuFileHandleDeregister(handle)
+        finally:
+            os.close(descriptor)
+
+    def move(self, handle: ctypes.c_void_p, tensor: torch.Tensor, start: int, end: int, piece: int) -> None:
+        """From or to the same place of the file and the tensor."""
+        for position in range(start, end, piece):
+            wanted = min(piece, end - position)
+            moved = self._transfer(handle, tensor.data_ptr(), wanted, position, position)
+            if moved != wanted:
+                raise OSError(f"{self._name} moved {moved} of {wanted} bytes (errno {ctypes.get_errno()})")
+
+
+def _loaded_cufile() -> ctypes.CDLL:
+    override = os.environ.get("NVME_OPS_CUFILE_LIBRARY")
+    for place in [override] if override else [cufile.LIBRARY, *cufile.libraries()]:
+        try:
+            return ctypes.CDLL(place, use_errno=True)
+        except OSError as error:
+            reason = error
+    wheel = "nvidia-cufile-cu12" if (torch.version.cuda or "").startswith("12.") else "nvidia-cufile"
+    raise Unavailable(f"cuFile cannot be loaded ({reason}): pip install {wheel}")
+
+
+# The benchmark
+
+
+def check(given: Namespace) -> None:
+    """Raises ValueError when torch cannot use the GPU that is named."""
+    kind, _, number = given.device.partition(":")
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise ValueError(f"--device {given.device}: not cuda:N")
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is built without CUDA, and a CUDA GPU is needed: pip install torch"
+        words = f"this torch ({torch.__version__}) is built without CUDA, and a CUDA GPU is needed: pip install torch"
+        raise ValueError(words)
     if not torch.cuda.is_available():
-        return "torch.cuda is not available: a CUDA GPU and its driver are needed (nvidia-smi shows them)"
-    if not 0 <= number < torch.cuda.device_count():
-        return f"--gpu {number}: there are {torch.cuda.device_count()} GPUs, counted from 0"
-    return None
+        raise ValueError("torch.cuda is not available: a CUDA GPU and its driver are needed (nvidia-smi shows them)")
+    if int(number or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {given.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
 
-def device_words(device: torch.device) -> dict[str, str]:
+def prepare(given: Namespace) -> dict[str, str]:
     """The GPU, and whether cuFile moves data straight between storage and GPU or why it cannot work."""
-    words = {"device": str(device)}
+    device = torch.device(given.device)
+    words = {"device": str(device), "blocks": size_words(given.block_size), "threads": str(given.threads)}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
@@ -92,66 +381,46 @@ def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
     return ratios
 
 
-def aims(measured: Table) -> dict[str, tuple[Spread | None, float]]:
-    """For each aim the ratio that was measured, None where a row is missing, and the least it should be."""
+def aims(measured: Table) -> Iterator[str]:
+    """What was reached. Whether an aim counts here depends on the way that gds_handle took, which its row says."""
     rows = {row.name: row for row in measured.rows}
-    return {
-        words: (spread(against_best(rows[mine], [rows[name] for name in others if name in rows])), least)
-        for words, mine, others, least in AIMS
-        if mine in rows
-    }
+    for words, mine, beginnings, least in AIMS:
+        if mine in rows:
+            others = [row for name, row in rows.items() if name.startswith(beginnings) and name != mine]
+            found = spread(against_best(rows[mine], others))
+            kept = "reached" if found and found.median >= least else "missed"
+            reached = f"{with_range(found, 3)}, aim {least:g}: {kept}" if found else "not measured, see the rows' notes"
+            yield f"{words}: {reached}"
 
 
-def aims_text(found: dict[str, tuple[Spread | None, float]]) -> str:
-    """For a reader. Whether an aim counts here depends on the way that gds_handle took, which its row says."""
-    lines = ["aims:"]
-    for words, (ratio, least) in found.items():
-        if ratio is None:
-            lines.append(f"  {words}: not measured, see the rows' notes")
-        else:
-            kept = "reached" if ratio.median >= least else "missed"
-            lines.append(f"  {words}: {with_range(ratio, 3)}, aim {least:g}: {kept}")
-    return "\n".join(lines)
-
-
-def tables(device: torch.device, run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder: all who read, or write, the whole file. Their memory and processes end with the table."""
-    given, found["aims"] = run.given, {}
+def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+    """All who read, or write, the whole file. Their memory and processes end with the table."""
+    given, device = run.given, torch.device(run.given.device)
     path = command.data_file(scratch, given.size)
     for group in given.groups:
-        work = GpuWork(
-            path, given.size, group == "write", device=device, block_size=given.block_size, threads=given.threads
-        )
+        settings: dict[str, Any] = {"block_size": given.block_size, "threads": given.threads}
+        work = GpuWork(path, given.size, group == "write", device=device, **settings)
         with ExitStack() as stack:
-            remote = gpu_rows.remote_rows(stack, work, not given.no_deepspeed)
-            rows = file_rows.fio_rows(work)[:1] + stack.enter_context(gpu_rows.nvme_ops_rows(work)) + remote
-            rows += gpu_rows.other_rows(work)
-            measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, gpu_rows.HOST)
+            remote = remote_rows(stack, work, not given.no_deepspeed)
+            rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work)), *remote, *other_rows(work)]
+            measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
             yield measured
-        reached = aims(measured)
-        found["aims"][group] = {
-            words: {"ratio": ratio and vars(ratio), "least": least} for words, (ratio, least) in reached.items()
-        }
-        print(f"\n{aims_text(reached)}", flush=True)
+        for words in aims(measured):
+            command.note(found, words)
 
 
-def measure(device: torch.device, given: argparse.Namespace) -> command.Run:
-    """All groups."""
-    words = device_words(device)
-    run = command.Run(given, device=words, block_size=given.block_size, threads=given.threads)
-    print(command.listed(words))
-    print(f"blocks of {size_words(given.block_size)}, {given.threads} threads")
-    return run.folders(3, partial(tables, device))
+def _pages(text: str) -> int:
+    value = size(text)
+    if value % PAGE:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4K")
+    return value
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """As raw_io.py's; status 2 where there is no CUDA GPU, too."""
-    given = arguments(words)
-    if reason := why_no_gpu(given.gpu):
-        print(f"gpu_io.py: error: {reason}", file=sys.stderr)
-        return 2
-    return command.run(given, partial(measure, torch.device("cuda", given.gpu)))
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--device", default="cuda:0", metavar="cuda:N", help="the GPU (default cuda:0)")
+    add("--block-size", type=_pages, default="1M", metavar="SIZE", help="of all who take one (default 1M)")
+    add("--threads", type=positive, default=8, metavar="N", help="of all who take a number (default 8)")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 3, flags, check, prepare=prepare)

@@ -9,24 +9,33 @@ fio's best rate for the same file in the same run, whichever is longer.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import ctypes
+import importlib
+import importlib.util
 import json
 import os
 import shutil
-import sys
+import statistics
 import tempfile
-from collections.abc import Generator, Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+import torch
 
-from benchmarks import command
-from benchmarks.inference_rows import COLUMNS, MEMORY, Work, add_bounds, contenders, fio_rows, rows
+from benchmarks import cgroups, command
+from benchmarks.activations import add_bounds
+from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench.measure import interleave
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring.files import NotUsable, require_space
+from nvme_ops.measure import fio
+from nvme_ops.measure.files import NotUsable, require_space
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, spread
+from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -36,7 +45,11 @@ GROUPS = {
     "deepspeed": "ZeRO-Inference, parameters on NVMe; one that keeps weights within the budget, one that keeps none",
     "mapped": "from_pretrained alone, which maps the file, with memory for the budget and 128 MiB",
 }
+MEMORY = "in memory"
+_COLUMNS = ("step", "first token", "load", "read per step", "peak memory", "while decoding", "of the bound")
 _LARGE = 256 * MIB  # from here on the shape is that of a real model
+_SPARE = 128 * MIB  # beside the budget, for the process whose memory is limited
+_SETTLING = 1.0  # seconds for discards, which nothing can wait for
 
 
 def config(nbytes: int) -> dict[str, Any]:
@@ -59,14 +72,15 @@ def model_folder(folder: str, nbytes: int) -> str:
     shape = config(nbytes)
     name = f"nvme_ops-inference-{shape['num_hidden_layers']}x{shape['hidden_size']}"
     place = os.path.join(os.path.abspath(folder), name)
-    if _fits(place, shape):
-        return place
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(Path(place, "config.json").read_text(encoding="utf-8"))
+        if os.path.getsize(os.path.join(place, "model.safetensors")) and shape.items() <= found.items():
+            return place
     try:
-        import torch
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise NotUsable("the model is made by transformers: pip install transformers") from error
-    require_space(folder, nbytes + 64 * MIB, "--size or --path")
+    require_space(folder, nbytes + 64 * MIB, "--size or --folder")
     command.show_progress(f"making a model of {size_words(nbytes)} in {place}")
     with tempfile.TemporaryDirectory(dir=folder) as made:
         torch.manual_seed(1)
@@ -81,52 +95,305 @@ def model_folder(folder: str, nbytes: int) -> str:
     return place
 
 
-def _fits(place: str, shape: dict[str, Any]) -> bool:
-    try:
-        found = json.loads(Path(place, "config.json").read_text(encoding="utf-8"))
-        there = os.path.getsize(os.path.join(place, "model.safetensors"))
-    except (OSError, ValueError):
-        return False
-    return there > 0 and all(found.get(name) == value for name, value in shape.items())
+@dataclass(frozen=True)
+class Contender:
+    """``load`` names one of ``_LOADS``, ``package`` what it needs beside transformers."""
+
+    name: str
+    group: str
+    load: str
+    budget: int = 0
+    package: str = "transformers"
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder: one for each batch size. The rows are measured here, since the bound takes all of them."""
-    given = run.given
+def contenders(given: Namespace) -> list[Contender]:
+    """All that are wanted, in the order of the table; each that takes a budget once for each."""
+    made = [Contender(MEMORY, "memory", "memory")]
+    for budget in given.budget:
+        words = size_words(budget)
+        made += [
+            Contender(f"nvme_ops from_pretrained, {words}", "nvme_ops", "pretrained", budget),
+            Contender(f"nvme_ops stream_weights, {words}", "nvme_ops", "stream_weights", budget),
+            Contender(f"accelerate, device_map, {words}", "accelerate", "dispatch", budget, "accelerate"),
+            Contender(f"transformers, disk map, {words}", "accelerate", "disk_map", budget, "accelerate"),
+            Contender(f"from_pretrained alone, limit of {size_words(budget + _SPARE)}", "mapped", "mapped", budget),
+        ]
+    made.append(Contender("accelerate.disk_offload", "accelerate", "disk_offload", 0, "accelerate"))
+    if not given.no_deepspeed:
+        zero = "DeepSpeed ZeRO-Inference"
+        made.append(Contender(f"{zero}, defaults", "deepspeed", "zero", 0, "deepspeed"))
+        made += [Contender(f"{zero}, tuned, {size_words(budget)}", "deepspeed", "zero_tuned", budget, "deepspeed")
+                 for budget in given.budget]  # fmt: skip
+    return [each for each in made if each.group in {"memory", *given.groups}]
+
+
+@dataclass
+class Work:
+    """One model, decoded for one batch size; what each process said is kept."""
+
+    model: str
+    scratch: str
+    batch: int
+    given: Namespace
+    expected: list[list[int]] = field(default_factory=list)  # the tokens of the model in memory
+    said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def decode(self, each: Contender) -> Sample:
+        """Decodes in a new process. Raises Unavailable with the reason, or WrongData for other tokens."""
+        for package in ("transformers", each.package):
+            if importlib.util.find_spec(package) is None:
+                raise Unavailable(f"not installed: pip install {package}")
+        with contextlib.ExitStack() as stack:
+            group = ""
+            if each.load == "mapped":
+                with contextlib.suppress(NotUsable):
+                    made = stack.enter_context(cgroups.group("memory"))
+                    made.limit_memory(each.budget + _SPARE)
+                    group = made.processes
+            given = self.given
+            found = command.work(
+                "inference",
+                Job(each.load, self.model, self.scratch, each.budget, self.batch, given.steps, given.prompt,
+                    not given.warm, group),
+            )  # fmt: skip
+        self.said.setdefault(each.name, []).append(found)
+        if each.name == MEMORY and not self.expected:
+            self.expected = found["tokens"]
+        if self.expected and found["tokens"] != self.expected:
+            pairs = enumerate(zip(found["tokens"], self.expected, strict=True))
+            first = next(step for step, (mine, other) in pairs if mine != other)
+            raise WrongData(f"tokens differ from those of the model in memory, first in step {first}")
+        middle = spread(found["steps"])
+        figures = {name: found[name] for name in ("first token", "load", "read per step", "while decoding")}
+        step = middle.median if middle else 0.0
+        return Sample(step, self.batch, peak_bytes=found["peak_bytes"], figures={"step": step, **figures})
+
+
+def settle() -> None:
+    """Waits until the device has done what the row before has left it: writes, and discards of removed files."""
+    os.sync()
+    time.sleep(_SETTLING)
+
+
+def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+    """Yields one for each batch size, measured, since the bound takes all of its rows."""
+    given, found["processes"] = run.given, {}
     model = model_folder(os.path.dirname(scratch), given.size)
-    wanted = [
-        each for each in contenders(given.budget, not given.no_deepspeed) if each.group in {"memory", *given.groups}
-    ]
-    found["processes"] = {}
+    file = os.path.join(model, "model.safetensors")
+    nbytes = os.path.getsize(file)
     for batch in given.batch:
-        work = Work(model, scratch, batch, given.steps, given.prompt, given.warm)
-        compared = [*rows(work, wanted), *fio_rows(work)]
-        interleave(compared, given.rounds, command.show_progress, warmups=0)
-        add_bounds(compared)
+
+        def shown(sample: Sample, batch: int = batch) -> Sample:
+            return Sample(sample.seconds, batch, figures={"step": sample.seconds, "read per step": sample.amount})
+
+        work = Work(model, scratch, batch, given)
+        rows = [Row(each.name, partial(work.decode, each), before=settle) for each in contenders(given)]
+        best = fio.best(nbytes)
+        bound = fio.row(f"{fio.NAME}, all weights", "read", lambda: file, nbytes, settle, best, shown=shown)
+        run.measure([*rows, bound], warmups=0)
+        add_bounds(rows, bound, "read per step")
         found["processes"][batch] = work.said
-        title = f"{size_words(os.path.getsize(work.file))} of weights, batch {batch}"
-        yield Table(f"batch {batch}", title, "tokens/s", compared, MEMORY, COLUMNS)
+        title = f"{size_words(nbytes)} of weights, batch {batch}"
+        yield Table(f"batch {batch}", title, "tokens/s", [*rows, bound], MEMORY, _COLUMNS)
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """All folders and batch sizes."""
-    run = command.Run(given, budget=given.budget, steps=given.steps, prompt=given.prompt, warm=given.warm)
-    return run.folders(3, tables, measured=True)
+# What follows runs in the row's own process.
+
+_PAGEOUT = 21  # MADV_PAGEOUT
+_PAGE = 4096
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or tokens differ; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.set_defaults(size=1200 * MIB, rounds=3)
-    parser.add_argument("--budget", nargs="+", type=size, default=[400 * MIB], metavar="SIZE",
-                        help="memory for weights, for each row that takes one (default 400M)")  # fmt: skip
-    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 4, 16, 64], metavar="N",
-                        help="sequences at once (default 1 4 16 64)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=4, help="timed steps of each process (default 4)")
-    parser.add_argument("--prompt", type=positive, default=8, help="tokens of a prompt (default 8)")
-    parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
-    return command.run(command.parse(parser, words), measure)
+@dataclass(frozen=True)
+class Job:
+    """What a process does; ``Contender`` says which of them takes what."""
+
+    row: str
+    model: str  # folder with config.json and model.safetensors
+    folder: str  # empty folder on the same device, for what a row writes
+    budget: int  # bytes of weights in memory
+    batch: int
+    steps: int  # timed
+    prompt: int  # tokens
+    cold: bool  # whether the files are dropped from the page cache before each forward
+    group: str = ""  # a cgroup's file cgroup.procs to join once everything is imported
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@torch.no_grad()
+def work(job: Job) -> dict[str, Any]:
+    """Decodes. Times in seconds, bytes beyond what the imports took, tokens by step and row."""
+    for name in ("transformers", "transformers.models.llama.modeling_llama", *_LOADS[job.row][1]):
+        importlib.import_module(name)
+    if job.group:
+        cgroups.join(job.group)
+    command.forget(job.model, job.folder)
+    before = command.status("VmRSS")
+    _reset_peak()
+    generator = torch.Generator().manual_seed(job.batch)
+    start = time.perf_counter()
+    model = _LOADS[job.row][0](job)
+    loaded = time.perf_counter()
+    ids = torch.randint(0, model.config.vocab_size, (job.batch, job.prompt), generator=generator)
+    output = model(ids, use_cache=True)
+    cache = "cache" if "cache" in output else "past_key_values"  # before transformers 5.24
+    tokens = [output.logits[:, -1].argmax(-1)]
+    first = time.perf_counter()
+    peak = command.status("VmHWM") - before
+    seconds, read = [], []
+    _reset_peak()
+    for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
+        if job.cold and job.row != "memory" and not job.group:  # whose limit does it
+            if job.row == "mapped":
+                _page_out(model)
+            command.forget(job.model, job.folder)
+        bytes_before, begin = command.moved()[0], time.perf_counter()
+        output = model(tokens[-1][:, None], use_cache=True, **{cache: output[cache]})
+        tokens.append(output.logits[:, -1].argmax(-1))
+        seconds.append(time.perf_counter() - begin)
+        read.append(command.moved()[0] - bytes_before)
+    decoding = command.status("VmHWM") - before
+    return {
+        "load": loaded - start,
+        "first token": first - start,
+        "steps": seconds[1:],
+        "read per step": statistics.median(read[1:]),
+        "peak_bytes": max(peak, decoding),
+        "while decoding": decoding,
+        "tokens": [each.tolist() for each in tokens],
+        "stats": vars(model.stats()) if job.row in ("pretrained", "stream_weights") else None,
+    }
+
+
+def _page_out(model: Any) -> None:
+    """Takes the pages of the weights from this process: mapped pages stay in the page cache otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for weight in model.parameters():
+        begin = -(-weight.data_ptr() // _PAGE) * _PAGE
+        end = (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(max(0, end - begin)), _PAGEOUT)
+
+
+def _reset_peak() -> None:
+    """Sets VmHWM to what is resident now: proc_pid_clear_refs(5)."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _mapped(job: Job) -> Any:
+    """What ``from_pretrained`` alone does on a CPU: the weights are views of the mapped file."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(job.model)
+
+
+def _memory(job: Job) -> Any:
+    model = _mapped(job)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
+
+
+def _pretrained(job: Job) -> Any:
+    from nvme_ops import offload
+
+    return offload.from_pretrained(job.model, memory_budget=job.budget)
+
+
+def _stream_weights(job: Job) -> Any:
+    from nvme_ops import offload
+
+    return offload.stream_weights(_mapped(job), job.folder, memory_budget=job.budget)
+
+
+def _disk_offload(job: Job) -> Any:
+    """Everything on disk: a file for each weight, which is mapped when its module runs."""
+    import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    return accelerate.disk_offload(_mapped(job), job.folder)
+
+
+def _dispatch(job: Job) -> Any:
+    """As many layers in memory as fit the budget; the others are read from the safetensors file, none is written."""
+    import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(job.model)
+    with accelerate.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.tie_weights()
+    return accelerate.load_checkpoint_and_dispatch(
+        model, job.model, device_map="auto", max_memory={"cpu": job.budget},
+        no_split_module_classes=["LlamaDecoderLayer"], offload_folder=job.folder,
+    ).eval()  # fmt: skip
+
+
+def _disk_map(job: Job) -> Any:
+    """The same through transformers."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"max_memory": {"cpu": job.budget}, "offload_folder": job.folder}
+    return AutoModelForCausalLM.from_pretrained(job.model, device_map="auto", **options)
+
+
+def _zero_tuned(job: Job) -> Any:
+    """With as many buffers as the budget allows, each of which has to hold the largest weight, and larger requests.
+
+    Weights that persist are left out: on a CPU each of them keeps a buffer for good, and the buffers run out.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(job.model)
+    matrix = config.hidden_size * config.intermediate_size
+    largest = max(matrix, config.hidden_size * config.vocab_size)
+    buffers = max(4, job.budget // (2 * largest))
+    stage = {"stage3_prefetch_bucket_size": (buffers - 2) * matrix, "stage3_max_live_parameters": buffers * largest}
+    aio = {"block_size": 8 << 20, "queue_depth": 8, "intra_op_parallelism": 2}
+    return _zero(job, {"buffer_count": buffers, "buffer_size": largest}, stage, aio)
+
+
+def _zero(job: Job, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
+    """ZeRO-Inference, as its documentation sets it up: every process first writes the weights to files of its own."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import torch.distributed as dist
+    from transformers.integrations import HfDeepSpeedConfig
+
+    place = {"device": "nvme", "nvme_path": job.folder, **dict(offload)}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": place, **dict(stage)},
+        "aio": dict(aio),
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+    remembered = HfDeepSpeedConfig(settings)  # which from_pretrained looks for while it is alive
+    engine = deepspeed.initialize(model=_mapped(job), config=settings)[0]
+    engine.module.eval()
+    del remembered
+    return engine.module
+
+
+_OURS, _THEIRS, _ZERO = ("nvme_ops.offload",), ("accelerate",), ("deepspeed", "deepspeed.ops.op_builder")
+_LOADS: dict[str, tuple[Callable[[Job], Any], tuple[str, ...]]] = {  # with what is imported before
+    "memory": (_memory, ()),
+    "pretrained": (_pretrained, _OURS),
+    "stream_weights": (_stream_weights, _OURS),
+    "disk_offload": (_disk_offload, _THEIRS),
+    "dispatch": (_dispatch, _THEIRS),
+    "disk_map": (_disk_map, _THEIRS),
+    "zero": (_zero, _ZERO),
+    "zero_tuned": (_zero_tuned, _ZERO),
+    "mapped": (_mapped, ()),
+}
+
+
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--budget", nargs="+", type=size, default=[400 * MIB], metavar="SIZE", help="memory for weights (default 400M)")
+    add("--batch", nargs="+", type=positive, default=[1, 4, 16, 64], metavar="N",
+        help="sequences at once (default 1 4 16 64)")  # fmt: skip
+    add("--steps", type=positive, default=4, help="timed steps of each process (default 4)")
+    add("--prompt", type=positive, default=8, help="tokens of a prompt (default 8)")
+    add("--warm", action="store_true", help="leave the files in the page cache")
+
+
+PROGRAM = Program(GROUPS, tables, 3, flags, size="1200M", rounds=3)

@@ -5,57 +5,64 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import getpass
+import importlib.metadata
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
-
 import torch
 
 from benchmarks import command as shared
-from benchmarks import page_machine, page_render
+from benchmarks import page_render
 from benchmarks.command import ROOT
-from nvme_ops.arguments import positive
-from nvme_ops.measuring import stop
-from nvme_ops.measuring.scratch import scratch_folder
+from nvme_ops.arguments import command_line, positive
+from nvme_ops.measure import machine, stop
+from nvme_ops.measure.scratch import scratch_folder
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.report.cli import collect
+from nvme_ops.report.result import Status
+from nvme_ops.storage.device import mount_of
 
 _PATIENCE = 30.0  # seconds for a command to remove its files
 
 
 @dataclass(frozen=True)
 class Section:
-    """Its command, once for all ``{paths}`` or for each ``{place}`` and ``{direction}``. The results are its JSON."""
+    """Its command, once for all ``{folders}`` or for each ``{place}`` and ``{direction}``; its JSON is the result."""
 
     command: str
-    json: bool = True  # it takes --json FILE; else what it prints is its result
+    json: bool = True  # it writes JSON; else what it prints is its result
     needs_gpu: bool = False
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
+_PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}} {{plot}}"
 # A new one is one line here, and two on the page, <!-- section NAME --> and its end; page_results.md shows the results.
 SECTIONS = {
-    "raw_io": Section("python benchmarks/raw_io.py {paths} --size {size} --rounds {rounds} {plot}"),
+    "raw_io": Section(_PROGRAM.format("raw_io")),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
-    "overhead": Section("python benchmarks/bench_overhead.py {paths} --size {size} --rounds {rounds}"),
-    "checkpoint": Section("python benchmarks/checkpoint.py {paths} --size {size} --rounds {rounds} {plot}"),
-    "fresh": Section("python benchmarks/fresh_process.py {paths} --size {size} --rounds {rounds} {plot}"),
+    "overhead": Section(_PROGRAM.format("overhead")),
+    "checkpoint": Section(_PROGRAM.format("checkpoint")),
+    "fresh": Section(_PROGRAM.format("fresh_process")),
     "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
-    "scaling": Section("python benchmarks/scaling.py --size {size} --rounds {rounds} {plot}"),
-    "tuning": Section("python benchmarks/tuning.py {paths}"),
+    "scaling": Section("python benchmarks scaling --size {size} --rounds {rounds} {plot}"),
+    "tuning": Section("python benchmarks tuning {folders}"),
     "explain": Section("nvme-bench explain {place}", json=False),
-    "gpu": Section("python benchmarks/gpu_io.py {paths} --size {size} --rounds {rounds} {plot}", needs_gpu=True),
+    "gpu": Section(_PROGRAM.format("gpu_io"), needs_gpu=True),
 }
 
 
@@ -67,39 +74,36 @@ def commands(name: str, places: Sequence[str], size: str, rounds: int) -> dict[s
             own = "_".join(filter(None, (name, direction, place.lower())))
             words = text.format(
                 place=place, direction="--read" if direction == "read" else "", size=size, rounds=rounds,
-                paths=" ".join(f"--path {each}" for each in places), plot=f"--plot {own}.png",
+                folders=" ".join(f"--folder {each}" for each in places), plot=f"--output {own}.png",
             )  # fmt: skip
             made[own] = shlex.split(words)
     return made
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+def arguments(words: Sequence[str]) -> Namespace:
     """Exits with status 2 on wrong ones."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], epilog="sections: " + ", ".join(SECTIONS)
-    )
-    parser.add_argument(
-        "--place", type=_place, action="append", default=[], metavar="NAME=DIR",
-        help="a folder to measure in, and its name on the page; may be repeated",
-    )  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="measure only these")
-    parser.add_argument("--render", action="store_true", help="measure nothing: write the page from the results")
-    parser.add_argument("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
-    parser.add_argument("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
-    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
-    given = parser.parse_args(words)
+    made = command_line("python benchmarks page", (__doc__ or "").strip(), "sections: " + ", ".join(SECTIONS))
+    add = made.add_argument
+    add("--place", type=_place, action="append", default=[], metavar="NAME=DIR",
+        help="a folder to measure in, and its name on the page; may be repeated")  # fmt: skip
+    add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="measure only these")
+    add("--render", action="store_true", help="measure nothing: write the page from the results")
+    add("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
+    add("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
+    add("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
+    add("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
+    add("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
+    given = made.parse_args(words)
     given.places = dict(given.place)
     for file, render in ((given.readme, page_render.readme), (given.page, partial(page_render.page, pictures=""))):
         try:
             render(file.read_text(encoding="utf-8"), {})
         except ValueError as error:
-            parser.error(f"{file}: {error}")
+            made.error(f"{file}: {error}")
         except OSError as error:
-            parser.error(f"{file}: {error.strerror}")
+            made.error(f"{file}: {error.strerror}")
     if not given.render and not given.places:
-        parser.error("--place NAME=DIR is needed, or --render")
+        made.error("--place NAME=DIR is needed, or --render")
     return given
 
 
@@ -112,7 +116,7 @@ def _place(text: str) -> tuple[str, str]:
     return name.upper(), os.path.abspath(folder)
 
 
-def measure(name: str, given: argparse.Namespace) -> bool:
+def measure(name: str, given: Namespace) -> bool:
     """Runs the commands of a section and stores what they found; False when one failed.
 
     Where a section cannot be run, results of an earlier run stay.
@@ -127,19 +131,16 @@ def measure(name: str, given: argparse.Namespace) -> bool:
         return True
     size = f"{given.size >> 30}G" if given.size % (1 << 30) == 0 else f"{given.size >> 20}M"
     with scratch_folder(tempfile.gettempdir(), 0) as folder:
-        scrub, scratch = page_machine.scrub_for(given.places, folder), Path(folder)
-        description = scrub(page_machine.describe(given.places))
-        runs = [
-            scrub(_run(own, words, SECTIONS[name].json, given.places, scratch))
-            for own, words in commands(name, list(given.places), size, given.rounds).items()
-        ]
+        scrub, scratch = scrub_for(given.places, folder), Path(folder)
+        runs = [scrub(_run(own, words, SECTIONS[name].json, given.places, scratch))
+                for own, words in commands(name, list(given.places), size, given.rounds).items()]  # fmt: skip
         for old in _read(stored).get("runs", []):
             if old["plot"]:
                 (results / old["plot"]).unlink(missing_ok=True)
         for run in runs:
             if run["plot"]:
                 shutil.copyfile(scratch / run["plot"], results / run["plot"])
-    _store(stored, {**found, "description": description, "runs": runs})
+        _store(stored, {**found, "description": scrub(describe(given.places)), "runs": runs})
     return not any(run["failure"] for run in runs)
 
 
@@ -148,8 +149,10 @@ def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, s
     document, plot, shown = scratch / f"{name}.json", scratch / f"{name}.png", " ".join(words)
     print(shown, end="", flush=True)
     real = [{**places, plot.name: str(plot)}.get(word, word) for word in words]
+    if has_json:
+        real += ["--output", str(document)]
     begin = time.monotonic()
-    status, output, errors = _execute(real + (["--json", str(document)] if has_json else []))
+    status, output, errors = _execute(real)
     print(f"  ({time.monotonic() - begin:.0f} s)" + (f": exit status {status}" if status else ""), flush=True)
     said = [line.strip() for line in (errors or output).splitlines() if line.strip()]
     found, failure = None, f"exit status {status}{': ' + said[-1] if said else ''}" if status else ""
@@ -182,7 +185,7 @@ def _execute(words: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def write(given: argparse.Namespace) -> None:
+def write(given: Namespace) -> None:
     """The page and the README's table, from what is stored. Raises OSError."""
     stored = {name: found for name in SECTIONS if (found := _read(given.results / f"{name}.json"))}
     pictures = os.path.relpath(given.results, given.page.parent)
@@ -212,7 +215,85 @@ def _store(file: Path, found: Mapping[str, Any]) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def main(words: Sequence[str] | None = None) -> int:
+# What the page says of the machine, and what it must not say: folders, hosts, users
+
+# Of the report: what bears on the figures and is the same at the next run
+_SETTINGS = {
+    "environment": ("io_uring sysctl", "seccomp", "memlock limit", "transparent huge pages"),
+    "cufile": ("GPU", "NVIDIA driver", "nvidia-fs", "path of GPU tensors"),
+}
+_DIGITS = 6  # of a figure
+_HOMES = re.compile(r"/(?:home|Users)/[^/\s'\"]+|/root(?![\w.-])")
+_IMAGES = re.compile(r"/[^\s,;'\"]+\.img\b")  # behind loop devices
+_COMMON = {"root", "localhost", ""}  # they name nobody, and mean other things too
+
+
+def describe(places: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Processor, versions and settings; and by name what is known of each place. In nvme-report's words."""
+    report = {name: {each.name: each for each in results} for name, results in collect(Host(), False).items()}
+    gpu = report["cufile"].get("GPU")
+    settings = {
+        result.name: result.detail
+        for section, names in _SETTINGS.items()
+        if section != "cufile" or (gpu is not None and gpu.status is not Status.NO)
+        for result in report[section].values()
+        if result.name in names
+    }
+    versions = {}
+    with contextlib.suppress(OSError):
+        said = subprocess.run(["fio", "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        versions["fio"] = said.stdout.strip().removeprefix("fio-")
+    for package in ("deepspeed", "numpy", "safetensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    known = {name: machine.place(folder) for name, folder in places.items()}
+    return {"machine": {**machine.machine(), **versions}, "settings": settings, "places": known}
+
+
+def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]:
+    """A function that gives any JSON value with names instead of paths, and figures of six digits.
+
+    Args:
+        places: measured folders by the name that stands for them.
+        gone: a folder that results were written to; what lies in it is left with its bare name.
+    """
+    folders = [(str(ROOT), "CHECKOUT"), (tempfile.gettempdir(), "TMP"), (os.path.expanduser("~"), "~")]
+    if sys.prefix != sys.base_prefix:  # an environment, and not /usr
+        folders.append((sys.prefix, "PYTHON"))
+    mounts = [(mount_of(Host(), folder), name) for name, folder in places.items()]  # a place may lie below one
+    folders += [(mount.point, name) for mount, name in reversed(mounts) if mount is not None]
+    folders += [(folder, name) for name, folder in places.items()]
+    names = {each: name for folder, name in folders for each in (os.path.abspath(folder), os.path.realpath(folder))}
+    names |= {os.path.join(each, ""): "" for each in (gone, os.path.realpath(gone)) if gone}
+    names.pop("/", None)
+    hosts = {socket.gethostname(), os.uname().nodename}
+    users = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
+    with contextlib.suppress(KeyError, OSError):  # no such user
+        users.add(getpass.getuser())
+    words = dict.fromkeys({part for name in hosts for part in (name, name.partition(".")[0])} - _COMMON, "HOST")
+    words |= dict.fromkeys(users - _COMMON, "USER")
+    release = os.uname().release
+    number = re.match(r"[\d.]*\d", release)
+    words[release] = number[0] if number else release
+
+    ends = dict.fromkeys(names, "") | dict.fromkeys(words, r"(?![\w-]|\.\w)")
+    longest = sorted(ends, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![\w.-])(?:{'|'.join(re.escape(word) + ends[word] for word in longest)})")
+    names |= words
+
+    def scrub(value: Any) -> Any:
+        if isinstance(value, str):
+            return _HOMES.sub("~", _IMAGES.sub("an image file", pattern.sub(lambda found: names[found[0]], value)))
+        if isinstance(value, dict):
+            return {scrub(str(key)): scrub(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [scrub(item) for item in value]
+        return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+
+    return scrub
+
+
+def main(words: Sequence[str]) -> int:
     """Status 0; 1 when a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
     given = arguments(words)
     stop.leave_on_signals()
@@ -228,12 +309,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("\ninterrupted; the sections that were finished are kept", file=sys.stderr)
         return 130
     except OSError as error:
-        print(f"page.py: {error}", file=sys.stderr)
+        print(f"page: {error}", file=sys.stderr)
         return 1
     if failed:
-        print(f"page.py: failed, and the page says so: {', '.join(failed)}", file=sys.stderr)
+        print(f"page: failed, and the page says so: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ import jinja2
 from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from benchmarks.command import ROOT
-from nvme_ops.bench.measure import PERCENTILES, Spread
-from nvme_ops.bench.tables import COLUMNS, with_range
+from nvme_ops.measure.rows import PERCENTILES, Spread
+from nvme_ops.measure.tables import COLUMNS, with_range
 from nvme_ops.text import size_words
 
 # What results that are damaged, or of another version, raise here
@@ -133,22 +133,23 @@ def table(rows: Iterable[Cells]) -> str:
 
 
 def spread(found: Json | None, digits: int) -> str:
-    """The median and its range, of a plain Spread in either spelling."""
-    if not found:
-        return "-"
-    low, high = (found[long] if long in found else found[short] for long, short in (("low", "min"), ("high", "max")))
-    return with_range(Spread(found["median"], low, high), digits)
+    """The median and its range."""
+    return with_range(Spread(found["median"], found["min"], found["max"]), digits) if found else "-"
 
 
 def measured_rows(document: Json) -> Iterator[Cells]:
     """Of what ``tables.as_json`` gave."""
-    unit, reference = f"{document['unit']} (min - max)", document["reference"]
+    unit, reference = document["unit"], document["reference"]
     for row in document["rows"]:
         known = {name: found["median"] for name, found in row.get("columns", {}).items() if found}
         columns = {name: words(known[name]) if name in known else "-" for name, (_, words) in COLUMNS.items()}
         ratio = "-" if row["name"] == reference else spread(row.get("against_reference"), 3)
-        ratios = {f"/ {reference}": ratio, "/ DeepSpeed": spread(row.get("against_peer"), 3)}
-        yield {"": row["name"], unit: spread(row["spread"], 4), **columns, **ratios, "note": row.get("note", "")}
+        ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": spread(row.get("against_peer"), 3)}
+        if unit == "bytes":
+            value = {unit: size_words(int(row["spread"]["median"])) if row["spread"] else "unknown"}
+        else:
+            value = {f"{unit} (min - max)": spread(row["spread"], 4)}
+        yield {"": row["name"], **value, **columns, **ratios, "note": row.get("note", "")}
 
 
 def block_rows(blocks: Json) -> Iterator[Cells]:
@@ -161,56 +162,13 @@ def block_rows(blocks: Json) -> Iterator[Cells]:
         yield {"": name, **cells, "blocks": str(times["count"])}
 
 
-def scaling_rows(found: Iterable[Json], least: float | None = None) -> Iterator[Cells]:
-    """Rates over so many devices; ``least``: the aim for this package's."""
-    for each in found:
-        cells = {"": each["engine"], "devices": str(each["devices"]), "GB/s (min - max)": spread(each["rate"], 4)}
-        cells["/ sum of each alone"] = spread(each["ratio"], 3)
-        if least and each["ratio"] and "nvme_ops" in each["engine"]:
-            cells[f"aim {least:g}"] = "reached" if each["ratio"]["median"] >= least else "missed"
-        yield cells
-
-
-def tuned_rows(repetitions: Iterable[Json]) -> Iterator[Cells]:
-    """What nvme-tune found each time."""
-    for number, each in enumerate(repetitions, 1):
-        seconds, ratio = f"{each['seconds']:.0f}", spread(each["against_best"], 3)
-        yield {"run of nvme-tune": str(number), "its settings": _settings(each["aio"]), "seconds": seconds,
-               "/ the sweep's best (min - max)": ratio}  # fmt: skip
-
-
-def duel_rows(duels: Iterable[Json]) -> Iterator[Cells]:
-    """Settings against the default."""
-    for each in duels:
-        ratio, noise = (f"{each[name]:.3f}" for name in ("ratio", "noise"))
-        yield {"settings": _settings(each["aio"]), "/ the default": ratio, "noise": noise}
-
-
-def _settings(aio: Json) -> str:
-    words = [f"{size_words(aio['block_size'])} blocks", f"depth {aio['queue_depth']}"]
-    words += [f"intra_op_parallelism {aio['intra_op_parallelism']}"]
-    return ", ".join(words + [name for name in ("single_submit", "overlap_events") if aio[name]])
-
-
 def machine_rows(description: Json, number: int) -> Iterator[Cells]:
-    """Of a description by page_machine.py."""
+    """Of a description by page.py."""
     for name, words in {**description["machine"], **description["settings"]}.items():
         yield {f"machine {number}": name, " ": words}
     for name, place in description["places"].items():
         kept = {key: words.partition(" (")[0] if key == "file system" else words for key, words in place.items()}
         yield {f"machine {number}": f"`{name}`", " ": "; ".join(f"{key}: {words}" for key, words in kept.items())}
-
-
-def aim_rows(aims: Json) -> Iterator[Cells]:
-    """What gpu_io.py aims at."""
-    for words, aim in aims.items():
-        yield {"aim": words, "reached (min - max)": spread(aim["ratio"], 3), "at least": f"{aim['least']:g}"}
-
-
-def memory_rows(memory: Json) -> Iterator[Cells]:
-    """Of raw_io's group memory."""
-    for name, size in memory.items():
-        yield {"": name.replace("_", " "), "bytes": "unknown" if size is None else size_words(size)}
 
 
 def shown(document: Json) -> str:
@@ -234,8 +192,7 @@ def _part(macro: str, *values: object) -> str:
 
 
 _FILTERS = {
-    "table": table, "rows": measured_rows, "blocks": block_rows, "scaling": scaling_rows, "tuned": tuned_rows,
-    "duels": duel_rows, "machine": machine_rows, "aims": aim_rows, "memory": memory_rows, "shown": shown,
+    "table": table, "rows": measured_rows, "blocks": block_rows, "machine": machine_rows, "shown": shown,
     "size": size_words, "wrapped": _wrapped,
 }  # fmt: skip
 _ENVIRONMENT = jinja2.Environment(

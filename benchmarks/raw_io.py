@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import functools
+import mmap
 import os
+import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import IO, Any, cast
 
 import torch
 
 import nvme_ops
-from benchmarks import command, file_rows, small_io
-from nvme_ops.bench.engines import deepspeed
-from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, Unavailable, timed
-from nvme_ops.bench.tables import Table
+from benchmarks import command
+from benchmarks.command import Program, Run
 from nvme_ops.engine import engine_of
-from nvme_ops.measuring.files import make_cold
-from nvme_ops.measuring.scratch import scratch_folder
+from nvme_ops.measure import fio
+from nvme_ops.measure.engines import (
+    Contender,
+    Task,
+    load_deepspeed,
+    locked_tensor,
+    make_row,
+    saved_row,
+    tensor_row,
+    unavailable,
+)
+from nvme_ops.measure.files import make_cold, make_warm
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, median_latency, timed
+from nvme_ops.measure.tables import Table
 from nvme_ops.op_builder import AsyncIOBuilder
+from nvme_ops.settings import PAGE, Settings
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -39,12 +50,17 @@ GROUPS = {
     "memory": "staging memory of a default handle",
     "start": "from a fresh process to the first handle",
 }
-_SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, rows, reference
-    "random": ("kIOPS", small_io.random_rows, small_io.FIO_RANDOM),
-    "latency": ("us", small_io.latency_rows, small_io.PYTHON_DIRECT),
-    "submit": ("us", small_io.submit_rows, ""),
-}
-
+BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
+LOCKED, PAGEABLE = "DeepSpeed, locked", "DeepSpeed, pageable"
+PREADV = "os.preadv in 64 MiB pieces"
+FIO_RANDOM = "fio randread 4k, depth 128"
+PYTHON_DIRECT = "python open(O_DIRECT) + preadv + close"
+LEARNING = 20  # transfers
+_PIECE = 64 * MIB
+_REQUESTS = 16384
+_FIO_TIMES = 4  # fio's clock counts milliseconds: with more of the same requests that is fine enough
+_CALLS = 500  # of one kind in one round
+_PLAIN = {"python": ("python readinto", "numpy tofile + fsync"), "torch": ("torch.load", "torch.save + fsync")}
 # prints the seconds from torch's import to the first handle
 _START = """
 import time
@@ -56,30 +72,197 @@ print("\\n", time.perf_counter() - start)
 """
 
 
-def table(group: str, task: Task, with_deepspeed: bool) -> Table:
-    """The table of a group, not measured yet."""
-    if group in _SMALL:
-        unit, make, reference = _SMALL[group]
-        return Table(group, GROUPS[group], unit, make(task), reference)
-    title = f"{GROUPS[group]}, {size_words(task.size)}"
-    if group == "cached":
-        return Table(group, title, "GB/s", file_rows.cached_rows(task), file_rows.PREADV)
-    rows = file_rows.fio_rows(task) + file_rows.nvme_ops_rows(task)
-    rows += file_rows.deepspeed_rows(task) if with_deepspeed else []
-    return Table(group, title, "GB/s", rows + file_rows.plain_rows(task), file_rows.FIO_BEST)
+def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
+    """Has an adaptive handle learn before the row is checked."""
+    check = row.check
+
+    def learn_and_check() -> None:
+        for _ in range(LEARNING):
+            use()
+            make_cold(path)
+        check()
+
+    row.check = learn_and_check
+    return row
 
 
-def staging(path: str, size: int) -> dict[str, int | None]:
-    """Bytes of staging memory before, during (the most that was seen) and after one cold read, and what else was kept.
+def save_through_us(value: object, path: str) -> None:
+    """``torch.save`` to ``nvme_ops.open``; on the device when it returns."""
+    with nvme_ops.open(path, "w") as file:
+        torch.save(value, cast(IO[bytes], file))
+        file.sync()
 
-    ``peak_resident_growth`` is how far the whole process grew beyond the tensor; None where the kernel does not say.
+
+def load_through_us(path: str) -> Any:
+    """``torch.load`` from ``nvme_ops.open``."""
+    with nvme_ops.open(path) as file:
+        return torch.load(cast(IO[bytes], file))
+
+
+def mover(handle: Any, task: Task) -> Callable[[torch.Tensor], object]:
+    """Moves a tensor from or to the file, by a handle of this package or of DeepSpeed."""
+    move = handle.sync_pwrite if task.write else handle.sync_pread
+    return lambda tensor: move(tensor, task.path)
+
+
+def fio_row(task: Task, name: str = fio.NAME, variants: list[fio.Variant] = fio.BEST) -> Row:
+    """Fio over the file of a task."""
+    return fio.row(name, task.pattern, lambda: task.path, task.size, task.set_out, variants)
+
+
+def large_rows(task: Task, deepspeed: bool) -> list[Row]:
+    """Those who read and write one large file: fio, this package, DeepSpeed, NumPy and torch."""
+    handle = task.handle
+    start = handle.async_pwrite if task.write else handle.async_pread
+
+    def start_and_wait(tensor: torch.Tensor) -> None:
+        start(tensor, task.path)
+        handle.wait()
+
+    blocking = mover(handle, task)
+    plain = [make_row(Contender(engine, Settings(), names[task.write]), task) for engine, names in _PLAIN.items()]
+    name = "torch.save to nvme_ops.open + sync" if task.write else "torch.load from nvme_ops.open"
+    path = f"{task.path}.pt"  # the other torch row's, which has been checked before this one's first pass
+    return [
+        fio_row(task),
+        fio_row(task, "fio default", [(fio.DEFAULT, "")]),
+        tensor_row(task, "nvme_ops, locked", lambda: task.locked, blocking, LOCKED),
+        tensor_row(task, "nvme_ops, nvme_ops.empty", lambda: task.huge, blocking),
+        tensor_row(task, "nvme_ops, pageable", lambda: task.pageable, blocking, PAGEABLE),
+        tensor_row(task, "nvme_ops, locked, async + wait", lambda: task.locked, start_and_wait),
+        tensor_row(task, "nvme_ops, pageable, async + wait", lambda: task.pageable, start_and_wait),
+        *(deepspeed_rows(task) if deepspeed else []),
+        *plain,
+        saved_row(task, name, path, partial(save_through_us, task.buffer, path), partial(load_through_us, path)),
+    ]
+
+
+def deepspeed_rows(task: Task) -> list[Row]:
+    """DeepSpeed's default handle, with its own locked memory and with an ordinary tensor."""
+    try:
+        handle = load_deepspeed().aio_handle()
+    except Unavailable as reason:
+        return [unavailable(name, str(reason)) for name in (LOCKED, PAGEABLE)]
+    locked = functools.cache(lambda: locked_tensor(handle, task.size))
+    memories: dict[str, Callable[[], torch.Tensor]] = {LOCKED: locked, PAGEABLE: lambda: task.pageable}
+    return [tensor_row(task, name, memory, mover(handle, task)) for name, memory in memories.items()]
+
+
+def cached_rows(task: Task) -> list[Row]:
+    """A file in the page cache into the same ordinary tensor, by plain Python and by a default handle."""
+
+    def by_pieces(tensor: torch.Tensor) -> None:
+        descriptor = os.open(task.path, os.O_RDONLY)
+        try:
+            with tensor.numpy().data as view:
+                position = 0
+                while position < len(view):
+                    position += os.preadv(descriptor, [view[position : position + _PIECE]], position)
+        finally:
+            os.close(descriptor)
+
+    rows = [
+        tensor_row(task, PREADV, lambda: task.pageable, by_pieces),
+        tensor_row(task, "nvme_ops, pageable", lambda: task.pageable, mover(task.handle, task)),
+        tensor_row(task, "nvme_ops, nvme_ops.empty", lambda: task.huge, mover(task.handle, task)),
+    ]
+    for row in rows:
+        row.before = lambda: make_warm(task.path)
+    return rows
+
+
+def random_rows(task: Task) -> list[Row]:
+    """Random reads of 4 KiB past the page cache, many in one call: operations per second."""
+    count = min(_REQUESTS, task.size // PAGE)
+    generator = random.Random(1)
+    offsets = [generator.randrange(task.size // PAGE) * PAGE for _ in range(count)]
+
+    def row(name: str, memory: torch.Tensor) -> Row:
+        def read() -> None:
+            task.handle.submit_preadv(memory, task.path, offsets).result()
+
+        def check() -> None:
+            for index in (0, count // 2, count - 1):
+                _compare(memory[index], task.path, offsets[index])
+
+        return Row(name, lambda: timed(read, count), task.set_out, check)
+
+    shape: list[fio.Variant] = [(fio.RANDOM, "")]
+    size = count * PAGE * _FIO_TIMES
+    return [
+        fio.row(FIO_RANDOM, "randread", lambda: task.path, size, task.set_out, shape, operations=True),
+        row("nvme_ops submit_preadv, nvme_ops.empty", nvme_ops.empty(count, PAGE, dtype=torch.uint8)),
+        row("nvme_ops submit_preadv, pageable", torch.zeros(count, PAGE, dtype=torch.uint8)),
+    ]
+
+
+def latency_rows(task: Task) -> list[Row]:
+    """One blocking read of 4 KiB by path, each at an offset of its own, past the page cache."""
+    generator = random.Random(2)
+    tensor = torch.zeros(PAGE + 64, dtype=torch.uint8)[1 : PAGE + 1]  # an odd address: direct I/O cannot use it
+    aligned = mmap.mmap(-1, PAGE)
+
+    def by_handle(position: int) -> None:
+        task.handle.read(tensor, task.path, False, position)
+
+    def by_python(position: int) -> None:
+        descriptor = os.open(task.path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            os.preadv(descriptor, [aligned], position)
+        finally:
+            os.close(descriptor)
+
+    def check() -> None:
+        by_handle(PAGE)
+        _compare(tensor, task.path, PAGE)
+
+    def run(call: Callable[[int], None]) -> Sample:
+        places = (generator.randrange(task.size // PAGE) * PAGE for _ in range(_CALLS))
+        return median_latency(partial(call, place) for place in places)
+
+    return [
+        Row(PYTHON_DIRECT, partial(run, by_python), task.set_out),
+        Row("nvme_ops handle.read, misaligned tensor", partial(run, by_handle), task.set_out, check),
+    ]
+
+
+def submit_rows(task: Task) -> list[Row]:
+    """How soon ``submit_pread`` returns; ``result()``, not timed, follows each."""
+
+    def row(name: str, tensor: torch.Tensor) -> Row:
+        under_way: list[nvme_ops.IoFuture] = []
+
+        def calls() -> Iterator[Callable[[], object]]:
+            for number in range(_CALLS):
+                place = number * tensor.nbytes % (task.size - tensor.nbytes + 1)
+                yield lambda place=place: under_way.append(  # type: ignore[misc]
+                    task.handle.submit_pread(tensor, task.path, place)
+                )
+                under_way.pop().result()
+
+        return Row(name, lambda: median_latency(calls()), task.set_out)
+
+    sizes = {"4 KiB": PAGE, "1 MiB": MIB}
+    return [row(f"submit_pread of {words}", torch.zeros(size, dtype=torch.uint8)) for words, size in sizes.items()]
+
+
+def _compare(tensor: torch.Tensor, path: str, offset: int) -> None:
+    with open(path, "rb") as file:
+        if tensor.numpy().tobytes() != os.pread(file.fileno(), PAGE, offset):
+            raise WrongData(f"the page at {offset} differs")
+
+
+def memory_rows(task: Task) -> list[Row]:
+    """Staging memory before, during (the most that was seen) and after one cold read, and what else was kept.
+
+    The last row is how far the whole process grew beyond the tensor, where the kernel says so.
     """
     native = AsyncIOBuilder().load()
     native.trim_pool()
     handle = nvme_ops.aio_handle()
     engine = engine_of(handle)
-    tensor = torch.zeros(size, dtype=torch.uint8)
-    make_cold(path)
+    tensor = torch.zeros(task.size, dtype=torch.uint8)
+    make_cold(task.path)
     seen, ended = [engine.staging_bytes()], threading.Event()
 
     def watch() -> None:
@@ -87,94 +270,88 @@ def staging(path: str, size: int) -> dict[str, int | None]:
             seen.append(engine.staging_bytes())
 
     def read() -> None:
-        handle.async_pread(tensor, path)  # a blocking call's own staging memory cannot be asked for meanwhile
+        handle.async_pread(tensor, task.path)  # a blocking call's own staging memory cannot be asked for meanwhile
         handle.wait()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        peak = timed(read, size).peak_bytes
+        peak = timed(read, task.size).peak_bytes
     finally:
         ended.set()
         watcher.join()
     time.sleep(0.2)  # the lane's thread gives its memory back after it has told the waiting one
-    return {
-        "idle_before": seen[0],
+    found = {
+        "idle before": seen[0],
         "busy": max(seen),
-        "idle_after": engine.staging_bytes(),
-        "pool_kept": native.pool_statistics()["cached_bytes"],
-        "peak_resident_growth": peak,
+        "idle after": engine.staging_bytes(),
+        "pool kept": native.pool_statistics()["cached_bytes"],
+        "peak resident growth": peak,
     }
+    return [Row(name, samples=[None if value is None else Sample(1, value)]) for name, value in found.items()]
 
 
-def start_rows(scratch: str, packages: list[str], rounds: int) -> list[Row]:
+def start_rows(packages: list[str], rounds: int) -> list[Row]:
     """For each package: the whole process from an empty cache, once, then what a warm start takes beyond torch."""
-    return [row for package in packages for row in _measured(scratch, package, rounds)]
+    made = []
+    for package in packages:
+        cold, warm = Row(f"{package}, empty cache, whole process"), Row(f"{package}, warm, beyond importing torch")
+        program = _START.format(builder=BUILDERS[package])
+        extensions = tempfile.mkdtemp(prefix="nvme_ops-extensions-")
+        try:
+            for number in range(1 + rounds):
+                start = time.perf_counter()
+                beyond = command.in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
+                warm.samples += [Sample(beyond, 1)] if number else []
+                cold.samples += [] if number else [Sample(time.perf_counter() - start, 1)]
+        except Unavailable as reason:
+            cold.note = warm.note = str(reason)
+        finally:
+            shutil.rmtree(extensions, ignore_errors=True)
+        made += [cold, warm]
+    return made
 
 
-def _measured(scratch: str, package: str, rounds: int) -> list[Row]:
-    extensions = os.path.join(scratch, f"extensions-{package}")
-    cold = Row(f"{package}, empty cache, whole process", lambda: first_handle(package, extensions)[0])
-    warm = Row(f"{package}, warm, beyond importing torch", lambda: first_handle(package, extensions)[1])
-    try:
-        for number, row in enumerate([cold] + rounds * [warm]):
-            command.show_progress(f"round {number} of {rounds}: {row.name}")
-            row.samples.append(row.run())
-    except Unavailable as reason:
-        cold.note = warm.note = str(reason)
-    finally:
-        shutil.rmtree(extensions, ignore_errors=True)
-    return [cold, warm]
+_SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, rows, reference
+    "random": ("kIOPS", random_rows, FIO_RANDOM),
+    "latency": ("us", latency_rows, PYTHON_DIRECT),
+    "submit": ("us", submit_rows, ""),
+    "memory": ("bytes", memory_rows, ""),
+}
 
 
-def first_handle(package: str, extensions: str) -> tuple[Sample, Sample]:
-    """The time of a new process that makes one handle: all of it, and what came after importing torch.
-
-    Raises Unavailable with the last line that it said when it did not come to a handle.
-    """
-    start = time.perf_counter()
-    program = _START.format(builder=command.BUILDERS[package])
-    beyond_torch = command.in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
-    return Sample(time.perf_counter() - start, 1), Sample(float(beyond_torch), 1)
-
-
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Generator[Table, None, None]:
-    """Of one folder. The group ``memory`` is measured and printed here."""
-    path = command.data_file(scratch, run.given.size)
-    for group in run.given.groups:
-        if group == "memory":
-            found["memory"] = staging(path, run.given.size)
-            print(f"\n{GROUPS[group]}")
-            for name, size in found["memory"].items():
-                print(f"{name.replace('_', ' '):22}{'unknown' if size is None else size_words(size)}", flush=True)
-        elif group != "start":
-            # a new one for each, so that a table's memory is free before the next
-            task = Task(path, run.given.size, group == "write", pageable_memory=True)
-            yield table(group, task, not run.given.no_deepspeed)
-
-
-def measure(given: argparse.Namespace) -> command.Run:
-    """All groups."""
-    if not given.no_deepspeed and {"read", "write"} & set(given.groups):
+def prepare(given: Namespace) -> dict[str, str]:
+    """Loads DeepSpeed's op, where its rows are wanted: it must come before this package's."""
+    if not given.no_deepspeed and {"read", "write", "read-load", "write-load"} & set(given.groups):
         command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
-        deepspeed.load()
-    run = command.Run(given)
-    given.path = [] if given.groups == ["start"] else given.path  # it has nothing to do with a folder
-    run.folders(2, tables)
-    if "start" in given.groups:
-        packages = ["nvme_ops", "DeepSpeed"] if given.build_times else ["nvme_ops"]
-        with scratch_folder(tempfile.gettempdir(), 64 * MIB) as scratch:
-            rows = start_rows(scratch, packages, given.rounds)
-        run.result["start"] = run.show("start", Table("start", GROUPS["start"], "s", rows))
-    return run
+        with contextlib.suppress(Unavailable):
+            load_deepspeed()
+    return {}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or a row moved wrong bytes; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.add_argument("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes")
-    return command.run(command.parse(parser, words), measure)
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+    """Of one folder; those of a fresh process have nothing to do with it, and come once."""
+    given = run.given
+    path = command.data_file(scratch, given.size)
+    for group in given.groups:
+        # a new one for each, so that a table's memory is free before the next
+        task = Task(path, given.size, group == "write", pageable_memory=True)
+        title = f"{GROUPS[group]}, {size_words(task.size)}"
+        if group in _SMALL:
+            unit, make, reference = _SMALL[group]
+            yield Table(group, GROUPS[group], unit, make(task), reference)
+        elif group == "cached":
+            yield Table(group, title, "GB/s", cached_rows(task), PREADV)
+        elif group != "start":
+            yield Table(group, title, "GB/s", large_rows(task, not given.no_deepspeed), fio.NAME)
+        elif len(run.result["folders"]) == len(given.folder):
+            packages = list(BUILDERS) if given.build_times else ["nvme_ops"]
+            yield Table(group, GROUPS[group], "s", start_rows(packages, given.rounds))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(
+    GROUPS,
+    tables,
+    prepare=prepare,
+    flags=lambda add: add("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes"),
+)

@@ -1,60 +1,176 @@
 """Reads and writes over 1, 2, 4 devices at once: this package beside fio, and the sum of what each device does alone.
 
-The devices are made of memory and limited to a fixed rate each (throttled.py), so that scaling shows on one machine: it
-is the programs that are measured, not any disk. ``nvme-bench --scaling`` does the same on devices that exist.
+The devices are made of memory and limited to a fixed rate each, so that scaling shows on one machine: it is the
+programs that are measured, not any disk. ``nvme-bench --scaling`` does the same on devices that exist. Each is a file
+in /dev/shm under a loop device with ext4, which the kernel limits for the processes of one cgroup, reads and writes
+apart; what kernel threads write back is not limited. It gives out a rate in slices of a tenth of a second: powers of
+two are kept within 1 %, others may begin with a slice too much; who begins within the slice of the one before gets the
+pause as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import sys
+import shutil
+import signal
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
+from typing import Any
 
 import nvme_ops
-from benchmarks import command
-from benchmarks.throttled import Devices, join, throttled
+from benchmarks import cgroups, command
+from benchmarks.cgroups import Group, join
+from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import fio, machine
-from nvme_ops.bench.engines import Contender, make_row
-from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, WrongData, interleave, timed
-from nvme_ops.bench.ranks import joint_row
-from nvme_ops.bench.remote import Remote
-from nvme_ops.bench.run import Scaling, scaling_of
-from nvme_ops.bench.tables import Table, as_json, with_range
-from nvme_ops.measuring import files
+from nvme_ops.limits import free_memory
+from nvme_ops.measure import fio, machine, stop
+from nvme_ops.measure.engines import Contender, Task, make_row
+from nvme_ops.measure.files import NotUsable
+from nvme_ops.measure.remote import Remote, joint_row
+from nvme_ops.measure.rows import Row, Sample, paired_ratios, spread, timed
+from nvme_ops.measure.tables import Table
 from nvme_ops.settings import Settings
-from nvme_ops.text import MIB, columns_text, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {"read": "reads of files that are not in the page cache", "write": "writes over existing files"}
 LEAST = 0.95  # of the sum: what this package aims at
+MEMORY = "/dev/shm"
+PREFIX = "nvme_ops-throttled-"
 _PAUSE = 0.3  # seconds: more than two slices of the kernel's
+_PATIENCE = 10.0  # seconds for processes to end
+_TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 
 FIO = "fio, a job each"
 PROCESSES = "nvme_ops, a process each"
 HANDLES = "nvme_ops, one process, a handle each"
 HANDLE = "nvme_ops, one handle"
-_FIO_SHAPE = ["--bs=1M", "--iodepth=16"]  # of every job; all their huge pages fit into what is reserved for one run
+_SHAPE = ["--bs=1M", "--iodepth=16"]  # of every job; all their huge pages fit into what is reserved for one run
 
 
-def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 on wrong ones."""
-    parser = command.parser(__file__, __doc__, GROUPS, folders=False)
-    parser.add_argument(
-        "--devices", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers (default 1 2 4)"
-    )
-    parser.add_argument("--rate", type=size, default="512M", help="of each, bytes per second (default 512M)")
-    given = command.parse(parser, words)
-    given.devices = sorted(set(given.devices))
-    return given
+# The devices
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Mounted file systems, one on each device, by the device's MAJOR:MINOR."""
+
+    folders: dict[str, str]
+    rate: int  # bytes per second
+    group: Group
+
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lifts the limits, for what is not measured."""
+        try:
+            for number in self.folders:
+                self.group.limit_device(number, None)
+            yield
+        finally:
+            for number in self.folders:
+                self.group.limit_device(number, self.rate)
+
+
+@contextlib.contextmanager
+def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
+    """So many devices of ``size`` bytes that read and write ``rate`` bytes per second, each.
+
+    They are gone at the end, whatever happened in between, and with them every process that is still in their cgroup.
+    Signals that come while they are made or taken down act afterwards.
+
+    Raises:
+        NotUsable: root, loop devices, a tool, memory or the cgroup's controller is missing; it says which.
+    """
+    _require(count * size)
+    with contextlib.ExitStack() as stack:
+        try:
+            with stop.deferred():
+                group = stack.enter_context(cgroups.group("io"))
+                place = tempfile.mkdtemp(prefix=PREFIX)
+                stack.callback(os.rmdir, place)
+                made = dict(_make_device(stack, os.path.join(place, str(number)), size) for number in range(count))
+                for number in made:
+                    group.limit_device(number, rate)
+                stack.callback(end_processes, group)  # before anything is unmounted
+                for number in made:  # lest they end at the rate of what they have begun
+                    stack.callback(group.limit_device, number, None)
+            yield Devices(made, rate, group)
+        finally:
+            with stop.deferred():
+                stack.close()
+
+
+def _require(memory: int) -> None:
+    if os.geteuid() != 0:
+        raise NotUsable("throttled devices need root: for loop devices, mounts and a cgroup")
+    for tool in _TOOLS:
+        if shutil.which(tool) is None:
+            raise NotUsable(f"{tool} is not installed: apt-get install util-linux mount e2fsprogs")
+    if not os.path.isdir(MEMORY):
+        raise NotUsable(f"{MEMORY} does not exist: mount -t tmpfs tmpfs {MEMORY}")
+    free = min(shutil.disk_usage(MEMORY).free, free_memory())
+    if free < memory:
+        words = f"{size_words(memory)} of memory are needed and there are {size_words(free)}"
+        raise NotUsable(f"{MEMORY}: {words}; choose fewer or smaller devices")
+
+
+def _make_device(stack: contextlib.ExitStack, folder: str, size: int) -> tuple[str, str]:
+    """The device's MAJOR:MINOR, and the folder in which it is mounted."""
+    descriptor, image = tempfile.mkstemp(prefix=PREFIX, suffix=".img", dir=MEMORY)
+    stack.callback(os.unlink, image)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # all pages now, or the first write would be slower
+    except OSError as error:
+        raise NotUsable(f"{MEMORY}: {error.strerror}; choose fewer or smaller devices") from error
+    finally:
+        os.close(descriptor)
+    device = run_tool("losetup", "--find", "--show", image)
+    stack.callback(run_tool, "losetup", "--detach", device)
+    # no journal, which kernel threads would write, no reserve, and no inodes beyond what benchmarks need
+    options = ["-q", "-F", "-m", "0", "-b", "4096", "-N", "256", "-O", "^has_journal", "-E", "nodiscard"]
+    run_tool("mkfs.ext4", *options, device)
+    os.mkdir(folder)
+    stack.callback(os.rmdir, folder)
+    run_tool("mount", "-o", "nodiscard", device, folder)
+    stack.callback(_unmount, folder)
+    return Path("/sys/block", os.path.basename(device), "dev").read_text(encoding="ascii").strip(), folder
+
+
+def _unmount(folder: str) -> None:
+    try:
+        run_tool("umount", folder)
+    except NotUsable:  # someone's working folder or open file
+        run_tool("umount", "--lazy", folder)
+
+
+def end_processes(group: Group) -> None:
+    """Kills them; this one, if it is among them, leaves."""
+    end, processes = time.monotonic() + _PATIENCE, Path(group.processes)
+    while listed := processes.read_text(encoding="ascii").split():
+        for process in listed:
+            with contextlib.suppress(ProcessLookupError):
+                if int(process) != os.getpid():
+                    os.kill(int(process), signal.SIGKILL)
+        if str(os.getpid()) in listed:
+            join(str(group.path.parent / "cgroup.procs"))
+        if time.monotonic() > end:
+            return
+        time.sleep(0.02)
+
+
+def run_tool(*words: str) -> str:
+    """What a program prints. Raises NotUsable with its words."""
+    # in a session of its own: Ctrl-C on the terminal does not stop it halfway
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        raise NotUsable(said if said.startswith(words[0]) else f"{words[0]}: {said}")
+    return done.stdout.strip()
 
 
 # What runs in the processes that are limited
@@ -69,27 +185,24 @@ def device_rows(processes: str, task: Task) -> list[Row]:
 def fio_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> list[Row]:
     """Fio on each device alone, and on the first so many of them."""
     join(processes)
-    return [_fio_row([task]) for task in tasks] + [_fio_row(tasks[:count]) for count in counts]
 
+    def row(those: Sequence[Task]) -> Row:
+        paths = [task.path for task in those]
+        before = partial(_all, [task.set_out for task in those])
+        return fio.row(FIO, those[0].pattern, lambda: paths, those[0].size, before, fio.variants(_SHAPE))
 
-def _fio_row(tasks: Sequence[Task]) -> Row:
-    def before() -> None:
-        for task in tasks:
-            task.set_out()
-
-    paths, pattern = [task.path for task in tasks], "write" if tasks[0].write else "read"
-    return fio.row(FIO, pattern, lambda: paths, tasks[0].size, before, fio.variants(_FIO_SHAPE))
+    return [row([task]) for task in tasks] + [row(tasks[:count]) for count in counts]
 
 
 def handle_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> list[Row]:
     """One process for so many devices: a handle for each, then one handle for all."""
     join(processes)
     handles = [nvme_ops.aio_handle() for _ in tasks]
-    apart = [_shared_row(HANDLES, tasks[:count], handles[:count]) for count in counts]
-    return apart + [_shared_row(HANDLE, tasks[:count], handles[:1] * count) for count in counts]
+    apart = [shared_row(HANDLES, tasks[:count], handles[:count]) for count in counts]
+    return apart + [shared_row(HANDLE, tasks[:count], handles[:1] * count) for count in counts]
 
 
-def _shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) -> Row:
+def shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) -> Row:
     """All transfers are begun, then waited for."""
 
     def move() -> None:
@@ -106,17 +219,10 @@ def _shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio
 
     def check() -> None:
         for task in tasks:
-            if task.write:
-                task.written += 1
-                task.buffer[::4096] = task.written % 256  # as tensor_row does
-            else:
-                task.buffer.zero_()
-            task.set_out()
+            task.mark(task.buffer)
         move()
         for task in tasks:
-            there = files.checksum(task.path) if task.write else task.content
-            if files.tensor_checksum(task.buffer) != there:
-                raise WrongData("tensor and file differ")
+            task.compare(task.buffer)
 
     return Row(name, lambda: timed(move, sum(task.size for task in tasks)), before, check)
 
@@ -124,123 +230,82 @@ def _shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio
 # What is measured with them
 
 
-@dataclass
-class Rows:
-    """The rows of one direction: of each device alone, and by contender and number of devices."""
-
-    alone: list[Row]
-    together: dict[tuple[str, int], Row]
-
-    def all(self) -> list[Row]:
-        """In the order of the table. With one device fio's is the first of those alone."""
-        return self.alone + [row for row in self.together.values() if row is not self.alone[0]]
-
-    def scaling(self) -> list[Scaling]:
-        """Over the sum of the first so many devices alone, round by round."""
-        return [scaling_of(name, row, self.alone[:count]) for (name, count), row in self.together.items()]
-
-
-def make_rows(stack: contextlib.ExitStack, devices: Devices, size: int, write: bool, counts: Sequence[int]) -> Rows:
-    """Their processes end with ``stack``."""
-    processes = str(devices.group.processes)
-    tasks = [Task(os.path.join(folder, "data"), size, write) for folder in devices.folders]
+def make_rows(
+    stack: contextlib.ExitStack, devices: Devices, size: int, write: bool, counts: Sequence[int]
+) -> tuple[list[Row], dict[tuple[str, int], Row]]:
+    """The rows of each device alone, and by contender and number of devices. Their processes end with ``stack``."""
+    tasks = [Task(os.path.join(folder, "data"), size, write) for folder in devices.folders.values()]
 
     def remote(make: Callable[..., list[Row]], *words: object) -> Remote:
-        return stack.enter_context(Remote(make, processes, *words))
+        return stack.enter_context(Remote(make, devices.group.processes, *words))
 
     several = [count for count in counts if count > 1]
     of_fio = remote(fio_rows, tasks, several)
     of_handles = remote(handle_rows, [replace(task) for task in tasks], several)
     of_devices = [remote(device_rows, replace(task)) for task in tasks]
-    alone = [of_fio.row(f"{FIO.partition(',')[0]}, device {number} alone", number) for number in range(len(tasks))]
-    together = {(FIO, 1): alone[0]} if 1 in counts else {}
+    alone = [of_fio.row(f"fio, device {number} alone", number) for number in range(len(tasks))]
+    together = {(FIO, 1): replace(alone[0])} if 1 in counts else {}
     together |= {(FIO, count): of_fio.row("", len(tasks) + place) for place, count in enumerate(several)}
     together |= {(PROCESSES, count): joint_row("", of_devices[:count], 0) for count in counts}
     for start, name in ((0, HANDLES), (len(several), HANDLE)):
         together |= {(name, count): of_handles.row("", start + place) for place, count in enumerate(several)}
     for (name, count), row in together.items():
-        row.name = row.name or f"{name}, {count} {'device' if count == 1 else 'devices'}"
-    rows = Rows(alone, together)
-    for row in rows.all():
-        row.before, row.check = partial(_settled, row.before), devices.unlimited()(row.check)
-    return rows
+        row.name = f"{name}, {count} {'device' if count == 1 else 'devices'}"
+    for row in [*alone, *together.values()]:
+        # a pause, or who begins soon after another would get the time in between as credit from the kernel
+        row.before = partial(_all, [row.before, partial(time.sleep, _PAUSE)])
+        row.check = devices.unlimited()(row.check)
+    return alone, together
 
 
-def _settled(before: Callable[[], None]) -> None:
-    """With a pause, or who begins soon after another would get the time in between as credit from the kernel."""
-    before()
-    time.sleep(_PAUSE)
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """All directions."""
-    run = command.Run(given, rate=given.rate, devices=given.devices, least=LEAST, tables=[], scaling=[])
-    found: dict[str, list[Scaling]] = {}
+def sums(alone: Sequence[Row], counts: Sequence[int]) -> dict[int, Row]:
+    """What the first so many devices do alone, added up, over the rounds in which all of them succeeded."""
+    made = {count: Row(f"the sum of {count} alone") for count in counts}
+    for count, row in made.items():
+        for taken in zip(*(each.samples for each in alone[:count]), strict=True):
+            rates = [sample.rate for sample in taken if sample is not None]
+            row.samples.append(Sample(1, int(sum(rates))) if len(rates) == count else None)
+    return made
+
+
+def compared(group: str, title: str, alone: Sequence[Row], together: dict[tuple[str, int], Row]) -> Table:
+    """Each row over the sum of the same devices alone, round by round, and whether it reaches what is aimed at."""
+    added = sums(alone, sorted({count for _, count in together}))
+    for (name, count), row in together.items():
+        row.peer = added[count].name
+        found = spread(paired_ratios(row.samples, added[count].samples))
+        if found and name != FIO:
+            kept = "reached" if found.median >= LEAST else "missed"
+            row.note = "; ".join(filter(None, [f"aim {LEAST:g}: {kept}", row.note.replace("io_uring", "")]))
+    return Table(group, title, "GB/s", [*added.values(), *together.values()], peers="the sum of each alone")
+
+
+def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:
+    """All directions, over the same devices."""
+    given = run.given
     command.show_progress("making the devices")
     with throttled(max(given.devices), given.rate, given.size + given.size // 16 + 32 * MIB) as devices:
-        run.result["place"] = machine.place(devices.folders[0])
-        for folder in devices.folders:
+        found["place"] = machine.place(next(iter(devices.folders.values())))
+        for folder in devices.folders.values():
             command.data_file(folder, given.size)
         for group in given.groups:
             with contextlib.ExitStack() as stack:
-                rows = make_rows(stack, devices, given.size, group == "write", given.devices)
-                interleave(rows.all(), given.rounds, command.show_progress, warmups=0)
+                write, counts = group == "write", sorted(set(given.devices))
+                alone, together = make_rows(stack, devices, given.size, write, counts)
+                run.measure([*alone, *together.values()], warmups=0)
             words = f"{size_words(given.size)} each, devices limited to {given.rate / 1e6:.0f} MB/s each"
-            table, found[group] = Table(group, f"{GROUPS[group]}, {words}", "GB/s", rows.all()), rows.scaling()
-            run.tables[group] = [table]
-            run.result["tables"].append(as_json(table))
-            run.result["scaling"] += [{"group": group, **asdict(each)} for each in found[group]]
-            command.show_progress("")
-            print(f"\n{scaling_text(table.title, found[group], rows.all())}", flush=True)
-    if given.plot:
-        draw(found, given.plot)
-        given.plot = None  # or command.run would draw its bars
-    return run
+            yield compared(group, f"{GROUPS[group]}, {words}", alone, together)
 
 
-def scaling_text(title: str, found: Sequence[Scaling], rows: Sequence[Row]) -> str:
-    """The rate of so many devices at once, and over the sum of each alone; then what rows had to say."""
-    lines = [["", "devices", "GB/s (min - max)", "/ sum of each alone", ""]]
-    for each in found:
-        judged = each.ratio if "nvme_ops" in each.engine else None
-        words = f"aim {LEAST:g}: {'reached' if judged.median >= LEAST else 'missed'}" if judged else ""
-        lines.append([each.engine, str(each.devices), with_range(each.rate, 4), with_range(each.ratio, 3), words])
-    notes = [f"{row.name}: {row.note}" for row in rows if row.note not in ("", "io_uring")]
-    return "\n".join([title, columns_text(lines), *notes])
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--devices", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers (default 1 2 4)")
+    add("--rate", type=size, default="512M", metavar="SIZE", help="of each, bytes per second (default 512M)")
 
 
-def draw(found: dict[str, list[Scaling]], path: str) -> None:
-    """Throughput by number of devices, and the sum of each alone. Needs matplotlib."""
-    import matplotlib  # type: ignore[import-not-found,unused-ignore]
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(found), figsize=(1 + 4.5 * len(found), 4.5), squeeze=False, sharey=True)
-    for axis, (group, scaling) in zip(axes[0], found.items(), strict=True):
-        ideal = {each.devices: each.alone.median for each in scaling if each.alone is not None}
-        axis.plot(list(ideal), list(ideal.values()), "--", color="gray", label="sum of each device alone")
-        names = list(dict.fromkeys(each.engine for each in scaling))
-        for place, name in enumerate(names):
-            beside = 0.06 * (place - (len(names) - 1) / 2)  # or they hide each other
-            for each in scaling:
-                if each.engine == name and (rate := each.rate):
-                    spread = [[rate.median - rate.low], [rate.high - rate.median]]
-                    axis.errorbar(each.devices + beside, rate.median, spread, fmt="o", capsize=3, markersize=4,
-                                  color=f"C{place}", label=name if each.devices == max(ideal) else None)  # fmt: skip
-        axis.set(title=group, xlabel="devices at once", xticks=sorted(ideal), ylim=(0, None))
-        axis.grid(visible=True, alpha=0.3)
-    axes[0][0].set_ylabel("GB/s: median, least and most")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when the devices cannot be made or a row moved wrong bytes; 2 for wrong arguments; 130: Ctrl-C."""
-    return command.run(arguments(words), measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, flags=flags, folders=False, rounds=5)

@@ -8,30 +8,29 @@ training steps of a model that computes for long, whose optimizer steps after th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib.util
+import itertools
 import os
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # so that it runs from anywhere, uninstalled too
 
 import torch
 
 import nvme_ops
 from benchmarks import command
-from benchmarks.file_rows import FIO_BEST
-from benchmarks.training_engines import engine_rows
-from benchmarks.training_worker import forget
+from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
-from nvme_ops.bench import fio
-from nvme_ops.bench.measure import Row, Sample, WrongData, timed
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring.files import require_space
-from nvme_ops.offload import NvmeOptimizer
+from nvme_ops.measure import fio
+from nvme_ops.measure.files import require_space
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measure.tables import Table
+from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -40,20 +39,12 @@ GROUPS = {
     "engines": "whole steps with states, or states and parameters, on storage: nvme_ops, and DeepSpeed on both ops",
 }
 MEMORY = "in memory"
-_WIDTH = 2048  # of a layer: 4 M parameters
+WIDTH, INNER = 2048, 8192
 _STATES = 8  # bytes for each parameter: exp_avg, exp_avg_sq
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
-
-
-def parameters(nbytes: int) -> list[torch.nn.Parameter]:
-    """Returns parameters of about so many bytes in all, with gradients."""
-    torch.manual_seed(1)
-    made = []
-    for _ in range(max(1, nbytes // (4 * _WIDTH * _WIDTH))):
-        each = torch.nn.Parameter(torch.randn(_WIDTH, _WIDTH))
-        each.grad = torch.randn(_WIDTH, _WIDTH)
-        made.append(each)
-    return made
+_COLUMNS = ("forward", "backward", "optimizer", "read per step", "written per step", "peak memory")
+_FIRST = 1  # steps before those that are counted: there are no states yet
+_BUFFERS = 12  # of DeepSpeed: three times the tensors of Adam
 
 
 class ByHand:
@@ -71,16 +62,25 @@ class ByHand:
         self._optimizer.state.clear()
 
 
-def step_rows(scratch: str, given: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[Table]:
+def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
     """All update equal parameters with equal gradients, so that they can be compared."""
-    made = {name: parameters(given.size) for name in (MEMORY, "nvme_ops", "by hand")}
+
+    def parameters() -> list[torch.nn.Parameter]:
+        torch.manual_seed(1)
+        made = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(max(1, given.size // (4 * WIDTH * WIDTH)))]
+        for each in made:
+            each.grad = torch.randn(WIDTH, WIDTH)
+        return made
+
+    made = {name: parameters() for name in (MEMORY, "nvme_ops", "by hand")}
     states = sum(each.numel() for each in made[MEMORY]) * _STATES
     ours = stack.enter_context(
         NvmeOptimizer(made["nvme_ops"], torch.optim.AdamW, scratch, memory_budget=given.budget, **_OPTIONS)
     )
     hand = ByHand(made["by hand"], os.path.join(scratch, "states.pt"))
     memory = torch.optim.AdamW(made[MEMORY], **_OPTIONS)
-    steps = {MEMORY: 0, "nvme_ops": 0, "by hand": 0}
+    steps = dict.fromkeys(made, 0)
+    before = partial(command.forget, scratch)
 
     def row(label: str, name: str, step: Callable[[], Any]) -> Row:
         def run() -> Sample:
@@ -91,35 +91,30 @@ def step_rows(scratch: str, given: argparse.Namespace, stack: contextlib.ExitSta
             while steps[MEMORY] < steps[name]:
                 steps[MEMORY] += 1
                 memory.step()
-            for one, other in zip(made[MEMORY], made[name], strict=True):
-                if not torch.equal(one, other):
-                    raise WrongData("a parameter differs from that of the optimizer in memory")
+            if not all(map(torch.equal, made[MEMORY], made[name])):
+                raise WrongData("a parameter differs from that of the optimizer in memory")
 
-        return Row(label, run, partial(forget, scratch), check)
+        return Row(label, run, before, check)
 
+    path = os.path.join(scratch, "fio")
+    nvme_ops.aio_handle().write(nvme_ops.empty(states, dtype=torch.uint8).fill_(1), path)
     rows = [
         row(MEMORY, MEMORY, memory.step),
         row(f"NvmeOptimizer, {size_words(given.budget)}", "nvme_ops", ours.step),
         row("torch.save and torch.load", "by hand", hand.step),
+        fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, states, before, fio.best(states)),
     ]
-    path = os.path.join(scratch, "fio")
-    nvme_ops.aio_handle().write(nvme_ops.empty(states, dtype=torch.uint8).fill_(1), path)
-    before = partial(forget, scratch)
-    rows.append(fio.row(f"{FIO_BEST}, half read, half written", "rw", lambda: path, states, before, fio.best(states)))
-    yield Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
+    return Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
 
 
-def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[Table]:
+def backward_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
     """A model of equal layers."""
-    count = max(1, given.size // (4 * _WIDTH * _WIDTH))
-    inputs = torch.randn(given.batch, _WIDTH)
-
-    def model() -> torch.nn.Module:
-        torch.manual_seed(1)
-        return torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(count)))
+    count = max(1, given.size // (4 * WIDTH * WIDTH))
+    inputs = torch.randn(given.batch, WIDTH)
 
     def row(label: str, make: Callable[[Any], torch.optim.Optimizer]) -> Row:
-        module = model()
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         optimizer = make(module.parameters())
 
         def step() -> None:
@@ -127,7 +122,7 @@ def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.Exi
             module(inputs).square().mean().backward()
             optimizer.step()
 
-        return Row(label, lambda: timed(step, given.batch), partial(forget, scratch))
+        return Row(label, lambda: timed(step, given.batch), partial(command.forget, scratch))
 
     def ours(overlap: Any) -> Callable[[Any], torch.optim.Optimizer]:
         options: dict[str, Any] = {"memory_budget": given.budget, "overlap": overlap, **_OPTIONS}
@@ -138,38 +133,196 @@ def backward_rows(scratch: str, given: argparse.Namespace, stack: contextlib.Exi
         row("NvmeOptimizer", ours(None)),
         row('NvmeOptimizer, overlap="backward"', ours("backward")),
     ]
-    yield Table("backward", f"{count} layers of {_WIDTH}, batch {given.batch}", "samples/s", rows, MEMORY, ())
+    return Table("backward", f"{count} layers of {WIDTH}, batch {given.batch}", "samples/s", rows, MEMORY, ())
 
 
-def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Generator[Table, None, None]:
+def engine_table(scratch: str, given: Namespace, _: contextlib.ExitStack) -> Table:
+    """All train the same model, and must find the losses of the one in memory."""
+    blocks = max(1, given.size // (2 * 4 * WIDTH * INNER))
+    batch, expected = given.batch_of_engines, list[float]()
+
+    def train(engine: str, parameters: bool) -> Sample:
+        if engine.startswith("deepspeed") and (given.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
+            raise Unavailable("left out" if given.no_deepspeed else "not installed: pip install deepspeed")
+        job = Job(engine, scratch, blocks, batch, _FIRST + given.steps, parameters, given.budget)
+        found = command.work("training", job)
+        if engine == "memory" and not expected:
+            expected.extend(found["losses"])
+        if expected and found["losses"] != expected:
+            if engine == "deepspeed":
+                raise Unavailable("other losses than in memory: see docs/deepspeed.md")
+            raise WrongData(f"losses {found['losses']} are not those of the model in memory, {expected}")
+        figures = {name: statistics.median(values[_FIRST:]) for name, values in found["figures"].items()}
+        seconds = figures["forward"] + figures["backward"] + figures["optimizer"]
+        return Sample(seconds, batch, peak_bytes=found["peak_bytes"], figures=figures)
+
+    rows = [Row(label, partial(train, engine, parameters), before=os.sync)
+            for label, (engine, parameters) in _ENGINES.items()]  # fmt: skip
+    title = f"AdamW, {blocks * 2 * WIDTH * INNER / 1e6:.0f} million parameters, batch {batch}"
+    return Table("engines", title, "samples/s", rows, MEMORY, _COLUMNS)
+
+
+# What follows runs in the row's own process.
+
+_ENGINES = {
+    MEMORY: ("memory", False),
+    "fully_shard, CPUOffloadPolicy": ("cpu_offload", False),
+    "nvme_ops, states": ("nvme_ops", False),
+    "nvme_ops, states and parameters": ("nvme_ops", True),
+    "DeepSpeed, states": ("deepspeed", False),
+    "DeepSpeed, states and parameters": ("deepspeed", True),
+    "DeepSpeed on our op, states": ("deepspeed on nvme_ops", False),
+    "DeepSpeed on our op, both": ("deepspeed on nvme_ops", True),
+}
+Phases = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Any], Callable[[], Any]]
+
+
+@dataclass
+class Job:
+    """What is asked of a process."""
+
+    engine: str
+    folder: str
+    blocks: int
+    batch: int
+    steps: int
+    parameters: bool  # whether these are on storage, not the states of the optimizer alone
+    budget: int  # for parameters, and for states
+
+
+class Block(torch.nn.Module):
+    """Two matrices of 16.8 million parameters, from (batch, WIDTH) to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, INNER, bias=False)
+        self.down = torch.nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds what it computes."""
+        out: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return out
+
+
+def _plain(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: str = "cpu") -> Phases:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return lambda x: module(x.to(device)).square().mean(), torch.Tensor.backward, step
+
+
+def _memory(module: torch.nn.Module, _: Job, __: contextlib.ExitStack) -> Phases:
+    return _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS))
+
+
+def _cpu_offload(module: torch.nn.Module, _: Job, __: contextlib.ExitStack) -> Phases:
+    """FSDP2 with all in host memory, which is what offloading to storage is compared with on a GPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    there = "cpu" if device is None else device.type
+    policy = CPUOffloadPolicy(pin_memory=there != "cpu")
+    options: dict[str, Any] = {"mesh": init_device_mesh(there, (1,)), "offload_policy": policy}
+    for block in module.children():
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    return _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS), there)
+
+
+def _nvme_ops(module: torch.nn.Module, job: Job, stack: contextlib.ExitStack) -> Phases:
+    options: dict[str, Any] = {"memory_budget": job.budget, **_OPTIONS}
+    if job.parameters:
+        torch.manual_seed(1)
+        stack.enter_context(swap_params(module, job.folder, memory_budget=job.budget))
+        options |= {"overlap": "backward", "free_gradients": True}
+    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, job.folder, **options)
+    return _plain(module, stack.enter_context(optimizer))
+
+
+def _deepspeed(module: torch.nn.Module, job: Job, _: contextlib.ExitStack) -> Phases:
+    """ZeRO stage 3, on its own op."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+    import deepspeed as engine_module  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine_module.init_distributed("gloo")
+    place = {"device": "nvme", "nvme_path": job.folder}
+    pipelined = {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
+    zero: dict[str, Any] = {"stage": 3, "sub_group_size": WIDTH * INNER, "offload_optimizer": {**place, **pipelined}}
+    if job.parameters:
+        count = max(2, job.budget // (4 * WIDTH * INNER))
+        zero["offload_param"] = {**place, "buffer_count": count, "buffer_size": WIDTH * INNER}
+        zero["stage3_max_live_parameters"] = count * WIDTH * INNER
+    config = {
+        "train_micro_batch_size_per_gpu": job.batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
+    }
+    engine = engine_module.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    return lambda x: engine(x).square().mean(), engine.backward, engine.step
+
+
+def _deepspeed_on_nvme_ops(module: torch.nn.Module, job: Job, stack: contextlib.ExitStack) -> Phases:
+    from nvme_ops.integrations import deepspeed
+
+    deepspeed.install()
+    return _deepspeed(module, job, stack)
+
+
+_PHASES = {"memory": _memory, "cpu_offload": _cpu_offload, "nvme_ops": _nvme_ops, "deepspeed": _deepspeed,
+           "deepspeed on nvme_ops": _deepspeed_on_nvme_ops}  # fmt: skip
+
+
+def work(job: Job) -> dict[str, Any]:
+    """Trains the same model for each engine; returns what each step took, and what became of it."""
+    names = ("forward", "backward", "optimizer", "read per step", "written per step")
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    losses = []
+    torch.manual_seed(1)
+    with torch.device("meta" if job.engine == "nvme_ops" and job.parameters else "cpu"):
+        module = torch.nn.Sequential(*(Block() for _ in range(job.blocks)))
+    with contextlib.ExitStack() as stack:
+        forward, backward, step = _PHASES[job.engine](module, job, stack)
+        for number in range(job.steps):
+            x = torch.randn(job.batch, WIDTH, generator=torch.Generator().manual_seed(number))
+            command.forget(job.folder)
+            before, times = command.moved(), [time.perf_counter()]
+            loss = forward(x)
+            for phase in (partial(backward, loss), step):
+                times.append(time.perf_counter())
+                phase()
+            times.append(time.perf_counter())
+            losses.append(loss.item())
+            taken = [end - begin for begin, end in itertools.pairwise(times)]
+            taken += [after - earlier for after, earlier in zip(command.moved(), before, strict=True)]
+            for name, value in zip(names, taken, strict=True):
+                figures[name].append(value)
+        return {"losses": losses, "figures": figures, "peak_bytes": command.status("VmHWM")}
+
+
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Of one folder."""
-    for group, make in {"step": step_rows, "backward": backward_rows, "engines": engine_rows}.items():
+    for group, make in {"step": step_table, "backward": backward_table, "engines": engine_table}.items():
         if group in run.given.groups:
-            require_space(scratch, 8 * run.given.size, "--size or --path")
+            require_space(scratch, 8 * run.given.size, "--size or --folder")
             with contextlib.ExitStack() as stack:
-                yield from make(scratch, run.given, stack)
+                yield make(scratch, run.given, stack)
 
 
-def measure(given: argparse.Namespace) -> command.Run:
-    """All groups."""
-    run = command.Run(given, budget=given.budget, batch=given.batch)
-    return run.folders(8, tables)
+def flags(add: Callable[..., Any]) -> None:
+    """Adds those of this benchmark."""
+    add("--budget", type=size, default=256 * MIB, metavar="SIZE", help="memory for states (default 256M)")
+    add("--batch", type=positive, default=2048, metavar="N", help="samples of a step of backward (default 2048)")
+    add("--batch-of-engines", type=positive, default=64, metavar="N", help="the same of engines (default 64)")
+    add("--steps", type=positive, default=4, metavar="N",
+        help="of each process of the group engines, after the first one (default 4)")  # fmt: skip
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Status 0; 1 when a folder cannot be used or parameters differ; 2 for wrong arguments; 130 after Ctrl-C."""
-    parser = command.parser(__file__, __doc__, GROUPS)
-    parser.set_defaults(size=848 * MIB, rounds=5)  # 222 million parameters
-    parser.add_argument("--budget", type=size, default=256 * MIB, metavar="SIZE",
-                        help="memory for states (default 256M)")  # fmt: skip
-    parser.add_argument("--batch", type=positive, default=2048, metavar="N",
-                        help="samples of a step of the group backward (default 2048)")  # fmt: skip
-    parser.add_argument("--batch-of-engines", type=positive, default=64, metavar="N",
-                        help="samples of a step of the group engines (default 64)")  # fmt: skip
-    parser.add_argument("--steps", type=positive, default=4, metavar="N",
-                        help="of each process of the group engines, after the first one (default 4)")  # fmt: skip
-    return command.run(command.parse(parser, words), measure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+PROGRAM = Program(GROUPS, tables, 8, flags, size="848M", rounds=5)  # 222 million parameters

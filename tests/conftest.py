@@ -25,7 +25,7 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
-from nvme_ops.measuring import stop
+from nvme_ops.measure import stop
 from tests import prepared
 
 pytest_plugins = ("tests.running",)

@@ -1,5 +1,1 @@
-"""``nvme-bench``: measures what the storage can do, and how close each engine comes.
-
-``measure`` and ``tables`` are the arithmetic, ``files`` the file to work on, ``engines`` a function for each
-contender, ``cli`` the command.
-"""
+"""The place of ``python -m nvme_ops.bench``; what it runs is in ``nvme_ops.measure``."""

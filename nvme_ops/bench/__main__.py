@@ -2,7 +2,7 @@
 
 import sys
 
-from nvme_ops.bench.cli import main
+from nvme_ops.measure.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ import torch
 from nvme_ops import __version__
 from nvme_ops.arguments import command, command_line, positive, say, show
 from nvme_ops.arguments import size as size_argument
-from nvme_ops.measuring.energy import Meter, total, used
+from nvme_ops.measure.energy import Meter, total, used
 from nvme_ops.offload.plan.estimate import InferencePlan, TrainingPlan, estimate, seconds_words
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.weights import hub

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.measuring.energy import Meter, total, used
+from nvme_ops.measure.energy import Meter, total, used
 from tests.conftest import give_up_root, in_child, open_to_all
 
 RANGE = 262_143_328_850  # microjoules, of a real processor

@@ -14,14 +14,11 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.bench import cli, options
-from nvme_ops.bench.engines import ENGINES, BenchEngine, Contender, deepspeed, make_row
-from nvme_ops.bench.engines.handles import handle_row
-from nvme_ops.bench.engines.task import Task, over_files
-from nvme_ops.bench.measure import Row, Sample, interleave
-from nvme_ops.bench.run import BenchResult, run
-from nvme_ops.measuring import files, stop
-from nvme_ops.measuring.page_cache import cached_share
+from nvme_ops.measure import bench, engines, files, stop
+from nvme_ops.measure.engines import ENGINES, BenchEngine, Contender, Task, _over_files, handle_row, make_row
+from nvme_ops.measure.files import cached_share
+from nvme_ops.measure.rows import Row, Sample, interleave
+from nvme_ops.measure.run import BenchResult, run
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 from tests.conftest import contents
@@ -31,7 +28,7 @@ SETTINGS = Settings(block_size=256 * KIB, queue_depth=8, overlap_events=True)
 
 def measure(folder: Path, *words: str) -> BenchResult:
     """A run of the flags, in this process where it can be."""
-    given = options.parse(["--folder", str(folder), "--loops", "1", "--no_reference", *words])
+    given = bench.parse(["--folder", str(folder), "--loops", "1", "--no_reference", *words])
     try:
         return run(given)
     finally:
@@ -66,7 +63,7 @@ def test_a_small_run_of_each_engine(folder: Path, engine: str, direction: str) -
     result = measure(folder, "--engine", engine, "--io_size", "16M", *flags)
     (row,) = result.table.rows
     if ENGINES[engine].gpu_only:
-        assert (row.note, row.samples) == ("moves GPU memory only: --gpu", [])
+        assert (row.note, row.samples) == ("moves GPU memory only: --device cuda", [])
         return
     if "is not installed" in row.note or "does not load" in row.note:
         pytest.skip(row.note)
@@ -126,7 +123,7 @@ def test_wrong_bytes_are_found_out(
 ) -> None:
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     words = ["--folder", str(folder), "--io_size", "1M", "--engine", "liar", "python", "--no_reference", *flags]
-    assert cli.main(words) == 1
+    assert bench.main(words) == 1
     out, errors = capsys.readouterr()
     assert "WRONG DATA: tensor and file differ" in out
     assert errors == "nvme-bench: wrong data: liar\n"
@@ -148,7 +145,7 @@ def test_what_is_not_installed_is_said(
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("-packages")])
-    monkeypatch.setattr(deepspeed, "load", deepspeed.load.__wrapped__)
+    monkeypatch.setattr(engines, "_loaded_deepspeed", engines._loaded_deepspeed.__wrapped__)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     row = row_of(engine, task)
     interleave([row], 1)
@@ -211,7 +208,7 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
         def wait(self) -> None:
             pass
 
-    monkeypatch.setattr(deepspeed, "load", lambda _: types.SimpleNamespace(aio_handle=Handle))
+    monkeypatch.setattr(engines, "_loaded_deepspeed", lambda _: types.SimpleNamespace(aio_handle=Handle))
     row_of("deepspeed", make_task(pageable_memory=pageable)).run()
     assert [tensor.data_ptr() for tensor in moved] == [moved[0].data_ptr()]
     assert (moved[0].data_ptr() in [tensor.data_ptr() for tensor in locked]) is not pageable
@@ -222,7 +219,7 @@ def test_a_setting_that_a_handle_refuses_is_said(
 ) -> None:
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     try:
-        cli.main(["--folder", str(folder), "--io_size", "1M", "--no_reference", "--io_parallel", "100000"])
+        bench.main(["--folder", str(folder), "--io_size", "1M", "--no_reference", "--io_parallel", "100000"])
     except SystemExit as stopped:
         assert stopped.code == 2  # noqa: PT017
     assert "intra_op_parallelism must be at most 1024" in "".join(capsys.readouterr())
@@ -269,14 +266,14 @@ def test_all_engines_take_the_same_file_in_the_same_round() -> None:
             taken[name].append(task.path)
             return Sample(1, 1)
 
-        return over_files(task, Row(name, run))
+        return _over_files(task, Row(name, run))
 
     interleave([row(name) for name in taken], 3)
     assert taken == {name: ["0", "1", "2", "3"] for name in "abc"}
 
 
 def test_without_a_warm_up_each_pass_has_a_file_of_its_own_too(folder: Path) -> None:
-    given = options.parse(["--folder", str(folder), "--loops", "2", "--warmup_loops", "0",
+    given = bench.parse(["--folder", str(folder), "--loops", "2", "--warmup_loops", "0",
                            "--different_file_each_iteration"])  # fmt: skip
     paths = [str(number) for number in range(given.files)]
     task = Task(paths[0], 1, write=False, more_paths=tuple(paths[1:]))
@@ -286,6 +283,6 @@ def test_without_a_warm_up_each_pass_has_a_file_of_its_own_too(folder: Path) -> 
         taken.append(task.path)
         return Sample(1, 1)
 
-    row = over_files(task, Row("a", run, check=lambda: taken.append(task.path)))
+    row = _over_files(task, Row("a", run, check=lambda: taken.append(task.path)))
     interleave([row], given.loops, warmups=given.warmup_loops)
     assert len(taken) == len(set(taken)) == 3  # the check moves bytes too

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -15,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.bench import explain, explain_place, explain_rows
-from nvme_ops.bench.explain_judge import EMPTY, FIO, KEPT, LOCKED, NEW
-from nvme_ops.measuring import files, page_cache
+from nvme_ops.measure import bench, explain, files
+from nvme_ops.measure.judge import EMPTY, FIO, KEPT, LOCKED, NEW
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.text import GIB, MIB
@@ -35,9 +35,9 @@ def file(folder: Path) -> Path:
 
 def test_the_page_cache_is_known(file: Path) -> None:
     files.make_cold(str(file))
-    assert page_cache.cached_bytes(str(file)) in (0, None)
+    assert files.cached_bytes(str(file)) in (0, None)
     files.make_warm(str(file))
-    assert page_cache.cached_bytes(str(file)) in (2 * MIB + 5, None)
+    assert files.cached_bytes(str(file)) in (2 * MIB + 5, None)
 
 
 def _without_cachestat() -> Any:
@@ -46,11 +46,11 @@ def _without_cachestat() -> Any:
 
 
 def test_mincore_tells_where_cachestat_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "native", _without_cachestat)
+    monkeypatch.setattr(files, "native", _without_cachestat)
     files.make_cold(str(file))
-    assert page_cache.cached_bytes(str(file)) == 0
+    assert files.cached_bytes(str(file)) == 0
     files.make_warm(str(file))
-    assert page_cache.cached_bytes(str(file)) == 2 * MIB + 5
+    assert files.cached_bytes(str(file)) == 2 * MIB + 5
 
 
 def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
 
     def body() -> None:
         give_up_root()
-        page_cache.native = _without_cachestat  # type: ignore[attr-defined]
-        assert page_cache.cached_bytes(str(file)) is None
+        files.native = _without_cachestat  # type: ignore[attr-defined]
+        assert files.cached_bytes(str(file)) is None
 
     in_child(body)
 
@@ -70,19 +70,37 @@ def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
 def test_holes_and_extents_are_seen(file: Path) -> None:
     with file.open("r+b") as open_file:
         open_file.truncate(64 * MIB)
-    place = explain_place.inspect(str(file))
+    place = explain.inspect(str(file))
     assert place.size == 64 * MIB
     assert place.stored < 16 * MIB
     assert place.extents is None or place.extents >= 1
     assert place.file_system
 
 
+def explained(*words: str) -> tuple[int, str]:
+    """The status, and what is printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = bench.main(["explain", *words])
+    return status, said.getvalue().rstrip("\n")
+
+
 def refused(*words: str) -> str:
     """What is said when the place cannot be used."""
-    status, text = explain.main(words)
+    status, text = explained(*words)
     assert status == 2
-    assert text.startswith("nvme-bench explain: ")
+    assert text.startswith("nvme-bench: ")
     return text
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
+    """Has a function called before each pass."""
+
+    def install(step: Callable[[str], None]) -> None:
+        monkeypatch.setattr(explain, "progress_bar", lambda _: contextlib.nullcontext(step))
+
+    return install
 
 
 def test_a_path_that_is_missing_is_refused(tmp_path: Path) -> None:
@@ -145,7 +163,7 @@ def test_a_file_system_without_direct_io_is_refused(monkeypatch: pytest.MonkeyPa
     path = "/sys/kernel/mm/transparent_hugepage/enabled"  # sysfs refuses O_DIRECT
     if not os.path.isfile(path):
         pytest.skip(f"{path} does not exist")
-    monkeypatch.setattr(explain_place, "_LEAST", 1)
+    monkeypatch.setattr(explain, "_LEAST", 1)
     assert "refuses O_DIRECT" in refused(path)
 
 
@@ -168,8 +186,8 @@ def test_too_little_memory_is_said(file: Path, folder: Path, monkeypatch: pytest
         ([".", "--rounds", "1"], "--rounds 1: at least 2"),
         ([".", "--rounds", "two"], "invalid int value"),
         ([".", "--io_size", "0"], "--io_size: '0' is not a size"),
-        ([".", "--gpu", "77"], "--gpu 77: torch sees"),
-        ([".", "--json", "/no/such/folder/file"], "its folder does not exist"),
+        ([".", "--device", "cuda:77"], "--device cuda:77: torch sees"),
+        ([".", "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
         ([__file__, "--write"], "a file that exists is only read"),
         ([".", "--nonsense"], "unrecognized arguments"),
     ],
@@ -191,7 +209,7 @@ def _no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def load_everything(file: Path) -> None:
     """Once as ourselves: another user may not even see our Python."""
-    assert explain.main([str(file), "--rounds", "2", "--io_size", "1M"])[0] == 0
+    assert explained(str(file), "--rounds", "2", "--io_size", "1M")[0] == 0
 
 
 def state(path: Path) -> tuple[str, int, int, int]:
@@ -199,10 +217,11 @@ def state(path: Path) -> tuple[str, int, int, int]:
     return hashlib.sha256(path.read_bytes()).hexdigest(), about.st_mtime_ns, about.st_ctime_ns, about.st_mode
 
 
-def test_a_file_is_explained_and_left_as_it_was(file: Path) -> None:
+def test_a_file_is_explained_and_left_as_it_was(file: Path, steps: Callable[..., None]) -> None:
     before = state(file)
     told: list[str] = []
-    status, text = explain.main([str(file), "--rounds", "2"], told.append)
+    steps(told.append)
+    status, text = explained(str(file), "--rounds", "2")
     lines = text.splitlines()
     assert status == 0
     assert lines[0].startswith("read: ")
@@ -228,7 +247,7 @@ def test_a_file_that_may_only_be_read_is_explained(file: Path) -> None:
 
     def body() -> None:
         give_up_root()
-        status, text = explain.main([str(file), "--rounds", "2"])
+        status, text = explained(str(file), "--rounds", "2")
         assert status == 0, text
 
     in_child(body)
@@ -237,79 +256,65 @@ def test_a_file_that_may_only_be_read_is_explained(file: Path) -> None:
 
 @pytest.mark.usefixtures("_no_fio")
 def test_without_fio_the_page_says_what_the_ceiling_is(file: Path) -> None:
-    status, text = explain.main([str(file), "--rounds", "2"])
+    status, text = explained(str(file), "--rounds", "2")
     assert status == 0
     assert "page-locked memory: fio is not installed: apt-get install fio." in " ".join(text.split())
 
 
-def test_a_folder_is_explained_in_both_directions_and_left_empty(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    status, text = explain.main([str(folder), "--rounds", "2", "--io_size", "8M", "--write", "--json", str(out)])
+def test_a_folder_is_explained_in_both_directions_and_left_empty(folder: Path) -> None:
+    status, text = explained(str(folder), "--rounds", "2", "--io_size", "8M", "--write")
     assert status == 0
     assert [line.split(":")[0] for line in text.splitlines()[:2]] == ["read", "write"]
-    found = json.loads(out.read_text())
-    assert found["io_size"] == 8 * MIB
-    assert found["command"][0] == "explain"
-    assert [each["write"] for each in found["directions"]] == [False, True]
-    assert [each["reached"] for each in found["directions"]] == [NEW, KEPT]
-    for each in found["directions"]:
-        assert each["fraction"] > 0
-        assert each["copy_rate"] > 0
-        assert {row["name"] for row in each["table"]["rows"]} >= {FIO, LOCKED, KEPT}
-        assert all(0 <= finding["share"] <= 1 for finding in each["findings"])
-    assert list(folder.iterdir()) == ([tmp_path / "out.json"] if folder == tmp_path else [])
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_json_on_standard_output_is_all_there_is(file: Path) -> None:
-    status, text = explain.main([str(file), "--rounds", "2", "--io_size", "1M", "--json", "-"])
-    assert status == 0
-    assert json.loads(text)["io_size"] == MIB
+    assert text.count("what was reached") == 2
+    assert text.count(LOCKED) >= 2
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_no_fio")
 def test_what_lies_in_the_page_cache_is_measured_as_found(file: Path) -> None:
     files.make_warm(str(file))
-    if page_cache.cached_bytes(str(file)) is None:
+    if files.cached_bytes(str(file)) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
-    _, text = explain.main([str(file), "--rounds", "2"])
+    _, text = explained(str(file), "--rounds", "2")
     assert "100% of it in the page cache, as found " in " ".join(text.split())
-    assert page_cache.cached_bytes(str(file)) == 0
-    _, text = explain.main([str(file), "--rounds", "2"])
+    assert files.cached_bytes(str(file)) == 0
+    _, text = explained(str(file), "--rounds", "2")
     assert "nothing of it in the page cache" in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("_no_fio")
-def test_a_file_that_shrinks_meanwhile_is_an_error(file: Path) -> None:
+def test_a_file_that_shrinks_meanwhile_is_an_error(file: Path, steps: Callable[..., None]) -> None:
     def shrink(words: str) -> None:
         os.truncate(file, MIB)
 
-    status, text = explain.main([str(file), "--rounds", "2", "--io_size", "2M"], shrink)
+    steps(shrink)
+    status, text = explained(str(file), "--rounds", "2", "--io_size", "2M")
     assert status == 1
     assert "EOFError" in text
     assert str(file) in text
 
 
 @pytest.mark.usefixtures("_no_fio")
-def test_a_file_that_vanishes_meanwhile_is_an_error(file: Path) -> None:
+def test_a_file_that_vanishes_meanwhile_is_an_error(file: Path, steps: Callable[..., None]) -> None:
     def remove(words: str) -> None:
         file.unlink(missing_ok=True)
 
-    status, text = explain.main([str(file), "--rounds", "2"], remove)
+    steps(remove)
+    status, text = explained(str(file), "--rounds", "2")
     assert status == 1
     assert "No such file" in text
 
 
 @pytest.mark.usefixtures("_no_fio")
-def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
-    steps = itertools.count()
+def test_ctrl_c_leaves_nothing_behind(folder: Path, steps: Callable[..., None]) -> None:
+    passes = itertools.count()
 
     def interrupt(words: str) -> None:
-        if next(steps) == 3:
+        if next(passes) == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        explain.main([str(folder), "--rounds", "2", "--io_size", "4M"], interrupt)
+    steps(interrupt)
+    assert explained(str(folder), "--rounds", "2", "--io_size", "4M")[0] == 130
     assert list(folder.iterdir()) == []
 
 
@@ -330,7 +335,7 @@ def test_refusals_of_the_system_are_told(file: Path, monkeypatch: pytest.MonkeyP
     def body() -> None:
         give_up_root()
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-        _, text = explain.main([str(file), "--rounds", "2", "--io_size", "1M"])
+        _, text = explained(str(file), "--rounds", "2", "--io_size", "1M")
         assert "refused: NVME_OPS_BACKEND=threads; fix: unset NVME_OPS_BACKEND" in text
         assert "refused: memory cannot be locked (RLIMIT_MEMLOCK); fix: " in text
 
@@ -338,4 +343,4 @@ def test_refusals_of_the_system_are_told(file: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_passes_over_small_files_are_repeated() -> None:
-    assert [explain_rows.calls(size) for size in (1, MIB, 48 * MIB, GIB)] == [1024, 64, 1, 1]
+    assert [explain.calls(size) for size in (1, MIB, 48 * MIB, GIB)] == [1024, 64, 1, 1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvme_ops.bench.explain_judge import (
+from nvme_ops.measure.judge import (
     EMPTY,
     FIO,
     GDS,

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.bench import fio, huge_pages
-from nvme_ops.bench.engines import FIO_BEST, Contender, make_row
-from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import PERCENTILES, Row, interleave
-from nvme_ops.measuring import files
+from nvme_ops.measure import files, fio
+from nvme_ops.measure.engines import Contender, Task, make_row
+from nvme_ops.measure.rows import PERCENTILES, Row, interleave
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 from tests.conftest import contents
@@ -67,7 +65,7 @@ class MadeUpFio:
 def made_up_fio(monkeypatch: pytest.MonkeyPatch) -> MadeUpFio:
     made = MadeUpFio()
     monkeypatch.setattr(fio, "require", lambda: "fio")
-    monkeypatch.setattr(huge_pages, "COUNTER", "/none/such")  # nothing is reserved for it
+    monkeypatch.setattr(fio, "COUNTER", "/none/such")  # nothing is reserved for it
     monkeypatch.setattr(subprocess, "run", made)
     return made
 
@@ -124,7 +122,7 @@ def test_the_first_variant_that_runs_is_kept_and_what_it_lacks_is_said(
     made_up_fio: MadeUpFio, make_task: Callable[..., Task]
 ) -> None:
     made_up_fio.refuses = ["--iomem=mmaphuge"]
-    row = row_of(FIO_BEST, make_task())
+    row = row_of(fio.NAME, make_task())
     row.run()
     assert len(made_up_fio.commands) == 3
     assert row.note == "without huge pages (vm.nr_hugepages)"
@@ -135,7 +133,7 @@ def test_the_first_variant_that_runs_is_kept_and_what_it_lacks_is_said(
 
 def test_where_no_variant_runs_fio_s_words_are_kept(made_up_fio: MadeUpFio, make_task: Callable[..., Task]) -> None:
     made_up_fio.refuses = ["--direct=1"]
-    row = row_of(FIO_BEST, make_task())
+    row = row_of(fio.NAME, make_task())
     interleave([row], 1)
     assert (row.note, row.samples) == ("failed: RuntimeError: fio: fio: no such thing here", [])
     assert "--ioengine=libaio" in made_up_fio.commands[-1]
@@ -146,7 +144,7 @@ def test_fio_that_is_not_installed_is_said(
 ) -> None:
     task = make_task()
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    rows = [row_of("fio", task), row_of(FIO_BEST, task)]
+    rows = [row_of("fio", task), row_of(fio.NAME, task)]
     interleave(rows, 1)
     assert [row.note for row in rows] == ["fio is not installed: apt-get install fio"] * 2
 
@@ -167,7 +165,7 @@ def test_fio_moves_the_whole_file_once(make_task: Callable[..., Task], lanes: in
 @needs_fio
 def test_a_file_smaller_than_fio_s_best_block_has_a_reference_too(make_task: Callable[..., Task]) -> None:
     task = make_task(MIB)
-    rows = [row_of(name, task, Settings(4 * MIB)) for name in (FIO_BEST, "fio")]
+    rows = [row_of(name, task, Settings(4 * MIB)) for name in (fio.NAME, "fio")]
     interleave(rows, 1)
     assert ["larger than" in row.note for row in rows] == [False, False]
 
@@ -189,9 +187,9 @@ def test_several_files_are_written_at_once_each_whole(folder: Path) -> None:
 @pytest.mark.alone
 def test_two_at_once_give_their_huge_pages_back(folder: Path) -> None:
     def reserved() -> int:
-        return int(Path(huge_pages.COUNTER).read_text(encoding="ascii"))
+        return int(Path(fio.COUNTER).read_text(encoding="ascii"))
 
-    if not os.access(huge_pages.COUNTER, os.W_OK):
+    if not os.access(fio.COUNTER, os.W_OK):
         pytest.skip("reserving huge pages needs root")
     before, options = reserved(), fio.BEST[1][0]
     failures: list[object] = []

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.bench import huge_pages as pages
-from nvme_ops.bench.huge_pages import huge_pages
+from nvme_ops.measure import fio as pages
+from nvme_ops.measure.fio import huge_pages
 from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, open_to_all
 
 WANTED = pages.SIZE // pages.page_size()
@@ -54,7 +54,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 HOLDER = """
     import sys
-    from nvme_ops.bench import huge_pages as pages
+    from nvme_ops.measure import fio as pages
     pages.COUNTER = sys.argv[1]
     with pages.huge_pages():
         print("reserved", flush=True)

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvme_ops.bench import tables
-from nvme_ops.bench.measure import (
+from nvme_ops.measure import files, tables
+from nvme_ops.measure.engines import Task, tensor_row
+from nvme_ops.measure.rows import (
     PERCENTILES,
     BlockTimes,
     Row,
@@ -30,8 +31,6 @@ from nvme_ops.bench.measure import (
     spread,
     timed,
 )
-from nvme_ops.bench.work import Work, tensor_row
-from nvme_ops.measuring import files
 from nvme_ops.text import GIB, MIB
 from tests.conftest import in_child
 
@@ -258,7 +257,7 @@ def test_table_of_times_has_ratios_of_times() -> None:
 def test_a_row_that_does_nothing_is_found_out(tmp_path: Path, write: bool) -> None:
     file = tmp_path / "data"
     files.make_file(str(file), 4 * MIB)
-    work = Work(str(file), 4 * MIB, write)
+    work = Task(str(file), 4 * MIB, write)
     move = work.handle.sync_pwrite if write else work.handle.sync_pread
     honest = tensor_row(work, "honest", lambda: work.pageable, lambda t: move(t, work.path))
     lazy = tensor_row(work, "lazy", lambda: work.pageable, lambda _: None)

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import nvme_ops.bench.run as run_module
-from nvme_ops.bench import options, report
-from nvme_ops.bench.engines import Contender, make_row
-from nvme_ops.bench.engines.task import Task
-from nvme_ops.bench.measure import Row, Sample, interleave
-from nvme_ops.bench.ranks import combined
-from nvme_ops.bench.run import BenchResult
-from nvme_ops.bench.tables import FROM_PAGE_CACHE, Table, as_text
-from nvme_ops.measuring import files, page_cache
-from nvme_ops.measuring.page_cache import cached_share
+import nvme_ops.measure.run as run_module
+from nvme_ops.measure import bench as options
+from nvme_ops.measure import files
+from nvme_ops.measure import run as report
+from nvme_ops.measure.engines import Contender, Task, make_row
+from nvme_ops.measure.files import cached_share
+from nvme_ops.measure.remote import combined
+from nvme_ops.measure.rows import Row, Sample, interleave
+from nvme_ops.measure.run import BenchResult
+from nvme_ops.measure.tables import FROM_PAGE_CACHE, Table, as_text
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 
@@ -38,7 +38,7 @@ def file(folder: Path) -> str:
     path = str(folder / "data")
     files.make_file(path, SIZE)
     files.make_cold(path)
-    if page_cache.cached_bytes(path) is None:
+    if files.cached_bytes(path) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
     return path
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.bench import options, plot, tables
-from nvme_ops.bench.measure import Row, Sample, Spread
-from nvme_ops.bench.run import BenchResult, Scaling, contenders
+from nvme_ops.measure import bench as options
+from nvme_ops.measure import run as plot
+from nvme_ops.measure import tables
+from nvme_ops.measure.rows import Row, Sample, Spread
+from nvme_ops.measure.run import BenchResult, Scaling, contenders
 from nvme_ops.text import KIB, MIB
 
 figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")

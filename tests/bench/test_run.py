@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-import nvme_ops.bench.run as run_module
-from nvme_ops.bench import cli, options, report
-from nvme_ops.bench.measure import Row, Sample, Unavailable
-from nvme_ops.bench.ranks import joint_row
-from nvme_ops.bench.remote import Remote
-from nvme_ops.bench.run import BenchResult
-from nvme_ops.measuring import files, stop
+import nvme_ops.measure.run as run_module
+from nvme_ops.measure import bench as options
+from nvme_ops.measure import files, stop
+from nvme_ops.measure import run as report
+from nvme_ops.measure.remote import Remote, joint_row
+from nvme_ops.measure.rows import Row, Sample, Unavailable
+from nvme_ops.measure.run import BenchResult
 from nvme_ops.progress import Step
 from nvme_ops.text import GIB, MIB
 from tests import prepared
@@ -48,7 +48,7 @@ def run(folder: Path, *words: str) -> BenchResult:
 def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command in this process; its handlers of signals stay away."""
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
-    return lambda folder, *words: cli.main(["--folder", str(folder), *SMALL, *words])
+    return lambda folder, *words: options.main(["--folder", str(folder), *SMALL, *words])
 
 
 def amounts(row: Row) -> list[int | None]:
@@ -69,7 +69,7 @@ def test_several_folders_and_their_scaling(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     mapping = [f"{folder}:{number}" for number, folder in enumerate(folders)]
-    done = nvme_bench("--folder_to_device_mapping", *mapping, *SMALL, "--read", "--scaling", "--json", "-")
+    done = nvme_bench("--folder_to_device_mapping", *mapping, *SMALL, "--read", "--scaling", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert list(found["folders"]) == [str(folder) for folder in folders]
@@ -90,7 +90,7 @@ def test_a_sweep_with_its_files(tmp_path: Path) -> None:
     outputs = [tmp_path / f"out.{suffix}" for suffix in ("json", "csv", "png")]
     done = nvme_bench(
         "--folder", str(folder), *SMALL, "--sweep", "block_size=64K,1M", "queue_depth=1,8", "--loops", "2",
-        "--json", str(outputs[0]), "--csv", str(outputs[1]), "--plot", str(outputs[2]),
+        *(word for file in outputs for word in ("--output", str(file))),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     names = [f"aio_handle, block_size {size}, queue_depth {n}" for size in ("64 KiB", "1 MiB") for n in (1, 8)]

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.measuring import files, scratch
-from nvme_ops.measuring.scratch import scratch_folder, sweep
+from nvme_ops.measure import files, scratch
+from nvme_ops.measure.scratch import scratch_folder, sweep
 from nvme_ops.storage.locks import boot_id
 from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, open_to_all
 
 NAME = "nvme_ops-bench-0123456789abcdef"
 HOLDER = """
     import os, sys
-    from nvme_ops.measuring.scratch import scratch_folder
+    from nvme_ops.measure.scratch import scratch_folder
     with scratch_folder(sys.argv[1], 0) as place:
         os.mkdir(os.path.join(place, "folder"))
         open(os.path.join(place, "folder", "data"), "w").close()

@@ -21,9 +21,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.bench import cli
-from nvme_ops.bench.remote import Remote
-from nvme_ops.measuring import files, scratch, stop
+from nvme_ops.measure import bench, files, scratch, stop
+from nvme_ops.measure.remote import Remote
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "nvme_ops.bench"]
@@ -294,7 +293,7 @@ def test_ctrl_c_before_anything_was_measured(
 ) -> None:
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     monkeypatch.setattr(files, "make_file", interrupted)
-    assert cli.main(["--folder", str(tmp_path), *SMALL]) == 130
+    assert bench.main(["--folder", str(tmp_path), *SMALL]) == 130
     out, errors = capsys.readouterr()
     assert (out, "interrupted; the files are removed" in errors) == ("", True)
     assert list(tmp_path.iterdir()) == []

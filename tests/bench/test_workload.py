@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.bench import cli as bench
-from nvme_ops.bench.measure import Unavailable, WrongData
-from nvme_ops.bench.workload import cli, readers, saving
-from nvme_ops.bench.workload.feed import Fed, cool, feed, search
-from nvme_ops.bench.workload.readers import OURS, READERS, DataSet, Reader, checked, made
-from nvme_ops.bench.workload.table import JOBS, LAYER, MODEL, WRITING
-from nvme_ops.measuring import stop
-from nvme_ops.measuring.page_cache import cached_share
+from nvme_ops.measure import bench, stop
+from nvme_ops.measure.files import cached_share
+from nvme_ops.measure.rows import Unavailable, WrongData
+from nvme_ops.measure.workload import cli, readers, saving
+from nvme_ops.measure.workload.feed import Fed, cool, feed, search
+from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, Reader, checked, made
+from nvme_ops.measure.workload.table import JOBS, LAYER, MODEL, WRITING
 from tests.conftest import REPOSITORY, refusal, run_python
 
 
@@ -130,7 +129,7 @@ def test_the_jobs() -> None:
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
     file = folder / "found.json"
-    given = ["--folder", str(folder), "--size", "2M", "--seconds", "0.1", "--json", str(file), *words]
+    given = ["--folder", str(folder), "--size", "2M", "--seconds", "0.1", "--output", str(file), *words]
     assert main(given) == 0
     found: dict[str, Any] = json.loads(file.read_text())
     assert found["command"] == ["nvme-bench", "workload", *given]
@@ -178,7 +177,8 @@ def test_accelerators_that_are_not_fed_do_not_count(folder: Path, capsys: pytest
 
 def test_a_file_system_that_is_full(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["retinanet", "--folder", str(folder), "--size", "8M", "--seconds", "0.2", "--accelerators", "1"]
-    assert main([*words, "--slower", "0.1", "--json", "/dev/full"]) == 2
+    (folder / "full.json").symlink_to("/dev/full")
+    assert main([*words, "--slower", "0.1", "--output", str(folder / "full.json")]) == 2
     assert "nvme-bench: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_layers_are_read_in_order(folder: Path) -> None:
         (["bert", "--folder", ".", "--seconds", "0"], "must be numbers greater than 0"),
         (["bert", "--folder", ".", "--seconds", "nan"], "must be numbers greater than 0"),
         (["bert", "--folder", ".", "--slower", "inf"], "must be numbers greater than 0"),
-        (["bert", "--folder", ".", "--json", "nothing/x"], "its folder does not exist"),
+        (["bert", "--folder", ".", "--output", "nothing/x.json"], "its folder does not exist"),
         (["inference-log", "--folder", ".", "--reader", OURS], "--reader is for jobs that read"),
         (["inference-log", "--folder", ".", "--accelerators", "2"], "--accelerators is for jobs that read"),
     ],
@@ -215,7 +215,7 @@ def test_wrong_words(words: list[str], told: str) -> None:
     ("words", "told"),
     [
         (["llm-checkpoint", "--reader", OURS], "--reader is for jobs that read"),
-        (["bert", "--json", "nothing/x"], "its folder does not exist"),
+        (["bert", "--output", "nothing/x.json"], "its folder does not exist"),
     ],
 )
 def test_it_refuses_before_anything_is_written(
@@ -231,7 +231,7 @@ def test_it_refuses_before_anything_is_written(
 
 def test_json_to_stdout_is_one_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["retinanet", "inference-log", "--folder", str(folder), "--size", "2M", "--seconds", "0.1"]
-    assert main([*words, "--slower", "0.2", "--accelerators", "1", "--json", "-"]) == 0
+    assert main([*words, "--slower", "0.2", "--accelerators", "1", "--json"]) == 0
     told = capsys.readouterr()
     assert set(json.loads(told.out)["jobs"]) == {"retinanet", "inference-log"}
     assert "retinanet: object detection" in told.err
@@ -280,8 +280,8 @@ def test_a_signal_to_end_leaves_nothing(folder: Path, kind: signal.Signals, grou
 def test_a_folder_without_room(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nvme_ops.bench.workload.cli._sizes", lambda *_: [1 << 60] * 8)
-    assert main(["bert", "--folder", str(folder), "--json", str(folder / "x.json")]) == 2
+    monkeypatch.setattr("nvme_ops.measure.workload.cli._sizes", lambda *_: [1 << 60] * 8)
+    assert main(["bert", "--folder", str(folder), "--output", str(folder / "x.json")]) == 2
     told = capsys.readouterr()
     assert "nvme-bench: " in told.err
     assert "choose another --size or --folder" in told.err
@@ -352,7 +352,7 @@ def test_what_was_measured_until_it_is_interrupted_is_kept(
 
     monkeypatch.setattr(cli, "feed", measure)
     file = folder / "found.json"
-    words = ["bert", "--reader", OURS, "plain", "--folder", str(folder), "--size", "1M", "--json", str(file)]
+    words = ["bert", "--reader", OURS, "plain", "--folder", str(folder), "--size", "1M", "--output", str(file)]
     if failure is KeyboardInterrupt:
         assert main(words) == 130
     else:
@@ -375,7 +375,7 @@ def test_wrong_bytes_are_told_and_the_others_are_measured(
     read = readers._content
     monkeypatch.setattr(readers, "_content", lambda path: read(path)[:-1] + b"?")
     file = folder / "found.json"
-    words = ["bert", "--reader", "plain", OURS, "--folder", str(folder), "--size", "1M", "--json", str(file)]
+    words = ["bert", "--reader", "plain", OURS, "--folder", str(folder), "--size", "1M", "--output", str(file)]
     assert main([*words, "--accelerators", "1", "--slower", "0.001", "--seconds", "0.1"]) == 1
     told = capsys.readouterr()
     assert "WRONG DATA: plain: a sample has other bytes than were written" in told.out
@@ -389,11 +389,11 @@ def test_memory_that_is_not_there_is_a_line(folder: Path) -> None:
     code = """
         import resource, sys
         from pathlib import Path
-        from nvme_ops.bench import cli
+        from nvme_ops.measure import bench
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20), resource.RLIM_INFINITY))
         words = ["workload", "llm-checkpoint", "inference-log", "--seconds", "0.1", "--size", "1G", "--folder"]
-        sys.exit(cli.main([*words, sys.argv[1]]))
+        sys.exit(bench.main([*words, sys.argv[1]]))
     """
     done = run_python(code, folder)
     assert done.stderr == ""

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,16 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_io, gpu_rows
-from benchmarks.gpu_rows import GpuWork
-from nvme_ops.bench import gdsio
-from nvme_ops.bench.measure import Row, Sample, Spread, Unavailable, WrongData, interleave
-from nvme_ops.bench.remote import Remote, environment
-from nvme_ops.bench.tables import Table
-from nvme_ops.measuring import files
+from benchmarks import command, gpu_io
+from benchmarks.gpu_io import GpuWork
+from nvme_ops.measure import engines, files
+from nvme_ops.measure.remote import Remote, environment
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
+from nvme_ops.measure.tables import Table
 from nvme_ops.text import GIB, MIB
-from tests import prepared
-from tests.conftest import run_python
+from tests.conftest import refusal
 from tests.fake_cufile import FakeCuFile, Function
 from tests.private_device import PrivateDevice
 
@@ -156,7 +153,7 @@ def test_a_process_that_was_never_needed_is_closed() -> None:
 
 
 def test_gdsio_output_is_read() -> None:
-    sample = gdsio.read_output(0, GDSIO_OUTPUT)
+    sample = engines.read_gdsio(0, GDSIO_OUTPUT)
     assert (sample.seconds, sample.amount, sample.cpu_seconds) == (0.5, GIB, None)
 
 
@@ -171,7 +168,7 @@ def test_gdsio_output_is_read() -> None:
 )
 def test_gdsio_failures_keep_its_words(status: int, output: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
-        gdsio.read_output(status, output)
+        engines.read_gdsio(status, output)
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
@@ -183,7 +180,7 @@ def test_a_fake_gdsio_is_told_size_block_size_and_threads(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     work = written(work) if write else work
-    rows = gpu_rows.other_rows(work)[:2]
+    rows = gpu_io.other_rows(work)[:2]
     interleave(rows, 1)
     assert [row.samples for row in rows] == [[Sample(0.5, GIB)]] * 2
     path = f"{work.path}.gdsio" if write else work.path
@@ -196,8 +193,8 @@ def test_gdsio_that_is_not_installed_is_said(work: GpuWork, tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.setattr(gdsio, "_PLACES", ())
-    rows = gpu_rows.other_rows(work)[:2]
+    monkeypatch.setattr(engines, "_GDSIO_PLACES", ())
+    rows = gpu_io.other_rows(work)[:2]
     interleave(rows, 1)
     assert [row.note for row in rows] == ["gdsio is not installed: apt-get install nvidia-gds"] * 2
 
@@ -207,7 +204,7 @@ def test_gdsio_that_is_not_installed_is_said(work: GpuWork, tmp_path: Path, monk
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 def test_this_packages_rows_with_cpu_memory_in_place_of_a_gpus(cufile: FakeCuFile, work: GpuWork, write: bool) -> None:
-    with gpu_rows.nvme_ops_rows(written(work) if write else work) as rows:
+    with gpu_io.nvme_ops_rows(written(work) if write else work) as rows:
         interleave(rows, 1)
     host, bounce, gds, pinned, off, adaptive = rows
     for row in (host, bounce, gds, off, adaptive):
@@ -218,7 +215,7 @@ def test_this_packages_rows_with_cpu_memory_in_place_of_a_gpus(cufile: FakeCuFil
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 def test_torchs_row_with_cpu_memory_in_place_of_a_gpus(work: GpuWork, write: bool) -> None:
-    row = gpu_rows.other_rows(written(work) if write else work)[2]
+    row = gpu_io.other_rows(written(work) if write else work)[2]
     interleave([row], 1)
     assert (row.wrong, len(row.samples), row.note) == (False, 1, "")
 
@@ -228,7 +225,7 @@ def test_torchs_row_with_cpu_memory_in_place_of_a_gpus(work: GpuWork, write: boo
 def test_the_row_of_cufile_alone_over_a_fake_libcufile(
     cufile: FakeCuFile, work: GpuWork, write: bool, threads: int, piece: int
 ) -> None:
-    row = gpu_rows.cufile_row(written(work) if write else work, threads, piece)
+    row = gpu_io.cufile_row(written(work) if write else work, threads, piece)
     interleave([row], 1)
     assert (row.wrong, len(row.samples), row.note) == (False, 1, "")
     now = cufile.statistics()
@@ -241,7 +238,7 @@ def test_the_row_of_cufile_alone_over_a_fake_libcufile(
 def test_cufile_that_cannot_be_loaded_is_said(work: GpuWork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(tmp_path / "none"))
     with pytest.raises(Unavailable, match="pip install nvidia-cufile"):
-        gpu_rows.cufile_row(work, 1, MIB)
+        gpu_io.cufile_row(work, 1, MIB)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -250,12 +247,12 @@ def test_a_row_says_which_way_gds_handle_took_over_a_fake_libcufile(
 ) -> None:
     cufile.offer(nvidia_fs=2 if direct else 0)
     tensor = device.tensor(torch.zeros(work.size, dtype=torch.uint8))
-    handle = gpu_rows.gds_handle(work, "auto")
-    row = gpu_rows.gds_row(work, "", lambda: handle, lambda: tensor)
+    handle = gpu_io.gds_handle(work, "auto")
+    row = gpu_io.gds_row(work, "", lambda: handle, lambda: tensor)
     row.run()
     assert row.note == f"{'gds' if direct else 'bounce'} ({handle.path_statistics()['why']})"
-    off = gpu_rows.gds_handle(work, "off")
-    row = gpu_rows.gds_row(work, "", lambda: off, lambda: tensor)
+    off = gpu_io.gds_handle(work, "off")
+    row = gpu_io.gds_row(work, "", lambda: off, lambda: tensor)
     row.run()
     assert row.note == "bounce (NVME_OPS_GDS=off)"
 
@@ -263,13 +260,13 @@ def test_a_row_says_which_way_gds_handle_took_over_a_fake_libcufile(
 def test_several_ways_are_counted() -> None:
     uses = {"compat": {"transfers": 8, "bytes": 1}, "bounce": {"transfers": 2, "bytes": 1}}
     statistics = {"last": "compat", "why": "no nvidia-fs", "uses": uses}
-    assert gpu_rows.path_words(statistics) == "compat (no nvidia-fs); transfers: bounce 2, compat 8"
+    assert gpu_io.path_words(statistics) == "compat (no nvidia-fs); transfers: bounce 2, compat 8"
 
 
 def test_packages_that_are_not_installed_are_said(work: GpuWork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with ExitStack() as stack:
-        rows = gpu_rows.remote_rows(stack, work, with_deepspeed=True)
+        rows = gpu_io.remote_rows(stack, work, with_deepspeed=True)
         missing = [row for row in rows if row.name.startswith(("kvikio", "DeepSpeed"))]
         interleave(missing, 1)
     toolkit = (torch.version.cuda or "12").partition(".")[0]
@@ -279,7 +276,7 @@ def test_packages_that_are_not_installed_are_said(work: GpuWork, monkeypatch: py
 
 def test_deepspeed_can_be_left_out(work: GpuWork) -> None:
     with ExitStack() as stack:
-        rows = gpu_rows.remote_rows(stack, work, with_deepspeed=False)
+        rows = gpu_io.remote_rows(stack, work, with_deepspeed=False)
     assert len(rows) == 6
     assert not [row.name for row in rows if "DeepSpeed" in row.name]
 
@@ -304,59 +301,39 @@ def test_the_best_of_the_others_counts_in_each_round() -> None:
 def test_aims_are_told_as_reached_missed_or_not_measured() -> None:
     host, bounce, gds = measured(host=[1, 1], bounce=[2, 2], gds=[1, 1])
     kvikio = measured(kvikio=[2, 4])[0]
-    host.name, bounce.name, gds.name, kvikio.name = gpu_rows.HOST, gpu_rows.BOUNCE, gpu_rows.GDS, gpu_rows.KVIKIO
-    pinned = Row(gpu_rows.GDS_PINNED, lambda: Sample(1, 1), samples=[Sample(1, 12)])
-    rows = [host, bounce, gds, kvikio, pinned]
-    found = gpu_io.aims(Table("read", "", "GB/s", rows, gpu_rows.HOST))
-    assert list(found.values()) == [(Spread(0.5, 0.5, 0.5), 0.95), (Spread(3, 2, 4), 1.0), (None, 1.0)]
-    lines = gpu_io.aims_text(found).splitlines()
-    assert lines[1].endswith(": 0.50 (0.50 - 0.50), aim 0.95: missed")
-    assert lines[2].endswith(": 3.00 (2.00 - 4.00), aim 1: reached")
-    assert lines[3].endswith(": not measured, see the rows' notes")
+    host.name, bounce.name, gds.name, kvikio.name = gpu_io.HOST, gpu_io.BOUNCE, gpu_io.GDS, f"{gpu_io.KVIKIO}threads"
+    rows = [host, bounce, gds, kvikio, Row(gpu_io.GDS_PINNED, samples=[Sample(1, 12)])]
+    lines = list(gpu_io.aims(Table("read", "", "GB/s", rows, gpu_io.HOST)))
+    assert lines[0].endswith(": 0.50 (0.50 - 0.50), aim 0.95: missed")
+    assert lines[1].endswith(": 3.00 (2.00 - 4.00), aim 1: reached")
+    assert lines[2].endswith(": not measured, see the rows' notes")
 
 
 # The program
 
 
-def gpu_io_program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return prepared.run(str(ROOT / "benchmarks" / "gpu_io.py"), *arguments)
-
-
-def test_without_a_gpu_it_ends_with_one_line() -> None:
+def test_without_a_gpu_it_ends_with_one_line(folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = gpu_io_program()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("gpu_io.py: error: ")
-    assert "a CUDA GPU" in done.stderr
+    status, said = refusal(command.main, ["gpu_io", "--folder", str(folder)])
+    assert status == 2
+    assert "a CUDA GPU" in said.splitlines()[-1]
 
 
-def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(tmp_path: Path) -> None:
-    folder, result = tmp_path / "work", tmp_path / "result.json"
-    folder.mkdir()
-    done = run_python(
-        """
-        import functools
-        import sys
-        import torch
-        from benchmarks import command, gpu_io
-
-        given = gpu_io.arguments(sys.argv[1:])
-        sys.exit(command.run(given, functools.partial(gpu_io.measure, torch.device("cpu"))))
-        """,
-        *("--path", folder, "--json", result, "--size", "8M", "--rounds", "1", "--threads", "2"),
-        *("--only", "read", "--no-deepspeed"),
-        PYTHONWARNINGS="ignore::RuntimeWarning",  # memory that may not be locked
-    )
-    assert done.stderr == ""
+def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_io, "PROGRAM", dataclasses.replace(gpu_io.PROGRAM, check=lambda _: None))
+    words = ["--size", "8M", "--rounds", "1", "--threads", "2", "--only", "read", "--no-deepspeed", "--device", "cpu"]
+    assert command.main(["gpu_io", "--folder", str(folder), *words, "--json"]) == 0
+    out, errors = capfd.readouterr()
     assert os.listdir(folder) == []
-    found = json.loads(result.read_text())
-    assert (found["block_size"], found["threads"], found["device"]["device"]) == (MIB, 2, "cpu")
-    rows = {row["name"]: row for row in found["folders"][str(folder)]["tables"][0]["rows"]}
-    for name in (gpu_rows.HOST, gpu_rows.BOUNCE, gpu_rows.GDS_OFF, "torch.load(map_location)"):
+    found = json.loads(out)
+    assert (found["block_size"], found["threads"], found["about"]["device"]) == (MIB, 2, "cpu")
+    (there,) = found["folders"].values()
+    rows = {row["name"]: row for row in there["tables"][0]["rows"]}
+    for name in (gpu_io.HOST, gpu_io.BOUNCE, f"{gpu_io.GDS}, NVME_OPS_GDS=off", "torch.load(map_location)"):
         assert (rows[name]["wrong"], len(rows[name]["values"])) == (False, 1), rows[name]["note"]
-        assert name in done.stdout
+        assert name in errors
     assert [name for name, row in rows.items() if not row["values"] and not row["note"]] == []
-    assert "aims:" in done.stdout
-    assert set(found["folders"][str(folder)]["aims"]) == {"read"}
+    assert len(there["notes"]) == len(gpu_io.AIMS)

@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("tabulate")  # of the extra bench
 
-from benchmarks import page, page_machine
+from benchmarks import page
 from benchmarks.page import SECTIONS, Section
 from tests.benchmarks.test_page_render import DESCRIPTION, PAGE, README, row, table
 
@@ -33,18 +33,18 @@ ROOT = Path(__file__).parents[2]
 def test_folders_are_replaced_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    scrub = page_machine.scrub_for({"DISK": str(tmp_path / "link"), "DEEP": str(tmp_path / "real" / "deep")})
+    scrub = page.scrub_for({"DISK": str(tmp_path / "link"), "DEEP": str(tmp_path / "real" / "deep")})
     value = {f"{tmp_path}/link": [f"{tmp_path}/real/data: gone", {"a": f"in '{tmp_path}/real/deep/x', twice"}]}
     assert scrub(value) == {"DISK": ["DISK/data: gone", {"a": "in 'DEEP/x', twice"}]}
 
 
 def test_mount_points_of_folders_are_replaced() -> None:
-    scrub = page_machine.scrub_for({"MEMORY": "/dev/shm"})
+    scrub = page.scrub_for({"MEMORY": "/dev/shm"})
     assert scrub("tmpfs on /dev/shm from tmpfs") == "tmpfs on MEMORY from tmpfs"
 
 
 def test_checkout_environment_home_and_scratch_are_replaced(tmp_path: Path) -> None:
-    scrub = page_machine.scrub_for({}, str(tmp_path))
+    scrub = page.scrub_for({}, str(tmp_path))
     words = [str(ROOT / "setup.py"), f"{tmp_path}/raw_io.json", os.path.expanduser("~/x"), "/home/" + "ann/x"]
     assert scrub(words) == ["CHECKOUT/setup.py", "raw_io.json", "~/x", "~/x"]
 
@@ -52,7 +52,7 @@ def test_checkout_environment_home_and_scratch_are_replaced(tmp_path: Path) -> N
 def test_hosts_and_users_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "blade.example.org")
     monkeypatch.setattr(getpass, "getuser", lambda: "ann")
-    scrub = page_machine.scrub_for({})
+    scrub = page.scrub_for({})
     words = "blade.example.org, on blade: by ann, planned; blade.nr_pages"
     assert scrub(words) == "HOST, on HOST: by USER, planned; blade.nr_pages"
 
@@ -62,11 +62,11 @@ def test_the_kernel_loses_what_its_builder_added(monkeypatch: pytest.MonkeyPatch
         nodename, release = "blade", "6.1.2-made-by-ann"
 
     monkeypatch.setattr(os, "uname", Name)
-    assert page_machine.scrub_for({})("kernel 6.1.2-made-by-ann; x") == "kernel 6.1.2; x"
+    assert page.scrub_for({})("kernel 6.1.2-made-by-ann; x") == "kernel 6.1.2; x"
 
 
 def test_other_words_and_numbers_stay_as_they_are() -> None:
-    scrub = page_machine.scrub_for({"DISK": "/"})
+    scrub = page.scrub_for({"DISK": "/"})
     value = {"root": True, "path": "/usr/lib/x", "n": 12345678, "f": 1.23456789, "none": None, "at": "ext4 on / from x"}
     assert scrub(value) == {**value, "f": 1.23457}
 
@@ -106,7 +106,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(page_machine, "describe", lambda places: DESCRIPTION)
+    monkeypatch.setattr(page, "describe", lambda places: DESCRIPTION)
     monkeypatch.setattr(page, "SECTIONS", dict.fromkeys(SECTIONS, Section("true")))
     return Run(tmp_path)
 
@@ -123,7 +123,7 @@ def test_a_section_is_measured_stored_and_shown(run: Run) -> None:
     (measured,) = found["runs"]
     assert (found["description"], measured["failure"], measured["plot"]) == (DESCRIPTION, "", "raw_io_disk.png")
     assert "passes" not in measured["document"]
-    assert measured["command"].endswith(" DISK --plot raw_io_disk.png")
+    assert measured["command"].endswith(" DISK --output raw_io_disk.png")
     assert (run.results / "raw_io_disk.png").read_bytes() == b"png"
     text = run.page.read_text()
     assert "| found DISK" in text  # the command got the folder
@@ -208,7 +208,7 @@ def test_a_damaged_file_of_results_is_named_and_nothing_is_written(
     run.results.mkdir()
     (run.results / "raw_io.json").write_text(text)
     assert page.main(["--render", *run.words[2:]]) == 1
-    assert re.match(r"page.py: .*raw_io\.json is damaged .*: remove it", capsys.readouterr().err)
+    assert re.match(r"page: .*raw_io\.json is damaged .*: remove it", capsys.readouterr().err)
     assert "\nold\n" in run.page.read_text()
     assert run.readme.read_text() == README
 
@@ -221,8 +221,8 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path, number: signal.Signa
     command = f"trap 'touch {ended}; exit 1' TERM; touch {begun}; sleep 60 & wait"
     source = (
         "import sys\n"
-        "from benchmarks import page, page_machine\n"
-        "page_machine.describe = lambda places: {}\n"
+        "from benchmarks import page\n"
+        "page.describe = lambda places: {}\n"
         f"page.SECTIONS['raw_io'] = page.Section({shlex.join(['sh', '-c', command])!r})\n"
         "sys.exit(page.main(sys.argv[1:]))\n"
     )
@@ -277,7 +277,7 @@ def test_a_readme_or_page_without_markers_is_refused_before_anything_is_measured
 
 
 def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
-    found = page_machine.describe({"DISK": str(tmp_path)})
+    found = page.describe({"DISK": str(tmp_path)})
     assert {"cpu", "memory", "kernel", "torch", "backends"} <= set(found["machine"])
     assert "memlock limit" in found["settings"]
     assert {"file system", "O_DIRECT", "device"} <= set(found["places"]["DISK"])

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("tabulate")  # of the extra bench
 
 from benchmarks import page, page_render
-from nvme_ops.text import GIB, MIB
+from nvme_ops.text import GIB
 
 DESCRIPTION = {
     "machine": {"cpu": "4 x Example", "memory": "8 GiB", "kernel": "6.1.2", "deepspeed": "0.19.8"},
@@ -39,7 +39,14 @@ def row(name: str, median: float | None, ratio: float | None = None, **more: Any
 
 
 def table(group: str, reference: str, rows: list[dict[str, Any]], unit: str = "GB/s") -> dict[str, Any]:
-    return {"group": group, "title": f"title of {group}, 1 GiB", "unit": unit, "reference": reference, "rows": rows}
+    return {
+        "group": group,
+        "title": f"title of {group}, 1 GiB",
+        "unit": unit,
+        "reference": reference,
+        "peers": "DeepSpeed",
+        "rows": rows,
+    }
 
 
 def raw_io_tables() -> list[dict[str, Any]]:
@@ -58,10 +65,10 @@ def raw_io_tables() -> list[dict[str, Any]]:
 
 
 def raw_io_document() -> dict[str, Any]:
-    memory = {"idle_before": 0, "busy": 20 << 20, "peak_resident_growth": None}
-    folders = {name: {"tables": raw_io_tables(), "memory": memory} for name in ("DISK", "MEMORY")}
-    start = table("start", "", [row("nvme_ops, warm", 0.061)], "s")
-    return {"size": GIB, "rounds": 7, "folders": folders, "start": start}
+    sizes = [row("busy", 20 << 20), row("peak resident growth", None)]
+    folders = {name: {"tables": [*raw_io_tables(), table("memory", "", sizes, "bytes")]} for name in ("DISK", "MEMORY")}
+    folders["MEMORY"]["tables"].append(table("start", "", [row("nvme_ops, warm", 0.061)], "s"))
+    return {"size": GIB, "rounds": 7, "folders": folders}
 
 
 def stored(document: Any = None, **more: Any) -> dict[str, Any]:
@@ -126,50 +133,14 @@ def test_single_blocks_of_nvme_bench_are_shown() -> None:
     ]
 
 
-@pytest.mark.parametrize("least", [0.95, None])
-def test_scaling_is_shown_and_judged_where_there_is_an_aim(least: float | None) -> None:
-    def line(engine: str, ratio: float | None) -> dict[str, Any]:
-        plain = None if ratio is None else {"median": ratio, "low": ratio, "high": ratio}
-        return {"group": "read", "engine": engine, "devices": 2, "rate": plain, "alone": plain, "ratio": plain}
-
-    lines = [line("fio", 0.5), line("nvme_ops, a", 0.96), line("nvme_ops, b", 0.94), line("nvme_ops, c", None)]
-    measured = table("read", "", [row("x", 1, note="why")])
-    document = {"tables": [measured], "scaling": lines} | ({"least": least, "rate": 1} if least else {})
-    text = section("scaling" if least else "engines", stored(document))
-    found = tables(text)[-1]
-    assert [each["GB/s (min - max)"][:5] for each in found] == ["0.500", "0.960", "0.940", "-"]
-    judged = ["-", "reached", "missed", "-"] if least else [None] * 4
-    assert [each.get("aim 0.95") for each in found] == judged
-    assert ("- x: why" in text) == bool(least)
-
-
-def test_what_nvme_tune_found_is_shown_and_the_best_of_the_sweep() -> None:
-    aio = {
-        "block_size": 8 * MIB, "queue_depth": 32, "single_submit": False, "overlap_events": True,
-        "intra_op_parallelism": 2,
-    }  # fmt: skip
-    words = "8 MiB blocks, depth 32, intra_op_parallelism 2, overlap_events"
-    document = {
-        "sweep": [{"aio": aio, "ratio": 1.06}] * 300,
-        "repetitions": [{"aio": aio, "seconds": 45.4, "against_best": {"median": 0.98, "min": 0.97, "max": 1.01}}],
-        "against_default": [{"aio": aio, "ratio": 1.0099, "noise": 0.0113}],
-    }
-    text = section("tuning", stored(document))
-    (tuned,), (duel,) = tables(text)
-    assert list(tuned.values()) == ["1", words, "45", "0.98 (0.97 - 1.01)"]
-    assert list(duel.values()) == [words, "1.010", "0.011"]
-    assert "300 combinations" in text
-
-
-def test_the_aims_on_a_gpu_are_shown() -> None:
-    aims = {"ours / theirs": {"ratio": {"median": 1.0, "low": 0.9, "high": 1.1}, "least": 0.95}}
-    aims["other"] = {"ratio": None, "least": 1}
-    folder = {"tables": [raw_io_tables()[0]], "aims": {"read": aims}}
-    text = section("gpu", stored({"device": {"gpu": "Example", "cuda": "13"}, "folders": {"DISK": folder}}))
+def test_notes_are_shown_and_what_peers_are_called() -> None:
+    rows = [row("the sum", 1), row("ours", 1, peer="the sum", against_peer=spread(0.96))]
+    folder = {"tables": [table("read", "", rows) | {"peers": "the sum of each"}], "notes": ["ours / theirs: reached"]}
+    text = section("gpu", stored({"about": {"gpu": "Example", "cuda": "13"}, "folders": {"": folder}}))
     assert "gpu Example; cuda 13" in text
-    assert [list(row.values()) for row in tables(text)[1]] == [
-        ["ours / theirs", "1.00 (0.90 - 1.10)", "0.95"], ["other", "-", "1"]
-    ]  # fmt: skip
+    assert "- ours / theirs: reached" in text
+    assert tables(text)[0][1]["/ the sum of each"] == "0.96 (0.86 - 1.06)"
+    assert "####" not in text
 
 
 # Sections

@@ -1,119 +1,213 @@
-"""The benchmarks in benchmarks/: their arguments, what they lack, and one small run of each group for real."""
+"""The programs of benchmarks/: a table of small runs, wrong arguments and ends; what each makes of its figures."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import bench_overhead, checkpoint, command, file_rows, fresh_process, gpu_io, raw_io, scaling, throttled
-from nvme_ops.bench.engines import deepspeed
-from nvme_ops.bench.measure import Unavailable, interleave
-from nvme_ops.bench.work import Work
-from nvme_ops.measuring import files
-from nvme_ops.text import MIB
-from tests import prepared
+import nvme_ops
+from benchmarks import activations, adaptive, cgroups, checkpoint, command, data, inference, raw_io, training, tuning
+from nvme_ops.data import SampleStore
+from nvme_ops.measure import engines, files, fio
+from nvme_ops.measure.engines import Task
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
+from nvme_ops.measure.search import DEFAULT, Axis
+from nvme_ops.measure.tables import Table
+from nvme_ops.settings import Settings
+from nvme_ops.text import GIB, MIB
+from tests.benchmarks.test_scaling import why_not
 from tests.conftest import refusal
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_fio_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    file = tmp_path / "data"
-    files.make_file(str(file), 4 * MIB)
-    rows = file_rows.fio_rows(Work(str(file), 4 * MIB, write=False))
-    interleave(rows, 1)
-    assert [row.note for row in rows] == ["fio is not installed: apt-get install fio"] * 2
+def row(name: str, *seconds: float, amount: int = 100) -> Row:
+    return Row(name, samples=[Sample(each, amount) for each in seconds])
 
 
-def test_deepspeed_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        monkeypatch.delitem(sys.modules, name)
-    stdlib = [entry for entry in sys.path if "site-packages" not in entry and "dist-packages" not in entry]
-    monkeypatch.setattr(sys, "path", stdlib)
-    monkeypatch.setattr(deepspeed, "load", deepspeed.load.__wrapped__)
-    rows = file_rows.deepspeed_rows(Work("none", 4 * MIB, write=False))
-    interleave(rows, 1)
-    assert [row.note for row in rows] == ["DeepSpeed is not installed: pip install deepspeed"] * 2
+# Small runs: the arguments, what is made smaller, and the groups that must come with a figure in each row
 
 
-def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
-    program = """
-import nvme_ops
-import op_builder
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == "ImportError: this is nvme_ops.op_builder"
+def _smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "_PASS", 2 * MIB)
+    monkeypatch.setattr(adaptive, "LEARNING", 5)
+    monkeypatch.setattr(activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8})
+    ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "torch")}
+    monkeypatch.setattr(activations, "_WAYS", ways)
+    monkeypatch.setattr(tuning, "grid", lambda _: [Axis("queue_depth", [32, 128])])
 
 
-def test_staging_memory_is_measured(tmp_path: Path) -> None:
-    file = tmp_path / "data"
-    files.make_file(str(file), 4 * MIB)
-    found = raw_io.staging(str(file), 4 * MIB)
-    assert (found["idle_before"], found["idle_after"]) == (0, 0)
-    assert found["peak_resident_growth"] is None or found["peak_resident_growth"] < 64 * MIB
-
-
-def test_what_a_new_process_says_is_its_last_line_and_its_failure_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    program = "import os, sys; print('x'); print(os.environ['A'], sys.argv[1], os.environ.get('PYTHONPATH'))"
-    assert command.in_new_process(program, "word", A="told") == "told word None"
-    assert command.in_new_process(f"{program}  # nvme_ops", "word", A="told").startswith(f"told word {ROOT}")
-    with pytest.raises(Unavailable, match=r"^no reason$"):
-        command.in_new_process("import sys; sys.exit('words\\nno reason')")
-
-
-def run_raw_io(*arguments: str) -> subprocess.CompletedProcess[str]:
-    quiet = {"PYTHONWARNINGS": "ignore::RuntimeWarning"}  # memory that may not be locked
-    return prepared.run(str(ROOT / "benchmarks" / "raw_io.py"), *arguments, environment=quiet)
+SMALL: dict[str, tuple[list[str], list[str]]] = {  # words, groups of the tables
+    "raw_io": (
+        ["--size", "16M", "--only", *(each for each in raw_io.GROUPS if each != "start")],
+        [each for each in raw_io.GROUPS if each != "start"],
+    ),
+    "overhead": (["--size", "8M", "--only", "write"], ["write", "write"]),
+    "checkpoint": (["--size", "64M", "--state_dict", "large"], list(checkpoint.GROUPS)),
+    "fresh_process": (["--size", "8M", "--only", "locked"], ["locked"]),
+    "floor": (["--size", "16M", "--only", "store", "demand"], ["store"] * 4 + ["demand"]),
+    "tuning": (
+        ["--size", "32M", "--repetitions", "1", "--seconds", "0.5", "--sweep-rounds", "1"],
+        ["winners", "sweep"],
+    ),
+    "activations": (
+        # each net saves more than the budget and what may be on its way, so that something has to be written
+        [
+            "--size",
+            "1G",
+            "--steps",
+            "1",
+            "--budget",
+            "4M",
+            "--batch",
+            "16",
+            "--batch-of-transformer",
+            "2",
+            "--most",
+            "2",
+        ],
+        list(activations.GROUPS),
+    ),
+    "adaptive": (
+        ["--size", "16M", "--sizes", "4K", "1M"],
+        [group for group in adaptive.GROUPS for _ in range(2)],
+    ),
+    "data": (
+        ["--size", "4M", "--sizes", "4K", "--workers", "1", "--records", "5000", "--log-records", "1000"],
+        ["random", "index", "log"],
+    ),
+    "inference": (
+        ["--size", "8M", "--budget", "4M", "--batch", "2", "--steps", "2", "--only", "memory", "nvme_ops"],
+        ["batch 2"],
+    ),
+    "training": (["--size", "4M", "--steps", "1", "--budget", "256M", "--batch", "8"], list(training.GROUPS)),
+    "scaling": (["--devices", "1", "2", "--size", "16M", "--rate", "64M", "--only", "write"], ["write"]),
+}
+_QUICK = ("raw_io", "checkpoint")
+_ABSENT = ("not installed", "is not installed", "left out", "No module named", "pip install")  # begin or end of a note
 
 
 @pytest.mark.parametrize(
-    ("program", "arguments", "words"),
+    "name",
+    [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow) for name in SMALL],
+)
+def test_a_small_run(
+    name: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "inference":
+        pytest.importorskip("transformers")
+    if name == "scaling" and (reason := why_not()):
+        pytest.skip(reason)
+    _smaller(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    words, groups = SMALL[name]
+    place = [] if name == "scaling" else ["--folder", str(folder), "--no-deepspeed"]
+    file = folder / "found.json"
+    status = command.main([name, "--rounds", "1", *place, *words, "--output", str(file)])
+    out = capfd.readouterr().out
+    assert status == 0, out
+    found = json.loads(file.read_text())
+    assert {"machine", "size", "rounds", "folders", "about"} <= set(found)
+    (there,) = found["folders"].values()
+    assert {"place", "tables", "notes"} <= set(there)
+    assert [table["group"] for table in there["tables"]] == groups
+    for table in there["tables"]:
+        assert set(table) == {"group", "title", "unit", "reference", "peers", "rows"}
+        assert table["title"] in out
+        for each in table["rows"]:
+            assert not each["wrong"]
+            lacks = any(words in each["note"] for words in _ABSENT) or each["name"].startswith("fio")
+            assert each["values"] or lacks or each["name"] == "peak resident growth", (each["name"], each["note"])
+    assert [left.name for left in folder.iterdir() if left.name not in ("found.json", "cache")] == (
+        ["nvme_ops-inference-2x256"] if name == "inference" else []
+    )
+
+
+def test_json_is_alone_on_standard_output(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--folder", str(folder), "--size", "16M", "--rounds", "1", "--only", "submit", "--json"]
+    assert command.main(["raw_io", *words]) == 0
+    out, errors = capfd.readouterr()
+    (table,) = json.loads(out)["folders"][str(folder)]["tables"]
+    assert table["title"] in errors
+
+
+@pytest.mark.slow
+def test_a_small_start_up_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--folder", str(folder), "--size", "4M", "--only", "start", "--rounds", "1", "--no-deepspeed"]
+    assert command.main(["raw_io", *words, "--json"]) == 0
+    (table,) = json.loads(capfd.readouterr().out)["folders"][str(folder)]["tables"]
+    assert [len(each["values"]) for each in table["rows"]] == [1, 1]
+
+
+def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([]) == command.main(["none"]) == 2
+    listed = capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    assert set(command.names()) == {*SMALL, "gpu_io", "page"}
+    assert all(f"\n  {name} " in listed for name in command.names())
+
+
+# Wrong arguments, no room, and a signal
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
     [
         *(
-            (program, ["--size", "5M"], "not a multiple of 4 MiB")
-            for program in (raw_io, checkpoint, fresh_process, bench_overhead, scaling, gpu_io)
+            ([name, "--size", "5M"], "not a multiple of 4 MiB")
+            for name in (*(each for each in SMALL if each != "activations"), "gpu_io")
         ),
-        (raw_io, ["--size", "big"], "'big' is not a size"),
-        (raw_io, ["--rounds", "0"], "not a number of at least 1"),
-        (raw_io, ["--only", "everything"], "invalid choice"),
-        (raw_io, ["--path", "none/such"], "no such folder"),
-        (raw_io, ["--json", "none/such/file"], "its folder does not exist"),
-        (checkpoint, ["--state_dict", "huge"], "invalid choice"),
-        (scaling, ["--devices", "0"], "not a number of at least 1"),
-        (scaling, ["--rate", "x"], "is not a size"),
-        (gpu_io, ["--block-size", "5000"], "not a multiple of 4K"),
-        (gpu_io, ["--block-size", "much"], "'much' is not a size"),
-        (gpu_io, ["--threads", "0"], "not a number of at least 1"),
-        (gpu_io, ["--gpu", "first"], "invalid int value"),
-        (throttled, ["--devices", "65", "--", "true"], "at most 64"),
-        (throttled, ["--rate", "fast", "--", "true"], "is not a size"),
-        (throttled, ["--size", "1M", "--", "true"], "at least 16 MiB"),
-        (throttled, [], "the following arguments are required: COMMAND"),
+        (["raw_io", "--size", "big"], "'big' is not a size"),
+        (["raw_io", "--rounds", "0"], "not a number of at least 1"),
+        (["raw_io", "--only", "everything"], "invalid choice"),
+        (["raw_io", "--folder", "none/such"], "no such folder"),
+        (["raw_io", "--output", "none/such/file.json"], "its folder does not exist"),
+        (["raw_io", "--output", "a.none"], "--output a.none: "),
+        (["raw_io", "--fold", "."], "unrecognized arguments"),
+        (["checkpoint", "--state_dict", "huge"], "invalid choice"),
+        (["scaling", "--devices", "0"], "not a number of at least 1"),
+        (["scaling", "--rate", "x"], "is not a size"),
+        (["gpu_io", "--block-size", "5000"], "not a multiple of 4K"),
+        (["gpu_io", "--threads", "0"], "not a number of at least 1"),
+        (["gpu_io", "--device", "cpu"], "--device cpu: not cuda:N"),
+        (["inference", "--batch", "0"], "not a number of at least 1"),
+        (["inference", "--budget", "much"], "is not a size"),
+        (["tuning", "--grid", "huge"], "invalid choice"),
+        (["tuning", "--size", "16M"], "at least 32M"),
+        (["floor", "--only", "folders"], "--folder twice or more"),
     ],
 )
-def test_wrong_arguments_are_refused(program: Any, arguments: list[str], words: str) -> None:
-    status, errors = refusal(program.main, arguments)
+def test_wrong_arguments_are_refused(words: list[str], said: str) -> None:
+    status, errors = refusal(command.main, words)
     assert status == 2
-    assert words in errors
+    assert said in errors
+
+
+@pytest.mark.parametrize("name", ["raw_io", "tuning", "training", "data", "activations"])
+def test_a_folder_without_room_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name, "--folder", str(tmp_path), "--size", "4000000G"]) == 1
+    assert "of free space are needed and there are" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_removed_when_it_is_stopped(tmp_path: Path) -> None:
-    arguments = ["--path", str(tmp_path), "--size", "16M", "--rounds", "100000", "--only", "latency"]
+    words = ["--folder", str(tmp_path), "--size", "16M", "--rounds", "100000", "--only", "latency"]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "benchmarks" / "raw_io.py"), *arguments],
+        [sys.executable, str(ROOT / "benchmarks"), "raw_io", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -129,30 +223,258 @@ def test_files_are_removed_when_it_is_stopped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_small_run(tmp_path: Path) -> None:
-    folder, result = tmp_path / "work", tmp_path / "result.json"
-    folder.mkdir()
-    groups = ["read", "write", "cached", "random", "latency", "submit", "memory"]
-    done = run_raw_io(
-        "--path", str(folder), "--size", "16M", "--rounds", "1", "--no-deepspeed", "--json", str(result),
-        "--only", *groups,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert os.listdir(folder) == []
-    found = json.loads(result.read_text())["folders"][str(folder)]
-    assert [table["group"] for table in found["tables"]] == groups[:-1]
-    assert {"idle_before", "busy", "idle_after", "pool_kept", "peak_resident_growth"} == set(found["memory"])
-    for table in found["tables"]:
-        for row in table["rows"]:
-            assert not row["wrong"]
-            if not row["name"].startswith("fio"):  # may not be installed
-                assert len(row["values"]) == 1, (row["name"], row["note"])
-                assert row["values"][0] > 0
+def test_wrong_bytes_end_with_status_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong() -> Sample:
+        raise WrongData("other bytes")
+
+    def tables(*_: Any) -> Any:
+        yield Table("read", "made up", "GB/s", [Row("liar", wrong), Row("good", lambda: Sample(1, 1))])
+
+    monkeypatch.setattr(raw_io, "PROGRAM", replace(raw_io.PROGRAM, tables=tables))
+    assert command.main(["raw_io", "--folder", str(folder), "--size", "4M", "--rounds", "1"]) == 1
+    out, errors = capsys.readouterr()
+    assert "WRONG DATA: other bytes" in out
+    assert errors.splitlines()[-1] == "raw_io: wrong data: liar"
+
+
+# Rows, and processes of their own
+
+
+def test_peers_that_are_not_installed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    file = tmp_path / "data"
+    files.make_file(str(file), 4 * MIB)
+    task = Task(str(file), 4 * MIB, write=False)
+    monkeypatch.setattr(engines, "_loaded_deepspeed", lambda _: Unavailable("DeepSpeed is not installed"))
+    rows = [raw_io.fio_row(task), *raw_io.deepspeed_rows(task)]
+    interleave(rows, 1)
+    expected = ["fio is not installed: apt-get install fio", *["DeepSpeed is not installed"] * 2]
+    assert [each.note for each in rows] == expected
+
+
+def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", "import op_builder"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "ImportError: this is nvme_ops.op_builder"
+
+
+def test_what_a_new_process_says_is_its_last_line_and_its_failure_a_reason() -> None:
+    program = "import os, sys; print('x'); print('[\"' + os.environ['A'], sys.argv[1] + '\"]')"
+    assert command.in_new_process(program, "word", A="told") == ["told word"]
+    with pytest.raises(Unavailable, match=r"^no reason$"):
+        command.in_new_process("import sys; sys.exit('words\\nno reason')")
+
+
+def test_staging_memory_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    files.make_file(str(file), 4 * MIB)
+    found = {each.name: each.samples[0] for each in raw_io.memory_rows(Task(str(file), 4 * MIB, write=False))}
+    assert [each and each.amount for name, each in found.items() if "idle" in name] == [0, 0]
+    grown = found["peak resident growth"]
+    assert grown is None or grown.amount < 64 * MIB
+
+
+def test_a_state_dict_has_the_size_asked_for() -> None:
+    large = checkpoint.state_dict("large", 64 * MIB)
+    assert [tensor.nbytes for tensor in large.values()] == [32 * MIB] * 2
+    small = checkpoint.state_dict("small", GIB // 16)
+    assert [tensor.nbytes for tensor in small.values()] == [4096] * 1250
+    llama = checkpoint.state_dict("llama", 128 * MIB)
+    assert sum(tensor.nbytes for tensor in llama.values()) >= 128 * MIB
+    assert {tensor.dtype for tensor in llama.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_a_load_of_other_bytes_is_told(folder: Path) -> None:
+    work = checkpoint.Work(str(folder / "x"), {"a": torch.ones(1000)}, deepspeed=False)
+    nvme_ops.save({"a": torch.zeros(1000)}, work.path + ".safetensors")
+    rows = {
+        each.name: each for each in checkpoint.load_rows(work, files.make_warm) if each.name.startswith("nvme_ops .")
+    }
+    work.saved.add(work.path + ".safetensors")
+    interleave(list(rows.values()), 1)
+    assert {name: each.wrong for name, each in rows.items()} == {"nvme_ops .safetensors": True, "nvme_ops .pt": False}
+
+
+def test_the_large_store_is_a_store(folder: Path) -> None:
+    data.make_store(folder, 1000)
+    store = SampleStore(folder)
+    assert len(store) == 1000
+    sizes = [each.numel() for each in store.read(range(1000))]
+    assert min(sizes) >= 1
+    assert max(sizes) < 2 * data.RECORD_BYTES
+
+
+# Those that must find what the one in memory finds
+
+
+def given_of(name: str, *words: str) -> Namespace:
+    return command.parse(name, words)[1]
+
+
+def _activations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    monkeypatch.setattr(activations, "GIB", 1 << 20)
+    run = command.Run.__new__(command.Run)
+    run.given, kept = given_of("activations", "--steps", "1"), list[Row]()
+    monkeypatch.setattr(command.Run, "measure", lambda _, rows: kept.extend(rows))
+    activations.net_table(run, "convolutional", str(folder))
+    return kept
+
+
+def _training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda _: True)
+    rows = training.engine_table(str(folder), given_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
+    return [rows[0], *(each for each in rows if each.name.startswith("nvme_ops"))]
+
+
+def _deepspeed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    _training(folder, monkeypatch)
+    rows = training.engine_table(str(folder), given_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
+    return [rows[0], next(each for each in rows if each.name == "DeepSpeed, states")]
+
+
+def _inference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    monkeypatch.setattr(inference.importlib.util, "find_spec", lambda _: True)
+    given = given_of("inference")
+    work = inference.Work("none", str(folder), 1, given)
+    return [Row(each.name, functools.partial(work.decode, each)) for each in inference.contenders(given)]
+
+
+@pytest.mark.parametrize(
+    ("make", "answers", "error"),
+    [
+        (_activations, "gradients", WrongData),
+        (_training, "losses", WrongData),
+        (_deepspeed, "losses", Unavailable),
+        (_inference, "tokens", WrongData),
+    ],
+)
+def test_other_results_than_in_memory_are_told(
+    make: Callable[..., list[Row]], answers: str, error: type[Exception], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases = {name: [1.0, 1.0] for name in ("forward", "backward", "moved", "optimizer", "steps")}
+    plain = dict.fromkeys(("peak_bytes", "first token", "load", "read per step", "while decoding"), 1.0)
+    said = iter([[[1], [2]], [[1], [2]], [[1], [3]]])
+    monkeypatch.setattr(command, "work", lambda *_: {**plain, **phases, "figures": phases, answers: next(said)})
+    memory, other, *_ = make(folder, monkeypatch)
+    assert memory.run().seconds > 0
+    assert other.run().amount > 0
+    with pytest.raises(error, match=r"differ|losses"):
+        other.run()
 
 
 @pytest.mark.slow
-def test_a_small_start_up_run() -> None:
-    done = run_raw_io("--only", "start", "--rounds", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"nvme_ops, empty cache, whole process +[\d.]+", done.stdout)
-    assert re.search(r"nvme_ops, warm, beyond importing torch +[\d.]+", done.stdout)
+@pytest.mark.parametrize(
+    ("group", "package"), [("mapped", "transformers"), ("accelerate", "accelerate"), ("deepspeed", "deepspeed")]
+)
+def test_peers_find_the_same_tokens(group: str, package: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    words = [
+        "--size",
+        "8M",
+        "--budget",
+        "4M",
+        "--batch",
+        "2",
+        "--steps",
+        "2",
+        "--rounds",
+        "1",
+        "--only",
+        group,
+        "--json",
+    ]
+    assert command.main(["inference", "--folder", str(folder), *words]) == 0
+    (table,) = json.loads(capfd.readouterr().out)["folders"][str(folder)]["tables"]
+    rows = [each for each in table["rows"] if not each["name"].startswith("fio ")]
+    assert [(each["wrong"], each["note"]) for each in rows] == [(False, "")] * len(rows)
+
+
+@pytest.mark.parametrize("size", [8 * MIB, 1200 * MIB, 6 * GIB])
+def test_a_model_has_about_the_size_asked_for(size: int) -> None:
+    shape = inference.config(size)
+    matrices = 4 * shape["hidden_size"] ** 2 + 3 * shape["hidden_size"] * shape["intermediate_size"]
+    found = 2 * (shape["num_hidden_layers"] * matrices + 2 * shape["vocab_size"] * shape["hidden_size"])
+    assert abs(found - size) < 0.1 * size
+
+
+def test_a_model_is_made_once_where_there_is_room(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(files.NotUsable, match="free space are needed"):
+        inference.model_folder(str(tmp_path), 1 << 60)
+    assert list(tmp_path.iterdir()) == []
+    model = Path(inference.model_folder(str(tmp_path), 8 * MIB))
+    made = (model / "model.safetensors").stat().st_mtime_ns
+    assert inference.model_folder(str(tmp_path), 8 * MIB) == str(model)
+    assert (model / "model.safetensors").stat().st_mtime_ns == made
+    (model / "config.json").write_text("{}")
+    assert inference.model_folder(str(tmp_path), 8 * MIB) == str(model)
+    assert (model / "model.safetensors").stat().st_mtime_ns != made
+
+
+# What is made of the figures
+
+
+def test_the_bound_is_the_longer_of_computing_and_moving() -> None:
+    def measured(seconds: float, read: float) -> Row:
+        return Row("", samples=[Sample(seconds, 1, figures={"read per step": read}), None])
+
+    memory, reads, computes = measured(1.0, 0), measured(4.0, 300.0), measured(4.0, 30.0)
+    activations.add_bounds([memory, reads, computes], measured(1.0, 100), "read per step")
+    found = [each.samples[0].figures["of the bound"] for each in (reads, computes) if each.samples[0]]
+    assert found == [0.75, 0.25]
+
+
+def test_how_the_choice_compares_is_told() -> None:
+    rows = [row(adaptive.ADAPTIVE, 2, 2), row(adaptive.NEW, 4, 4), row("nvme_ops one", 1, 1), row("nvme_ops two", 3, 3)]
+    peers = [row("torch.load", 8, 8), row(adaptive.FIO, 1, 1), row(adaptive.DEEP, 1, 1), row(adaptive.TOGETHER, 1, 1)]
+    assert adaptive.summary(Table("read", "", "GB/s", [*rows, *peers])) == (
+        "of the best fixed tool (nvme_ops one): 0.50 (after 20), 0.25 (the first 20); after 20 4.00 x torch.load; "
+        f"after 20 0.50 x {adaptive.FIO}; all at once 8.00 x torch.load; all at once 1.00 x {adaptive.DEEP}"
+    )
+    assert adaptive.summary(Table("read", "", "GB/s", rows[:1])) == ""
+
+
+def test_the_best_tool_of_a_round_is_that_of_the_others() -> None:
+    def rates(name: str, *each: int) -> Row:
+        return Row(name, samples=[Sample(1, rate) for rate in each])
+
+    lucky, mine = [rates("a", 10, 1, 1), rates("b", 2, 9, 2), rates("c", 3, 3, 7)], rates("mine", 3, 3, 3)
+    table = Table("read", "", "GB/s", [mine, *lucky])
+    assert adaptive.against_best(table, mine, lucky) == [3 / 2, 3 / 1, 3 / 1]
+
+
+def test_the_sweep_compares_within_rounds() -> None:
+    rows = [row("slow", 4, 40), row("fast", 1, 10), row("middle", 2, 20)]  # the machine is slow in the second round
+    assert [each.name for each in tuning.ranked(rows)] == ["fast", "middle", "slow"]
+    rows = [row("lucky", 2, 20, 1), row("steady", 1, 10, 10), row("middle", 1.5, 15, 5)]
+    assert tuning.ranked(rows)[0].name == "steady"
+
+
+def test_winners_are_divided_by_the_best_of_the_sweep_round_by_round() -> None:
+    second, third = replace(DEFAULT, queue_depth=32), replace(DEFAULT, block_size=8 * MIB)
+    final: dict[Settings, Row] = {
+        DEFAULT: row("default", 1, 1, 1), second: row("second", 0.5, 0.5, 0.25), third: row("third", 0.25, 0.5, 0.25)
+    }  # fmt: skip
+    winners, sweep = tuning.compared(final, [DEFAULT, second], [(third, 3.0), (DEFAULT, 5.0)], "2 combinations")
+    assert (winners.reference, sweep.reference) == ("second", "default")  # the third was not swept
+    best, first, last = winners.rows
+    assert (best.name, first.name, first.note) == ("second", "nvme-tune, run 1", "third; 3 s")
+    assert winners.against(first, "second") == [2, 1, 1]
+    assert winners.against(last, "second") == [0.5, 0.5, 0.25]
+    assert [each.name for each in sweep.rows] == ["default", "second"]
+
+
+def test_the_small_grid_is_part_of_the_full_one() -> None:
+    assert set(tuning.combinations(tuning.grid("small"))) < set(tuning.combinations(tuning.grid("full")))
+    assert DEFAULT in tuning.combinations(tuning.grid("small"))
+
+
+def test_every_bound_is_fio_at_its_best() -> None:
+    """One bound for all: io_uring, 4 MiB, depth 32, registered buffers in huge pages."""
+    options = {"--ioengine=io_uring", f"--bs={4 * MIB}", "--iodepth=32", "--iomem=mmaphuge", "--fixedbufs=1"}
+    assert set(fio.BEST[0][0]) == options
+    assert fio.best(GIB) is fio.BEST
+    assert os.path.basename(cgroups.PREFIX) == cgroups.PREFIX

@@ -12,7 +12,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.measuring.page_cache import cached_share
+from nvme_ops.measure.files import cached_share
 from tests.conftest import MIB, HandleFactory, in_threads, pattern, round_trip, store
 
 LARGE = 64 * MIB

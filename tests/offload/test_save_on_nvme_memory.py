@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.activations_worker import Job
-from tests.conftest import MIB, REPOSITORY
+from benchmarks import command
+from benchmarks.activations import Job
+from tests.conftest import MIB
 
 _LAYERS, _BUDGET = 96, 16 * MIB
 
@@ -20,8 +17,6 @@ _LAYERS, _BUDGET = 96, 16 * MIB
 def test_what_is_freed_serves_the_next_tensors(batch: int, folder: Path) -> None:
     """Each layer saves two tensors of a quarter MiB a sample: 288 to 480 MiB in all."""
     job = Job("nvme", "convolutional", _LAYERS, batch, 1, str(folder), _BUDGET)
-    words = [sys.executable, "-m", "benchmarks.activations_worker", json.dumps(dataclasses.asdict(job))]
-    said = subprocess.run(words, check=True, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True).stdout
-    found = json.loads(said.splitlines()[-1])
+    found = command.work("activations", job)
     assert found["moved"][0] > 2 * 96 * 2 * batch * MIB // 4 * 0.8
     assert found["peak_bytes"] < _BUDGET + 144 * MIB

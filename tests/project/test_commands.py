@@ -18,15 +18,15 @@ from tests.conftest import REPOSITORY, run_python
 
 #: Modules with the parser of a command, by its words.
 COMMANDS = {
-    "nvme-bench": "nvme_ops.bench.options",
-    "nvme-bench explain": "nvme_ops.bench.explain",
-    "nvme-bench workload": "nvme_ops.bench.workload.cli",
+    "nvme-bench": "nvme_ops.measure.bench",
+    "nvme-bench explain": "nvme_ops.measure.explain",
+    "nvme-bench workload": "nvme_ops.measure.workload.cli",
     "nvme-checkpoint": "nvme_ops.inspection.cli",
     "nvme-data": "nvme_ops.data.cli",
     "nvme-offload": "nvme_ops.offload.cli",
     "nvme-ops": "nvme_ops.__main__",
     "nvme-report": "nvme_ops.report.cli",
-    "nvme-tune": "nvme_ops.tune.options",
+    "nvme-tune": "nvme_ops.measure.tune",
 }
 
 
@@ -103,7 +103,7 @@ def test_what_commands_print_fits_80_columns(folder: Path) -> None:
         *lines_of("nvme_ops.bench", *bench, "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference"),
         *lines_of("nvme_ops.bench", "explain", str(folder), "--io_size", "2M", "--rounds", "2"),
         *lines_of("nvme_ops.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of("nvme_ops.tune.cli", "--nvme_dir", str(folder), "--io_size", "32M", "--no_write", "--no_store"),
+        *lines_of("nvme_ops.measure.tune", "--folder", str(folder), "--io_size", "32M", "--no_write", "--no_store"),
     ]
     too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
     assert too_long == []

@@ -11,8 +11,8 @@ PROGRAM = """
     from pathlib import Path
     import torch
     import nvme_ops
-    from nvme_ops.bench.measure import interleave
-    from nvme_ops.bench.work import Work, saved_row, tensor_row
+    from nvme_ops.measure.rows import interleave
+    from nvme_ops.measure.engines import Task, saved_row, tensor_row
 
     print("assertions:", __debug__, file=sys.stderr)
     folder = Path(sys.argv[1])
@@ -39,10 +39,10 @@ PROGRAM = """
         cut.truncate(1000)
     attempt("a file that is cut", lambda: nvme_ops.load(folder / "cut.safetensors"))
 
-    reads = Work(str(file), data.numel(), write=False)
+    reads = Task(str(file), data.numel(), write=False, pageable_memory=True)
     lies = [
         tensor_row(reads, "reads nothing", lambda: reads.pageable, lambda tensor: None),
-        saved_row(reads, "loads others", str(file), lambda: reads.pageable, lambda: None, lambda: data[:5], []),
+        saved_row(reads, "loads others", str(file), lambda: None, lambda: data[:5]),
     ]
     interleave(lies, 1)
     for row in lies:

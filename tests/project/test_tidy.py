@@ -50,20 +50,23 @@ SUBPACKAGES: dict[str, set[str]] = {
     "inspection": {"memory", "storage", "formats", "checkpoint"}
     | {f"offload.weights.{name}" for name in ("source", "stored", "window")},
     "data": {"memory", "storage"},
-    "offload": {"memory", "storage", "formats", "measuring.energy"},
+    "offload": {"memory", "storage", "formats", "measure.energy"},
     "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.publication"}
     | {"offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
-    "measuring": {"storage.device", "storage.locks"},
-    "bench": {"measuring", "storage", "data"} | {f"report.{name}" for name in ("kernel", "result", "storage")},
-    "tune": {"measuring", "storage.device", "tuning.store"},
+    "bench": {"measure.bench"},
+    "measure": {"storage", "data", "tuning.store"} | {f"report.{name}" for name in ("kernel", "result", "storage")},
     "tuning": {"storage"},
 }
 # What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
-OF_SINGLE_MODULES = {"dcp": {"checkpoint.dcp"}, "file": {"stream"}, "handle": {"tuning", "storage.device"}}
+OF_SINGLE_MODULES = {
+    "dcp": {"checkpoint.dcp"},
+    "file": {"stream"},
+    "handle": {"tuning", "storage.device"},
+}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
-    f"nvme_ops/{name}/cli.py" for name in ("bench", "bench/workload", "data", "inspection", "offload", "tune")
+    f"nvme_ops/{name}/cli.py" for name in ("data", "inspection", "offload")
 }
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.measuring.page_cache import cached_share
+from nvme_ops.measure import tune as cli
+from nvme_ops.measure.files import cached_share
+from nvme_ops.measure.search import Outcome
+from nvme_ops.measure.tune import Tuned, TuneResult
 from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity
-from nvme_ops.tune import cli, devices, options, report
-from nvme_ops.tune.devices import Tuned, TuneResult
-from nvme_ops.tune.search import Outcome
 from nvme_ops.tuning import store
 from tests import prepared
 from tests.conftest import round_trip
@@ -41,7 +41,7 @@ def places(folder: Path, cache: Path | None) -> dict[str, str]:
 
 def start(folder: Path, *words: str, cache: Path | None = None, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, sys.executable, "-m", "nvme_ops.tune.cli", "--nvme_dir", str(folder), *words],
+        [*command, sys.executable, "-m", "nvme_ops.measure.tune", "--folder", str(folder), *words],
         cwd=ROOT,
         env={**os.environ, **places(folder, cache)},
         stdin=subprocess.DEVNULL,
@@ -52,7 +52,7 @@ def start(folder: Path, *words: str, cache: Path | None = None, command: tuple[s
 
 
 def tune(folder: Path, *words: str, cache: Path | None = None) -> tuple[int, str, str]:
-    command = ["-m", "nvme_ops.tune.cli", "--nvme_dir", str(folder), *words]
+    command = ["-m", "nvme_ops.measure.tune", "--folder", str(folder), *words]
     done = prepared.run(*command, environment=places(folder, cache))
     return done.returncode, done.stdout, done.stderr
 
@@ -67,7 +67,7 @@ def place(tmp_path: Path) -> Path:
 def test_a_run_keeps_tells_and_logs_what_it_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all flags that only add to what is said."""
     parent = place.parent
-    flags = ("--explain", "--verbose", "--json", str(parent / "aio.json"), "--log_dir", str(parent / "a" / "b"))
+    flags = ("--explain", "--verbose", "--output", str(parent / "aio.json"), "--log_dir", str(parent / "a" / "b"))
     status, output, errors = tune(place, *QUICK, *flags)
     assert status == 0, errors
     assert list(place.iterdir()) == []
@@ -108,7 +108,7 @@ def test_a_run_keeps_tells_and_logs_what_it_found(place: Path, monkeypatch: pyte
     [(["--no_store"], ["write", "read"]), (["--no_read"], ["write"]), (["--no_write"], ["read"])],
 )
 def test_json_on_standard_output_is_alone_there(place: Path, words: list[str], measured: list[str]) -> None:
-    status, output, errors = tune(place, *QUICK, "--json", "-", *words)
+    status, output, errors = tune(place, *QUICK, "--json", *words)
     assert status == 0, errors
     document = json.loads(output)
     assert list(document["aio"]) == KEYS
@@ -137,7 +137,7 @@ def test_devices_are_tuned_each_by_itself_and_once(place: Path) -> None:
     other = place.parent / "other"
     other.mkdir()
     before = sorted(os.listdir("/dev/shm"))
-    status, output, errors = tune(place, "/dev/shm", str(other), *QUICK, "--json", "-")
+    status, output, errors = tune(place, "/dev/shm", str(other), *QUICK, "--json")
     assert status == 0, errors
     document = json.loads(output)
     assert [device["nvme_dir"] for device in document["devices"]] == [[str(place), str(other)], ["/dev/shm"]]
@@ -201,7 +201,7 @@ def test_what_a_killed_run_leaves_the_next_one_removes_beside_one_that_is_alive(
         (
             None,
             ["--io_size", "4000000G"],
-            ["of free space are needed and there are", "another --io_size or --nvme_dir"],
+            ["of free space are needed and there are", "another --io_size or --folder"],
         ),
         ("/proc", QUICK, ["nvme-tune: /proc: "]),
         (None, [*QUICK, "--log_dir", "/proc/nothing"], ["--log_dir /proc/nothing: "]),
@@ -250,7 +250,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(place: Path) -> None:
 def test_memory_of_a_gpu_is_tuned(place: Path, flag: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch.cuda is not available: no GPU, or torch without CUDA")
-    status, output, errors = tune(place, *QUICK, flag, "--json", "-")
+    status, output, errors = tune(place, *QUICK, flag, "--json")
     if flag == "--gds" and status == 2 and "cuFile" in errors:
         pytest.skip(errors.strip().splitlines()[-1])
     assert status == 0, errors
@@ -262,9 +262,9 @@ def test_memory_of_a_gpu_is_tuned(place: Path, flag: str) -> None:
 def test_flushing_drops_the_whole_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a file that stands for the kernel's: others on this machine use the real cache."""
     synchronised: list[int] = []
-    monkeypatch.setattr(devices, "DROP_CACHES", str(tmp_path / "drop_caches"))
+    monkeypatch.setattr(cli, "DROP_CACHES", str(tmp_path / "drop_caches"))
     monkeypatch.setattr(os, "sync", lambda: synchronised.append(1))
-    devices._flush()
+    cli._flush()
     assert (tmp_path / "drop_caches").read_text() == "1"
     assert synchronised
 
@@ -273,7 +273,7 @@ def made_up_result(folder: Path, seconds: float, best: Settings, *words: str) ->
     rates = {best: {"read": 2e9, "write": 1e9}}
     outcome = Outcome(best, best, best, None, [], rates, {best: 3}, {}, True)
     device = Identity(("made up",), "ext4", "1", "6", 2, "cpu", "threads")
-    given = options.parse(["--nvme_dir", str(folder), *words])
+    given = cli.parse(["--folder", str(folder), *words])
     return TuneResult(given, [Tuned([str(folder)], device, outcome, seconds, 1 << 25)])
 
 
@@ -301,13 +301,13 @@ def test_what_was_read_from_the_page_cache_is_said(
     if cached_share(str(probe)) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
     monkeypatch.setenv("NVME_OPS_CACHE", mode)
-    monkeypatch.setattr(devices, "make_cold", lambda path: Path(path).read_bytes())
+    monkeypatch.setattr(cli, "make_cold", lambda path: Path(path).read_bytes())
     words = ["--nvme_dir", str(place), "--io_size", "32M", "--seconds", "0.5", "--no_write", "--verbose"]
     said: list[str] = []
-    result = devices.tune(options.parse([*words, "--log_dir", str(place / "log")]), said.append)
+    result = cli.tune(cli.parse([*words, "--log_dir", str(place / "log")]), said.append)
     lines = (place / "log" / "passes.jsonl").read_text().splitlines()
     assert {json.loads(line)["from_page_cache"] for line in lines} == {share}
-    assert report.as_document(result)["devices"][0]["from_page_cache"] == share
+    assert cli.as_document(result)["devices"][0]["from_page_cache"] == share
     words_of_text = "  100 % of what was read lay in the page cache: so far memory was measured"
-    assert (words_of_text in report.text(result)) == (share == 1)
+    assert (words_of_text in cli.text(result)) == (share == 1)
     assert any("(100 % from the page cache)" in line for line in said) == (share == 1)

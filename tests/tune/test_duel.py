@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from nvme_ops.measure.search import LEAST_GAIN, Duel, Rounds, geometric_mean
 from nvme_ops.settings import Settings
-from nvme_ops.tune.duel import LEAST_GAIN, Duel, Rounds, geometric_mean
 
 DEFAULT = Settings()
 OTHER = replace(DEFAULT, queue_depth=32)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.measure import tune as options
 from nvme_ops.text import KIB, MIB
-from nvme_ops.tune import options
 
 
 def parsed(folder: Path, *words: str) -> Namespace:
@@ -39,7 +39,7 @@ def sweep(folder: Path, document: object) -> str:
 
 DEFAULTS = {
     "io_size": 400 * MIB, "directions": ["write", "read"], "loops": 1, "way": "cpu", "flush_page_cache": False,
-    "log_dir": None, "verbose": False, "seconds": 16.0, "explain": False, "json": None, "no_store": False,
+    "log_dir": None, "verbose": False, "seconds": 16.0, "explain": False, "json": False, "no_store": False,
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ DEFAULTS = {
         (["--no_read"], {"directions": ["write"]}),
         (["--no_write"], {"directions": ["read"]}),
         (["--io_size", "64M", "--loops", "3", "--seconds", "2.5"], {"io_size": 64 * MIB, "loops": 3, "seconds": 2.5}),
-        (["--log_dir", "logs", "--json", "-"], {"log_dir": "logs", "json": "-"}),
+        (["--log_dir", "logs", "--json"], {"log_dir": "logs", "json": True}),
         (["--verbose", "--explain", "--no_store"], {"verbose": True, "explain": True, "no_store": True}),
         (["--gpu"], {"way": "gpu"}),
         (["--gds"], {"way": "gds"}),
@@ -62,7 +62,7 @@ def test_flags_change_the_defaults_of_ds_nvme_tune(
     tmp_path: Path, words: list[str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("nvme_ops.gds.gds_handle", lambda: None)
+    monkeypatch.setattr("nvme_ops.measure.tune.gds_handle", lambda: None)
     monkeypatch.setattr(os, "access", lambda *_: True)
     found = vars(parsed(tmp_path, *words))
     assert {name: found[name] for name in DEFAULTS} == {**DEFAULTS, **changes}
@@ -72,7 +72,7 @@ def test_several_folders_come_in_one_flag_or_in_several(tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
     for folder in (a, b, c):
         os.mkdir(folder)
-    assert options.parse(["--nvme_dir", a, b, "--nvme_dir", c, a]).nvme_dir == [a, b, c]
+    assert options.parse(["--nvme_dir", a, b, "--nvme_dir", c, a]).folder == [a, b, c]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_several_folders_come_in_one_flag_or_in_several(tmp_path: Path) -> None:
         (["--seconds", "inf"], "--seconds: inf is not"),
         (["--seconds", "x"], "--seconds: invalid float value: 'x'"),
         (["--no_read", "--no_write"], "leave nothing to measure"),
-        (["--json", "/no/such/folder/file"], "--json /no/such/folder/file: its folder does not exist"),
+        (["--output", "/no/such/folder/file.json"], "--output /no/such/folder/file.json: its folder does not exist"),
         (["--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file or directory"),
         (["--verb"], "--verb"),  # no abbreviations: they break when a flag is added
         (["--no_such_flag"], "--no_such_flag"),
@@ -103,8 +103,8 @@ def test_a_wrong_flag_ends_with_status_2_and_its_name(
 
 
 def test_a_folder_is_needed_and_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--nvme_dir" in refused(capsys)
-    assert "--nvme_dir" in refused(capsys, "--nvme_dir")
+    assert "--folder" in refused(capsys)
+    assert "--folder" in refused(capsys, "--nvme_dir")
     assert "/no/such: no such folder" in refused(capsys, "--nvme_dir", str(tmp_path), "/no/such")
     (tmp_path / "file").touch()
     assert "file: no such folder" in refused(capsys, "--nvme_dir", str(tmp_path / "file"))
@@ -116,10 +116,10 @@ def test_what_the_machine_lacks_is_said(
     def no_cufile() -> None:
         raise RuntimeError("cuFile cannot work here")
 
-    monkeypatch.setattr("nvme_ops.gds.gds_handle", no_cufile)
+    monkeypatch.setattr("nvme_ops.measure.tune.gds_handle", no_cufile)
     monkeypatch.setattr(os, "access", lambda *_: False)
     for gpu, flags, message in [
-        (False, ["--gpu"], "--gpu: torch.cuda is not available: no GPU, or torch without CUDA"),
+        (False, ["--gpu"], "--device cuda: torch.cuda is not available: no GPU, or torch without CUDA"),
         (False, ["--gpu", "--gds"], "--gds: torch.cuda is not available: no GPU, or torch without CUDA"),
         (True, ["--gds"], "--gds: cuFile cannot work here"),
         (True, ["--flush_page_cache"], "may be written by root only"),

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.measuring.files import filled
+from nvme_ops.measure import search as passes
+from nvme_ops.measure.files import filled
+from nvme_ops.measure.search import Passes
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
-from nvme_ops.tune import passes
-from nvme_ops.tune.passes import Passes
 from tests.conftest import contents, run_python
 
 SIZE = MIB + 5 * KIB
@@ -34,7 +34,7 @@ def tensor() -> torch.Tensor:
 def test_calibrating_fills_the_file_and_chooses_the_size_of_passes(
     file: Path, tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch, seconds: float, least: int, size: int
 ) -> None:
-    monkeypatch.setattr(passes, "LEAST", least)
+    monkeypatch.setattr(passes, "LEAST_PASS", least)
     subject = Passes(str(file), tensor, aio_handle)
     subject.calibrate(seconds)
     assert torch.equal(contents(file)[:size], tensor[:size])

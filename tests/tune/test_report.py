@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.measure import tune as report
+from nvme_ops.measure.search import DEFAULT, Axis, Duel, Outcome
+from nvme_ops.measure.tune import Tuned, TuneResult
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity
 from nvme_ops.text import MIB
-from nvme_ops.tune import options, report
-from nvme_ops.tune.devices import Tuned, TuneResult
-from nvme_ops.tune.duel import Duel
-from nvme_ops.tune.search import DEFAULT, Axis, Outcome
 from tests.tune.test_search import BUDGET, MadeUpDevice
 
 DEVICE = Identity(("nvme made up 1 TiB",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")
@@ -28,7 +27,7 @@ RATES = {DEFAULT: {"write": 1e9, "read": 2e9}, FAST: {"write": 1.2e9, "read": 2.
 
 @pytest.fixture
 def given(tmp_path: Path) -> Namespace:
-    return options.parse(["--nvme_dir", str(tmp_path), "--explain"])
+    return report.parse(["--nvme_dir", str(tmp_path), "--explain"])
 
 
 def outcome(best: Settings, *ratios: float, challenger: Settings = FAST, baseline: Settings = DEFAULT) -> Outcome:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from nvme_ops.measure.search import DEFAULT, Axis, Search, axes
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
-from nvme_ops.tune.search import DEFAULT, Axis, Search, axes
 
 BUDGET = 16.0
 PEAK = 2e9

@@ -1,4 +1,0 @@
-"""``nvme-bench workload``: the I/O of known jobs, and how busy it keeps emulated accelerators.
-
-``table`` has the jobs, ``readers`` what can feed them, ``feed`` the emulation, ``beside`` what runs at the same time.
-"""

@@ -1,0 +1,245 @@
+"""The command ``nvme-bench``: ds_io's flags, with their meaning, and ours; what it runs is in ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nvme_ops import __version__
+from nvme_ops.arguments import command, command_line, count, listed, positive, say, show, size
+from nvme_ops.measure import explain, run, stop
+from nvme_ops.measure.engines import ENGINES
+from nvme_ops.measure.files import NotUsable
+from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, show_progress, write_outputs
+from nvme_ops.settings import Settings
+
+_DESCRIPTION = """\
+Moves tensors between files and memory by all engines asked for, on the same
+file in interleaved rounds, and says how fast each was, at what cost, and how
+close to fio at its best. Writes by default; --read reads.
+"""
+_EPILOG = """\
+examples:
+  nvme-bench --folder /mnt/nvme --read
+  nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
+  nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
+  nvme-bench --folder_to_device_mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
+  nvme-bench explain /mnt/nvme               what limits, and what to change
+  nvme-bench explain model.safetensors       the same for a file, only read
+  nvme-bench workload resnet50 --folder /mnt/nvme   accelerators kept busy
+
+exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and
+for folders that cannot be used or lack the space; 130 after Ctrl-C, which
+prints what was measured until then
+"""
+#: What --sweep takes, by the name of the setting it changes.
+_SWEEPABLE = {
+    "block_size": "block_size",
+    "queue_depth": "queue_depth",
+    "io_parallel": "intra_op_parallelism",
+    "single_submit": "single_submit",
+    "sequential_requests": "overlap_events",
+}
+_SWITCHES = {"0": False, "1": True, "false": False, "true": True}
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where one process works: a folder, and the number of the device that it maps to."""
+
+    folder: str
+    device: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of ``nvme-bench``."""
+    engines = listed(((name, engine.words) for name, engine in ENGINES.items()), 12)
+    made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
+    where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
+    where("--folder", metavar="DIR", help="a folder for all processes")
+    words = "folders, each with the number of the GPU that its process uses (on the CPU: of the process)"
+    where("--folder_to_device_mapping", nargs="+", action="extend", metavar="DIR:N", help=words)
+    what = made.add_argument_group("what").add_argument
+    words = "engines, listed below, or all"
+    what("--engine", dest="engines", nargs="+", default=["aio_handle"], metavar="NAME", help=words)
+    words = "bytes that each process moves (default 1G)"
+    what("--io_size", dest="size", type=size, default="1G", metavar="SIZE", help=words)
+    what("--read", dest="write", action="store_false", help="read (default: write)")
+    what("--multi_process", type=positive, default=1, metavar="N", help="processes in --folder (default 1)")
+    what("--loops", type=positive, default=3, metavar="N", help="timed passes (default 3)")
+    what("--warmup_loops", type=count, default=1, metavar="N", help="untimed passes before (default 1)")
+    what("--validate", action="store_true", help="handles read again what they moved and compare")
+    words = "a file for every pass"
+    what("--different_file_each_iteration", dest="different_files", action="store_true", help=words)
+    what("--cached", action="store_true", help="read a file that lies in the page cache")
+    how = made.add_argument_group("how").add_argument
+    how("--block_size", type=size, default="1M", metavar="SIZE", help="bytes of one request (default 1M)")
+    how("--queue_depth", type=positive, default=128, metavar="N", help="requests in flight (default 128)")
+    how("--single_submit", action="store_true", help="every request in a system call of its own")
+    how("--sequential_requests", action="store_true", help="handles with overlap_events=False (default: True)")
+    words = "intra_op_parallelism of a handle (default 1)"
+    how("--io_parallel", type=positive, default=1, metavar="N", help=words)
+    words = f"all combinations of these values; NAME: {', '.join(_SWEEPABLE)}"
+    how("--sweep", nargs="+", action="extend", default=[], metavar="NAME=A,B", help=words)
+    memory = made.add_argument_group("memory").add_argument
+    memory("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
+    memory("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
+    memory("--pageable", action="store_true", help="an ordinary CPU tensor (default: a page-locked one)")
+    memory("--use_gds", action="store_true", help="through cuFile where an engine can; with a GPU")
+    words = "handles go through host memory that is page-locked anew for every pass; with a GPU"
+    memory("--slow_bounce_buffer", action="store_true", help=words)
+    out = made.add_argument_group("comparison and output").add_argument
+    out("--no_reference", dest="reference", action="store_false", help="leave out the row of fio at its best")
+    out("--scaling", action="store_true", help="also 1, 2, ... of the folders, against the sum of each alone")
+    add_outputs(out, ".json, .csv (a line for every pass), a picture's")
+    made.add_argument("--version", action="version", version=f"nvme-bench {__version__}")
+    return made
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Returns the flags and what follows: ``places``, ``settings`` (several for a sweep), ``swept``, ``files``.
+
+    Exits with status 2 and a message on wrong arguments.
+    """
+    made = parser()
+    given = made.parse_args(words)
+    given.words, given.gpu = list(words), given.device == "cuda"
+    try:
+        _check(given)
+        given.places = _places(given)
+        given.settings, given.swept = _settings(given)
+    except ValueError as error:
+        made.error(str(error))
+    # of each process
+    given.files = given.loops + max(1, given.warmup_loops) if given.different_files else 1
+    return given
+
+
+def _check(given: Namespace) -> None:
+    if unknown := [name for name in given.engines if name not in (*ENGINES, "all")]:
+        raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
+    wanted = [name for name, each in ENGINES.items() if given.gpu or not each.gpu_only]
+    given.engines = wanted if "all" in given.engines else list(dict.fromkeys(given.engines))
+    for flag, needs, there in (
+        ("use_gds", "device cuda", given.gpu),
+        ("slow_bounce_buffer", "device cuda", given.gpu),
+        ("cached", "read", not given.write),
+    ):
+        if getattr(given, flag) and not there:
+            raise ValueError(f"--{flag} goes with --{needs}")
+    check_outputs(given.output, ".json", ".csv", pictures=True)
+
+
+def _places(given: Namespace) -> list[Workplace]:
+    if given.folder is not None:
+        gpus = max(1, torch.cuda.device_count()) if given.gpu else given.multi_process
+        # as ds_io: process N uses GPU N, as far as there are
+        places = [Workplace(given.folder, number % gpus) for number in range(given.multi_process)]
+    else:
+        if given.multi_process not in (1, len(given.folder_to_device_mapping)):
+            raise ValueError("--multi_process: --folder_to_device_mapping has one process for each folder")
+        places = []
+        for entry in given.folder_to_device_mapping:
+            folder, separator, device = entry.rpartition(":")
+            if not separator or not device.isdigit():
+                raise ValueError(f"--folder_to_device_mapping {entry}: not FOLDER:NUMBER")
+            places.append(Workplace(folder, int(device)))
+    for place in places:
+        if not os.path.isdir(place.folder):
+            raise ValueError(f"{place.folder}: no such folder")
+    if given.gpu:
+        _check_gpus(places, given.pageable)
+    if given.scaling and len({place.folder for place in places}) < 2:
+        raise ValueError("--scaling needs several folders: --folder_to_device_mapping")
+    return places
+
+
+def _check_gpus(places: list[Workplace], pageable: bool) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch.cuda is not available: no GPU, or torch without CUDA")
+    if pageable:
+        raise ValueError("--pageable is about CPU memory: leave out --device cuda")
+    there = torch.cuda.device_count()
+    for place in places:
+        if place.device >= there:
+            raise ValueError(f"GPU {place.device} of {place.folder}: there are {there}, from 0 on")
+
+
+def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
+    """Returns all combinations of the values of --sweep, and which settings they change."""
+    axes: dict[str, list[object]] = {}
+    for entry in given.sweep:
+        name, separator, values = entry.partition("=")
+        if not separator or not values or name not in _SWEEPABLE:
+            raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(_SWEEPABLE)}")
+        if _SWEEPABLE[name] in axes:
+            raise ValueError(f"--sweep {name}: twice; name all its values once")
+        axes[_SWEEPABLE[name]] = [_swept_value(name, value) for value in values.split(",")]
+    base = Settings(
+        given.block_size, given.queue_depth, given.single_submit, not given.sequential_requests, given.io_parallel
+    )
+    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    settings = [replace(base, **changes) for changes in combinations]  # type: ignore[arg-type]
+    if len(set(settings)) > 1 and given.scaling:
+        raise ValueError("--sweep and --scaling are two runs")
+    return list(dict.fromkeys(settings)), list(axes)
+
+
+def _swept_value(name: str, text: str) -> object:
+    if name in ("single_submit", "sequential_requests"):
+        if text.lower() not in _SWITCHES:
+            raise ValueError(f"--sweep {name}: {text!r} is neither true nor false")
+        return _SWITCHES[text.lower()] != (name == "sequential_requests")
+    try:
+        return (size if name == "block_size" else positive)(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--sweep {name}: {error}") from None
+
+
+@command("nvme-bench")
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
+    words = sys.argv[1:] if words is None else words
+    stop.leave_on_signals()
+    try:
+        if words and words[0] == "explain":
+            return explain.main(words[1:])
+        if words and words[0] == "workload":
+            from nvme_ops.measure.workload import cli as workload
+
+            return workload.main(words[1:])
+        return _bench(words)
+    except (NotUsable, OSError) as reason:
+        say(f"nvme-bench: {reason}")
+        return 2
+    except KeyboardInterrupt:
+        say("\nnvme-bench: interrupted; the files are removed")
+        return 130
+
+
+def _bench(words: Sequence[str]) -> int:
+    given = parse(words)
+    result = run.run(given, show_progress)
+
+    def document() -> str:
+        return document_text(run.as_document(result))
+
+    sys.stdout.write(document()) if given.json else show(run.text(result))
+    if not write_outputs(
+        given.output, lambda file: run.plot(result, file), json=document, csv=lambda: run.as_csv(result)
+    ):
+        say("nvme-bench: nothing to plot: nothing was measured")
+    if result.wrong:
+        say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")
+    return 130 if result.interrupted else 1 if result.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Runs fio and parses its figures: the one place that knows its command line and its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from nvme_ops.measure import stop
+from nvme_ops.measure.rows import PERCENTILES, BlockTimes, Row, Sample, Unavailable
+from nvme_ops.text import MIB
+
+_PAGE = 4096
+
+DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
+RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
+Paths = str | Sequence[str]  # of one file, or of several at once
+Variant = tuple[list[str], str]  # options, and what they do without, in words
+
+
+def variants(shape: list[str]) -> list[Variant]:
+    """Returns options for blocks of a shape, in the memory that suits fio best first, then fallbacks."""
+    return [
+        (["--ioengine=io_uring", *shape, "--iomem=mmaphuge", "--fixedbufs=1"], ""),
+        (["--ioengine=io_uring", *shape, "--iomem=mmaphuge"], "without fixedbufs (memlock limit)"),
+        (["--ioengine=io_uring", *shape, "--iomem=malloc", "--fixedbufs=1"], "without huge pages (vm.nr_hugepages)"),
+        (["--ioengine=io_uring", *shape, "--iomem=malloc"], "without huge pages and fixedbufs"),
+        (["--ioengine=libaio", *shape, "--iomem=malloc"], "libaio: io_uring is not allowed here"),
+    ]
+
+
+#: The row of fio at its best: the bound of all others.
+NAME = "fio best"
+BLOCK = 4 * MIB  # of its requests
+BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
+
+
+def best(size: int) -> list[Variant]:
+    """Returns ``BEST`` for a file of that size, which may be smaller than its block."""
+    return BEST if size >= BLOCK else variants([f"--bs={size}", "--iodepth=32"])
+
+
+def require() -> str:
+    """Returns the path of fio. Raises Unavailable."""
+    found = shutil.which("fio")
+    if found is None:
+        raise Unavailable("fio is not installed: apt-get install fio")
+    return found
+
+
+def row(
+    name: str,
+    pattern: str,
+    path: Callable[[], Paths],
+    size: int,
+    before: Callable[[], None],
+    variants: Sequence[Variant] = BEST,
+    lanes: int = 1,
+    operations: bool = False,
+    shown: Callable[[Sample], Sample] = lambda sample: sample,
+) -> Row:
+    """Returns fio's row with the first of ``variants`` that runs, until that fails; the note says what it lacks.
+
+    The rest is as for ``run``. ``shown`` makes of its samples those of the table.
+    """
+    made = Row(name, before=before)
+    usable: list[list[str]] = []
+
+    def run_it() -> Sample:
+        if usable:
+            try:
+                return run(pattern, path(), size, usable[0], operations, lanes)
+            except RuntimeError:  # another run may have taken the huge pages
+                usable.clear()
+        for options, lacks in variants:
+            try:
+                sample = run(pattern, path(), size, options, operations, lanes)
+            except RuntimeError as error:
+                failure = error
+                continue
+            usable.append(options)
+            made.note = lacks
+            return sample
+        raise failure
+
+    made.run = lambda: shown(run_it())
+    return made
+
+
+def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
+    """Runs fio over ``size`` bytes of every ``path`` at once, directly: ``read``, ``write``, ``randread``, ``rw``.
+
+    ``lanes`` jobs share the bytes of a path.
+
+    Time and CPU are what fio reports for its job, without starting the process and allocating its memory.
+
+    Raises:
+        Unavailable: fio is not installed.
+        RuntimeError: fio failed; with its message.
+    """
+    return read_output(*execute(_options(pattern, path, size, options, lanes)), operations)
+
+
+def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTimes:
+    """Returns the latencies of fio's blocks. Raises as ``run`` does."""
+    shares = ":".join(f"{100 * share:g}" for share in PERCENTILES)
+    wanted = [f"--percentile_list={shares}", "--lat_percentiles=1", "--clat_percentiles=0"]  # submission included
+    _, side = read_job(*execute(_options(pattern, path, size, [*options, *wanted])))
+    times = {float(share) / 100: nanoseconds / 1e9 for share, nanoseconds in side["lat_ns"]["percentile"].items()}
+    complete = {share: min(times.items(), key=lambda item: abs(item[0] - share))[1] for share in PERCENTILES}
+    return BlockTimes(side["total_ios"], complete)
+
+
+def execute(options: Sequence[str]) -> tuple[int, str, str]:
+    """Returns exit status, output (JSON) and errors of fio with these options alone. Raises Unavailable."""
+    command = stop.tied([require(), "--output-format=json", *options])
+    with huge_pages("--iomem=mmaphuge" in options):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: int = 1) -> list[str]:
+    made = [
+        f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none", "--group_reporting", "--thread",
+        *options,
+    ]  # fmt: skip
+    block = max([_PAGE, *(int(option[5:]) for option in options if re.fullmatch(r"--bs=\d+", option))])
+    share = -(-size // (lanes * block)) * block if lanes > 1 else size
+    for number, file in enumerate([path] if isinstance(path, str) else path):
+        name = os.path.abspath(file).replace(":", "\\:")  # a colon separates files
+        for start in range(0, size, share):
+            length = min(share, size - start)
+            made += [
+                f"--name=file{number}-{start}", f"--filename={name}", f"--filesize={os.path.getsize(file)}",
+                f"--offset={start}", f"--size={length}", f"--io_size={length}",
+            ]  # fmt: skip
+    return made
+
+
+def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
+    """Parses what fio printed into a sample. Raises RuntimeError with fio's message if it failed."""
+    job, _ = read_job(status, output, errors)
+    sides = job["read"], job["write"]
+    seconds = max(side["runtime"] for side in sides) / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    if seconds <= 0:
+        raise RuntimeError("fio: the job is too short to time (below 1 ms); choose a larger --size")
+    return Sample(seconds, sum(side["total_ios" if operations else "io_bytes"] for side in sides), cpu)
+
+
+def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns fio's report of its job, and of the direction that moved data. Raises RuntimeError if it failed."""
+    start = output.find("{")  # messages may precede the document
+    try:
+        job: dict[str, Any] = json.loads(output[start:])["jobs"][0]
+    except (ValueError, LookupError, TypeError):
+        job = {"error": 1}
+    if status or job["error"]:
+        words = [line.strip() for line in (errors + output[: max(0, start)]).splitlines() if line.strip()]
+        raise RuntimeError(f"fio: {words[0] if words else f'exit status {status}'}")
+    return job, job["write"] if job["write"]["total_ios"] else job["read"]
+
+
+# Huge pages. A process of its own reserves them while fio runs, and restores their number when the pipe to it closes:
+# at the end of the block, and when the run is killed. Only one such process at a time changes the kernel's counter.
+COUNTER = "/proc/sys/vm/nr_hugepages"
+SIZE = 160 * MIB  # fio's best: 32 blocks of 4 MiB, and room to align them
+_KEEPER = """
+import fcntl, os, signal, sys
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):  # also sent to the run, which ends it
+    signal.signal(number, signal.SIG_IGN)
+counter = os.open(sys.argv[1], os.O_RDWR)
+
+def there():
+    return int(os.pread(counter, 64, 0).split()[0])
+
+def change(pages):
+    fcntl.flock(counter, fcntl.LOCK_EX)
+    before = there()
+    os.pwrite(counter, b"%d\\n" % max(0, before + pages), 0)
+    changed = there() - before
+    fcntl.flock(counter, fcntl.LOCK_UN)
+    return changed
+
+got = change(int(sys.argv[2]))
+print(got, flush=True)
+sys.stdin.read()
+change(-got)
+"""
+
+
+@contextmanager
+def huge_pages(wanted: bool = True) -> Iterator[None]:
+    """Reserves ``SIZE`` bytes of them for the block, or as many as there is memory for; none without permission.
+
+    Only while fio runs, so that nothing else in the run takes them.
+    """
+    if not wanted or not os.access(COUNTER, os.W_OK):  # not root: those already reserved may suffice
+        yield
+        return
+    command = [sys.executable, "-I", "-S", "-c", _KEEPER, COUNTER, str(SIZE // page_size())]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    # in a session of its own: a signal to all processes of the run must not end this one
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True) as keeper:
+        if keeper.stdout is not None:
+            keeper.stdout.readline()
+        yield
+
+
+def page_size() -> int:
+    """Returns the bytes of a huge page."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Hugepagesize")), 2 * MIB)

@@ -1,0 +1,259 @@
+"""What limits a transfer, judged from measured rates alone: no file is opened here.
+
+Steps lead from what was reached to the device's ceiling, each the difference between two rows: a new tensor, a kept
+one, page-locked memory, other settings, the ceiling. A step is a finding if it is beyond the noise of the run.
+
+Noise: each rate is divided by the medians of its row and of its round; ``rows.noise`` of what is left gives, with the
+number of rounds, how much the medians of two rows differ by chance. More than ``_SURE`` times that counts, if the
+rounds agree.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nvme_ops.measure import fio
+from nvme_ops.measure.rows import noise, noise_of_median
+from nvme_ops.text import rate_words, size_words
+
+# The rows' displayed names
+FIO = fio.NAME
+LOCKED = "page-locked tensor"
+EMPTY = "nvme_ops.empty, new"
+KEPT = "torch.empty, kept"
+NEW = "torch.empty, new"
+GPU = "GPU tensor"
+GDS = "GPU tensor, gds_handle"
+
+LANES = "intra_op_parallelism"
+
+#: Differences below this are of no use to anybody, however sure.
+LEAST = 0.03
+_SURE = 2.5  # standard errors; some eight comparisons are made
+_PLAINLY = 0.95  # of the ceiling; less may be noise
+_BUSY = 0.85  # of a core; a thread that waits less is not waiting for the device
+_WITHOUT_COPY = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
+
+Rates = Sequence[float | None]  # bytes per second, round by round; None where a pass failed
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A row that differs from another in one argument of the handle."""
+
+    of: str  # the name of that other row
+    argument: str
+    value: int
+
+    @property
+    def name(self) -> str:
+        """The name of the row."""
+        if self.argument == LANES:
+            return f"{self.of}, {self.value} lanes"
+        return f"{self.of}, {self.argument} {size_words(self.value) if self.argument == 'block_size' else self.value}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured in one direction."""
+
+    write: bool
+    reached: str  # NEW, KEPT or GPU: the row of a default handle and an ordinary tensor
+    rates: Mapping[str, Rates]
+    busy: Mapping[str, float] = field(default_factory=dict)  # CPU seconds for each second, by row
+    variations: Sequence[Variation] = ()
+    copy_rate: float = 0.0  # bytes per second that one core copies
+    new_page_rate: float = 0.0  # bytes per second of new memory that one core touches first
+    device_copy_rate: float = 0.0  # bytes per second between page-locked memory and the GPU
+    missing: str = ""  # why there is no fio
+    hindrances: Sequence[tuple[str, str]] = ()  # what the system refuses the handle, each with the fix
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause of lost rate. ``share``: of the gap to the ceiling, what the fix alone closes; shares may overlap."""
+
+    name: str
+    share: float
+    evidence: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The conclusions. ``fraction``: what was reached over the ceiling."""
+
+    verdict: str
+    reached: str
+    ceiling: str
+    fraction: float
+    noise: float  # the least relative difference between two rows that counts
+    findings: list[Finding]
+
+
+def judge(measured: Measured) -> Judgement:
+    """Draws the conclusions. Needs rates of ``measured.reached`` and ``LOCKED``; any other row may be missing."""
+    case = _Case(measured)
+    reached, ceiling = case.medians[measured.reached], case.medians[case.ceiling]
+    findings = case.findings() if case.faster(case.ceiling, measured.reached) else []
+    verdict = "write: " if measured.write else "read: "
+    verdict += "" if findings else "the device is the limit: "
+    verdict += f"{rate_words(reached)} reached, {reached / ceiling:.0%} of {'the' if findings else 'its'} ceiling of "
+    verdict += rate_words(ceiling)
+    if findings:
+        verdict += f"; most is lost to: {findings[0].name} ({findings[0].share:.0%} of the gap)"
+    elif reached / ceiling < _PLAINLY:
+        verdict += ", as far as this run can tell"
+    return Judgement(verdict, measured.reached, case.ceiling, reached / ceiling, case.noise, findings)
+
+
+def least_difference(rates: Mapping[str, Rates]) -> float:
+    """Returns the least difference between two rows' medians that counts; LEAST in a quiet run."""
+    rows = [_around_median(row) for row in rates.values() if any(row)]
+    rounds = ([value for value in taken if value is not None] for taken in zip(*rows, strict=True))
+    levels = [statistics.median(values or [0.0]) for values in rounds]
+    left = (
+        [None if value is None else value - level for value, level in zip(row, levels, strict=True)] for row in rows
+    )
+    one = noise(left)
+    return LEAST if one is None else max(LEAST, math.expm1(_SURE * math.sqrt(2) * noise_of_median(one, len(levels))))
+
+
+def _around_median(row: Rates) -> list[float | None]:
+    """Returns logarithms of the rates, relative to the row's median."""
+    middle = statistics.median(rate for rate in row if rate is not None)
+    return [None if rate is None else math.log(rate / middle) for rate in row]
+
+
+class _Case:
+    """The rates of one direction against each other."""
+
+    def __init__(self, measured: Measured) -> None:
+        self.measured, self.noise = measured, least_difference(measured.rates)
+        known = {name: [rate for rate in row if rate is not None] for name, row in measured.rates.items()}
+        self.medians = {name: statistics.median(rates) for name, rates in known.items() if rates}
+        # page-locked memory with the default settings, or with others that are faster
+        settings = [each.name for each in measured.variations if each.of == LOCKED]
+        self.own = self._fastest([LOCKED, *(name for name in settings if self.faster(name, LOCKED))])
+        # not the fastest of all rows: with many rows one is fastest by chance
+        fio = self.medians.get(FIO, 0.0)
+        self.ceiling = self.own if self.medians[self.own] > fio * (1 + self.noise) else FIO
+
+    def _fastest(self, names: Sequence[str]) -> str:
+        return max(names, key=self.medians.__getitem__)
+
+    def faster(self, name: str, other: str) -> bool:
+        """Returns whether a row is faster beyond the noise, and in all rounds but one in five."""
+        rounds = zip(self.measured.rates.get(name, ()), self.measured.rates.get(other, ()), strict=False)
+        ratios = [mine / theirs for mine, theirs in rounds if mine is not None and theirs is not None]
+        against = sum(ratio <= 1 for ratio in ratios)
+        return bool(ratios) and statistics.median(ratios) > 1 + self.noise and against <= len(ratios) // 5
+
+    def words(self, name: str) -> str:
+        return rate_words(self.medians[name])
+
+    def findings(self) -> list[Finding]:
+        """Returns each finding once, those that cost most first."""
+        found = [*self._memory(), *self._settings(), *self._processor()]
+        found += self._rest(bool(found))
+        greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
+        return sorted(greatest.values(), key=lambda finding: -finding.share)
+
+    def _finding(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> Finding:
+        """Makes a finding; its ``share`` is the time that ``fast`` saves over ``slow``, of the gap to the ceiling."""
+        gap = 1 / self.medians[self.measured.reached] - 1 / self.medians[self.ceiling]
+        saved = 1 / self.medians[slow] - 1 / self.medians[fast]
+        return Finding(name, min(1.0, max(0.0, saved / gap)) if gap > 0 else 0.0, evidence, fix)
+
+    def _step(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> list[Finding]:
+        """Makes a finding if ``fast`` is faster; ``evidence`` has placeholders for the two rates."""
+        if not self.faster(fast, slow):
+            return []
+        return [self._finding(name, slow, fast, evidence.format(self.words(slow), self.words(fast)), fix)]
+
+    def _memory(self) -> list[Finding]:
+        """Returns the steps from one kind of memory to the next faster one."""
+        measured = self.measured
+        if measured.reached == GPU:
+            name = "copy from the GPU" if measured.write else "copy to the GPU"
+            evidence = "GPU memory {}, host memory {}" + _rate_of("the copy alone", measured.device_copy_rate)
+            return self._step(name, GPU, LOCKED, evidence, self._gpu_fix())
+        found = []
+        if measured.reached == NEW:
+            fix = "keep the tensor and read into it again"
+            if self.faster(EMPTY, NEW):
+                fix += f", or take nvme_ops.empty(...), new each time: {self.words(EMPTY)}"
+            evidence = "a new torch.empty for each pass {}, one that is kept {}"
+            evidence += _rate_of("one core makes new pages at", measured.new_page_rate)
+            found += self._step("page faults", NEW, KEPT, evidence, fix)
+        evidence = "an ordinary tensor that is kept {}, page-locked memory, without a copy, {}"
+        evidence += _rate_of("one core copies", measured.copy_rate)
+        found += self._step("memory copies", KEPT, LOCKED, evidence, _WITHOUT_COPY)
+        if not found:
+            evidence = "a new torch.empty for each pass {}, page-locked memory {}; the noise hides which of the two"
+            found = self._step("page faults and memory copies", NEW, LOCKED, evidence, _WITHOUT_COPY)
+        return found
+
+    def _gpu_fix(self) -> str:
+        if self.faster(GDS, GPU):
+            return f"nvme_ops.gds_handle(): {self.words(GDS)}"
+        if lanes := self._best_variation(GPU, LANES):
+            return f"aio_handle({LANES}={lanes.value}): {self.words(lanes.name)}"
+        return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
+
+    def _best_variation(self, of: str, argument: str) -> Variation | None:
+        """Returns the fastest variation that is faster than the row ``of``."""
+        rows = [each for each in self.measured.variations if (each.of, each.argument) == (of, argument)]
+        faster = [each for each in rows if self.faster(each.name, of)]
+        return max(faster, key=lambda each: self.medians[each.name], default=None)
+
+    def _settings(self) -> list[Finding]:
+        """Returns the best value of each argument that beats the default with page-locked memory."""
+        busy, found = self.measured.busy.get(LOCKED, 0.0), []
+        for argument, name in {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}.items():
+            if best := self._best_variation(LOCKED, argument):
+                evidence = f"the default {self.words(LOCKED)}, {best.name} {self.words(best.name)}"
+                if argument == LANES and busy >= _BUSY:
+                    name, evidence = "CPU", f"{evidence}; one lane keeps {busy:.0%} of a core busy"
+                fix = f"aio_handle({argument}={best.value}), or search all settings: nvme-tune"
+                found.append(self._finding(name, LOCKED, best.name, evidence, fix))
+        return found
+
+    def _processor(self) -> list[Finding]:
+        """Reports a core that is always busy with an ordinary tensor: more lanes help if the tensor must stay."""
+        reached = self.measured.reached
+        busy, lanes = self.measured.busy.get(reached, 0.0), self._best_variation(reached, LANES)
+        if busy < _BUSY or lanes is None:
+            return []
+        evidence = (
+            f"one lane keeps {busy:.0%} of a core busy at {self.words(reached)}, "
+            f"{lanes.value} lanes reach {self.words(lanes.name)}"
+        )
+        fix = f"aio_handle({LANES}={lanes.value}), where the tensor has to stay what it is"
+        return [self._finding("CPU", reached, lanes.name, evidence, fix)]
+
+    def _rest(self, found: bool) -> list[Finding]:
+        """Reports what even page-locked memory and the best setting do not reach."""
+        reached, own, busy = self.measured.reached, self.own, self.measured.busy.get(self.own, 0.0)
+        if not self.faster(self.ceiling, own):
+            evidence = f"{reached} {self.words(reached)}; no single step is beyond the noise"
+            fix = "take more rounds to tell them apart: --rounds 9"
+            return [] if found else [Finding("several small parts", 1.0, evidence, fix)]
+        evidence = f"{own} {self.words(own)}, {self.ceiling} {self.words(self.ceiling)}"
+        if self.measured.hindrances:
+            refusals, fixes = map("; ".join, zip(*self.measured.hindrances, strict=True))
+            name, evidence, fix = "what the system refuses", f"{evidence}; {refusals}", fixes
+        elif busy >= _BUSY:
+            evidence += f"; it keeps {busy:.0%} of a core busy"
+            name, fix = "CPU", "a larger block_size, and fewer other programs on this processor"
+        else:
+            evidence += "; no other setting tried comes closer"
+            name, fix = "settings", "search all: nvme-tune"
+        return [self._finding(name, own, self.ceiling, evidence, fix)]
+
+
+def _rate_of(words: str, rate: float) -> str:
+    return f"; {words} {rate_words(rate)}" if rate else ""

@@ -1,0 +1,236 @@
+"""Rows that run in a separate process: what they load may exit, hang or change settings without affecting the rest.
+
+Several such processes, asked concurrently, stand for several ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from nvme_ops.measure import stop
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData
+
+_FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
+LIMIT = 300.0  # seconds until any other
+_PATIENCE = 10.0  # seconds for a process to end by itself
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets these variables for what is made or started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Makes processes started in the block ignore Ctrl-C for good."""
+    resource_tracker.ensure_running()  # which would unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Remote:
+    """Rows that ``make(*arguments)`` makes in a new process when the first is needed: one, or a list."""
+
+    def __init__(
+        self,
+        make: Callable[..., Row | list[Row]],
+        *arguments: object,
+        variables: dict[str, str] | None = None,
+        limit: float = LIMIT,
+    ) -> None:
+        self._make, self._arguments, self._variables = make, arguments, variables or {}
+        self._limits = [limit, _FIRST_LIMIT]  # the last one applies; the first answer removes it
+        self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
+        self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
+        self._over = ""
+
+    def row(self, name: str, number: int = 0) -> Row:
+        """Returns the row as the parent sees it, with the note of the row in the process."""
+        here = Row(name)
+
+        def ask(command: str) -> Any:
+            self.send(number, command)
+            answer, here.note = self.receive()
+            return answer
+
+        here.run, here.before, here.check = lambda: ask("run"), lambda: ask("before"), lambda: ask("check")
+        here.blocks = lambda: ask("blocks")
+        return here
+
+    def __enter__(self) -> Remote:
+        """Keeps a process until the end of the block, if one is needed."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the process; after an exception, as from a signal, without waiting for its work."""
+        self.close(_PATIENCE if kind is None else 0)
+
+    def close(self, patience: float = _PATIENCE) -> None:
+        """Ends the process and everything it started, after at most so many seconds for its work."""
+        if self._running is not None:
+            process, pipe = self._running
+            pipe.close()
+            process.join(patience)  # it leaves when the pipe is closed
+            if process.is_alive():
+                stop.kill_group(process)
+            process.join()
+        self._said.close()
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        pipe, theirs = context.Pipe()
+        said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
+        process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
+        # only the parent handles Ctrl-C; and the process is recorded before anything can end the run
+        with environment(**self._variables), stop.deferred(), _without_ctrl_c():
+            process.start()
+            self._running = process, pipe
+        theirs.close()
+        return pipe
+
+    def send(self, number: int, command: str) -> None:
+        """Asks for the row of that number. Raises Unavailable if the process is gone."""
+        if self._over:
+            raise Unavailable(self._over)
+        pipe = self._running[1] if self._running else self._start()
+        try:
+            pipe.send((number, command))
+        except OSError:
+            self._give_up()
+
+    def receive(self) -> tuple[Any, str]:
+        """Returns the answer and the row's note, or raises the row's exception; Unavailable if the process is gone."""
+        if self._over or self._running is None:
+            raise Unavailable(self._over or "nothing was asked")
+        pipe = self._running[1]
+        try:
+            if not pipe.poll(self._limits[-1]):
+                self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
+            kind, answer, note = pipe.recv()
+        except (EOFError, OSError):
+            self._give_up()
+        if len(self._limits) > 1:
+            self._limits.pop()
+        if kind is not None:
+            raise kind(answer)
+        return answer, note
+
+    def _give_up(self, reason: str = "") -> NoReturn:
+        """Raises Unavailable; without a reason, because the process has closed the pipe."""
+        if self._running is not None:
+            process = self._running[0]
+            if not reason:
+                process.join(_PATIENCE)
+                reason = f"its process ended with status {process.exitcode}"
+            if process.is_alive():
+                stop.kill_group(process)
+        words = [line.strip() for line in self._said if line.strip()]
+        self._over = f"{reason} ({words[-1]})" if words else reason
+        raise Unavailable(self._over)
+
+
+def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
+    """Does what the parent asks for until it closes the pipe. All output goes to the file ``said``."""
+    stop.serve_parent()
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    rows: list[Row] = []
+    while True:
+        try:
+            number, command = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if not rows:
+                made = make(*arguments)
+                rows = made if isinstance(made, list) else [made]
+            answer: tuple[type[Exception] | None, Any, str] = (None, _answer(rows[number], command), rows[number].note)
+        except (Unavailable, WrongData) as reason:
+            answer = (type(reason), str(reason), "")
+        except Exception as error:  # the parent keeps any exception as a note
+            answer = (RuntimeError, f"{type(error).__name__}: {error}", "")
+        pipe.send(answer)
+
+
+def _answer(row: Row, command: str) -> Any:
+    """Runs a pass and checks the page cache, as only this process may know the file."""
+    if command == "blocks" and row.blocks is None:
+        return None
+    return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()
+
+
+def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
+    """Joins row ``number`` of all these processes, started together, into one row: their sum."""
+    row = Row(name)
+
+    def ask(command: str) -> Any:
+        answers, asked = [], []
+        failures: list[Exception] = []
+        for remote in remotes:
+            try:
+                remote.send(number, command)
+                asked.append(remote)
+            except Unavailable as error:
+                failures.append(error)
+        for remote in asked:  # read all answers, or the next request would get an old one
+            try:
+                answer, row.note = remote.receive()
+                answers.append(answer)
+            except (Unavailable, RuntimeError, WrongData) as error:
+                failures.append(error)
+        if failures:
+            raise failures[-1]
+        return answers
+
+    def run() -> Sample:
+        begin = time.perf_counter()
+        samples = ask("run")
+        return combined(samples, time.perf_counter() - begin)
+
+    row.run, row.before, row.check = run, lambda: ask("before"), lambda: ask("check")
+    return row
+
+
+def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
+    """Joins passes of concurrent processes: the longest time, the sum of the rest, as in ds_io."""
+
+    def total(values: Sequence[Any]) -> Any:
+        return None if any(value is None for value in values) else sum(values)
+
+    found = [sample for sample in samples if sample.from_page_cache is not None]
+    cached = sum((sample.from_page_cache or 0) * sample.amount for sample in found)
+    submits = [sample.submit_seconds for sample in samples if sample.submit_seconds is not None]
+    return replace(
+        samples[0],
+        seconds=max(sample.seconds for sample in samples),
+        amount=sum(sample.amount for sample in samples),
+        cpu_seconds=total([sample.cpu_seconds for sample in samples]),
+        submit_seconds=max(submits, default=None),
+        peak_bytes=total([sample.peak_bytes for sample in samples]),
+        end_to_end=end_to_end,
+        from_page_cache=cached / sum(sample.amount for sample in found) if found else None,
+    )

@@ -1,0 +1,300 @@
+"""Rows measured in interleaved rounds, and the statistics of all that measures: medians, paired ratios, noise.
+
+Rates measured minutes apart are never compared: single passes vary by a fifth on shared machines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from nvme_ops.measure.energy import Meter, used
+from nvme_ops.measure.files import cached_share
+from nvme_ops.text import GIB
+
+
+class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)
+    """Something that a row needs is missing."""
+
+
+class WrongData(Exception):  # noqa: N818  (what it says comes after "WRONG DATA")
+    """Wrong bytes were moved; the message says where."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed pass."""
+
+    seconds: float
+    amount: int  # bytes or operations, as the table says
+    cpu_seconds: float | None = None  # user and system, of all that did the work
+    submit_seconds: float | None = None  # until an asynchronous call returned
+    end_to_end: float | None = None  # seconds that the caller waits, with everything around the transfer
+    peak_bytes: int | None = None  # of memory, beyond what was held before
+    joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, if it has counters
+    from_page_cache: float | None = None  # share of what was read; None for writes and direct reads
+    figures: dict[str, float] = field(default_factory=dict)  # what else a benchmark measured, by column
+
+    @property
+    def rate(self) -> float:
+        """Amount per second."""
+        return self.amount / self.seconds
+
+    @property
+    def cpu_per_gib(self) -> float | None:
+        """CPU seconds per GiB, for amounts in bytes."""
+        return None if self.cpu_seconds is None else self.cpu_seconds * GIB / self.amount
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, with their minimum and maximum."""
+
+    median: float
+    low: float
+    high: float
+
+
+#: The percentiles of latencies, as shares.
+PERCENTILES = (0.5, 0.9, 0.99, 0.999)
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """How long single blocks took, one after the other: seconds for each of ``PERCENTILES``."""
+
+    count: int
+    complete: dict[float, float]
+    submit: dict[float, float] = field(default_factory=dict)  # until an asynchronous call returned
+
+    @classmethod
+    def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
+        """Makes one from the seconds of each block."""
+        times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
+        return cls(len(complete), *times)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Returns the least value that a ``share`` (0 to 1) of all values do not exceed: the nearest-rank method."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Returns the spread of the values, or None if there are none."""
+    return Spread(statistics.median(values), min(values), max(values)) if values else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _over() -> Sample:
+    raise Unavailable("nothing to measure")
+
+
+@dataclass
+class Row:
+    """One contender of a table.
+
+    ``run`` does the work once and says how long it took; ``before`` makes the same starting point for all, untimed;
+    ``check`` looks, after the untimed first pass, whether the work was done, and raises WrongData. ``peer`` names
+    the row of the same call by another package. ``reads`` names the file of the next pass, where what lies in the page
+    cache is read from there.
+    """
+
+    name: str
+    run: Callable[[], Sample] = _over
+    before: Callable[[], None] = _nothing
+    check: Callable[[], None] = _nothing
+    peer: str = ""
+    note: str = ""
+    blocks: Callable[[], BlockTimes | None] | None = None  # single blocks, one after the other, where it makes sense
+    samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
+    wrong: bool = False  # the check found wrong bytes
+    reads: Callable[[], str] | None = None
+    found: float | None = None  # share of that file in the page cache before the pass
+
+    @property
+    def measured(self) -> bool:
+        """Whether nothing is left to measure."""
+        return self.run is _over
+
+    def prepare(self) -> None:
+        """Calls ``before`` and checks the page cache; not timed."""
+        self.before()
+        self.found = cached_share(self.reads()) if self.reads is not None else None
+
+    def measure(self) -> Sample:
+        """Calls ``run``; adds how much of what it read was in the page cache."""
+        sample = self.run()
+        return replace(sample, from_page_cache=self.found) if sample.from_page_cache is None else sample
+
+
+def interleave(
+    rows: Sequence[Row], rounds: int, progress: Callable[[str], None] = lambda _: None, warmups: int = 1
+) -> None:
+    """Runs passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
+
+    Each round has another order, so that slow changes of the machine, and what a row leaves behind, affect all of them.
+    A row that fails keeps the reason as its note; the others go on. Afterwards the rows hold samples, and no longer
+    what they worked on. ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none
+    fails.
+    """
+    able = []
+    try:
+        for row in rows:
+            progress(f"first pass: {row.name}")
+            with kept_as_note(row):
+                for _ in range(warmups):
+                    row.before()
+                    row.run()
+                if not warmups:
+                    row.before()
+                row.check()
+                able.append(row)
+        for number in range(rounds):
+            for row in (able[place] for place in order(len(able), number)):
+                progress(f"round {number + 1} of {rounds}: {row.name}")
+                row.samples.append(None)
+                with kept_as_note(row):
+                    row.prepare()
+                    row.samples[-1] = row.measure()
+    finally:
+        for row in rows:  # frees the tensors that these hold
+            row.run, row.before, row.check, row.reads = _over, _nothing, _nothing, None
+
+
+def order(count: int, number: int) -> list[int]:
+    """Returns the order of a round: in ``count`` rounds each row has every place and every predecessor once.
+
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949. An odd
+    number of rows needs twice as many rounds, of which half are reversed.
+    """
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(step + number) % count for step in zigzag]
+    return order[::-1] if count % 2 and number // count % 2 else order
+
+
+class Noted(Protocol):
+    """What can fail and say so."""
+
+    note: str
+    wrong: bool
+
+
+@contextmanager
+def kept_as_note(row: Noted) -> Iterator[None]:
+    """Keeps the reason as the note of ``row`` if the block fails."""
+    try:
+        yield
+    except WrongData as error:
+        row.wrong, row.note = True, f"WRONG DATA: {error}"
+    except Unavailable as reason:
+        row.note = str(reason)
+    except (OSError, RuntimeError, ValueError, EOFError, MemoryError) as error:
+        if (end := _end_behind(error)) is not None:
+            raise end from None
+        row.note = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _end_behind(error: BaseException) -> BaseException | None:
+    """Returns the end of the program that was under way; torch raises when a signal has ended its workers as well."""
+    before = error.__context__
+    while before is not None and not isinstance(before, KeyboardInterrupt | SystemExit):
+        before = before.__context__
+    return before
+
+
+def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | None]) -> list[float]:
+    """Returns my rate over the reference's, round by round; omits rounds that lack either."""
+    pairs = zip(mine, reference, strict=False)
+    return [own.rate / other.rate for own, other in pairs if own is not None and other is not None]
+
+
+_SPREAD_OF_MEDIAN = 1.2533  # of n normal values: sqrt(pi / 2) of that of their mean
+_MEDIAN_DIFFERENCE = 0.9539  # of two normal values of spread 1: sqrt(2) * 0.6745
+
+
+def noise(series: Iterable[Sequence[float | None]]) -> float | None:
+    """Returns the standard deviation of a single value of these series; None if no two follow each other.
+
+    They are logarithms of rates or ratios, round by round. The median of how much each differs from the one before is
+    robust, and slow changes of the machine do not count.
+    """
+    pairs = (pair for each in series for pair in itertools.pairwise(each))
+    differences = [abs(after - before) for before, after in pairs if before is not None and after is not None]
+    return statistics.median(differences) / _MEDIAN_DIFFERENCE if differences else None
+
+
+def noise_of_median(one: float, count: int) -> float:
+    """Returns the standard deviation of the median of ``count`` values, each with the noise ``one``."""
+    return _SPREAD_OF_MEDIAN * one / math.sqrt(count)
+
+
+def timed(work: Callable[[], object], amount: int) -> Sample:
+    """Calls ``work`` once, with the CPU time of all threads of this process and of children that ended meanwhile.
+
+    Its peak memory is that of this process, known only if the kernel can reset the last peak.
+    """
+    before = _forget_peak()
+    cpu = _cpu_seconds()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    used = _cpu_seconds() - cpu
+    return Sample(seconds, amount, used, peak_bytes=None if before is None else max(0, _peak() - before))
+
+
+def _forget_peak() -> int | None:
+    """Resets the kernel's high-water mark; returns the resident bytes now, or None if it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: proc_pid_clear_refs(5)
+    except OSError:
+        return None
+    return _peak()
+
+
+def _peak() -> int:
+    """Returns the high-water mark in bytes."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), 0)
+
+
+def median_latency(calls: Iterable[Callable[[], object]]) -> Sample:
+    """Returns the median seconds of short calls, as the sample of one; ``latency`` says what of a call counts."""
+    return Sample(statistics.median(map(latency, calls)), 1)
+
+
+def latency(work: Callable[[], object]) -> float:
+    """Returns the seconds of one short call. Measures nothing else, to disturb it little."""
+    start = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start) / 1e9
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def metered(row: Row, meter: Meter) -> None:
+    """Adds the energy to each pass of a row, and the time that its caller waits."""
+    inner = row.run
+
+    def run() -> Sample:
+        before = meter.read()
+        begin = time.perf_counter()
+        sample = inner()
+        end_to_end = time.perf_counter() - begin
+        return replace(sample, end_to_end=sample.end_to_end or end_to_end, joules=used(before, meter.read()))
+
+    row.run = run

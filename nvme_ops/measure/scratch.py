@@ -1,0 +1,164 @@
+"""The folder of a run: its name, how others see that the run is alive, and how it is removed, if need be later.
+
+It is called ``nvme_ops-bench-`` and 16 random digits, and holds an empty file, ``.lock-`` and the kernel's boot id,
+that the run keeps locked (flock) as long as it lives. A run removes its folder at its end; that of a run that was
+killed is removed by the next one in the same place. That takes only what has both names, belongs to the same user and
+can be locked: nothing of a run that is alive, in another container or on another host either.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nvme_ops.measure import stop
+from nvme_ops.measure.files import NotUsable, require_space
+from nvme_ops.op_builder.machine import Host
+from nvme_ops.storage.device import mount_of
+from nvme_ops.storage.locks import boot_id
+
+_PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
+_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")
+_LOCK_NAME = re.compile(re.escape(_LOCK) + "[0-9a-f-]{36}")
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs"}  # no other host has them mounted
+
+_alive: dict[str, int] = {}  # this process's folders, each with the descriptor that locks it
+
+
+@contextmanager
+def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
+    """Makes a folder in ``folder`` and removes it at the end, however the run ends, with those of killed runs.
+
+    ``needed``: bytes of free space.
+
+    ``smaller``: the flags that reduce this, for the message.
+
+    Raises:
+        NotUsable: too little space, or nothing can be written there.
+    """
+    sweep(folder)
+    require_space(folder, needed, smaller)
+    place = ""
+    try:
+        with stop.deferred():
+            try:
+                place = _make(folder)
+            except OSError as error:
+                raise NotUsable(f"{folder}: {error.strerror}") from error
+        yield place
+    finally:
+        with stop.deferred():
+            _end(place)
+
+
+def sweep(folder: str) -> None:
+    """Removes what killed runs left in ``folder``; silently leaves whatever is not certain to be that."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if _NAME.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    _remove_if_dead(os.path.join(folder, name))
+
+
+def _new_name(folder: str) -> str:
+    return os.path.join(folder, _PREFIX + secrets.token_hex(8))
+
+
+def _make(folder: str) -> str:
+    while True:
+        place = _new_name(os.path.abspath(folder))
+        os.mkdir(place, 0o700)
+        try:
+            lock = os.open(os.path.join(place, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:  # another run has removed the empty folder
+            continue
+        with contextlib.suppress(OSError):  # without locks no other run removes it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            _alive[place] = lock
+            return place
+        os.close(lock)  # another run had locked it first, and removed it
+
+
+def _remove_if_dead(place: str) -> None:
+    """Removes a folder. Raises OSError if its run is alive, or it must not be removed."""
+    about = os.lstat(place)
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        return
+    locks = [name for name in os.listdir(place) if _LOCK_NAME.fullmatch(name)]
+    if not locks:
+        os.rmdir(place)  # only works if it is empty: the run was killed before it had a lock
+        return
+    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(place)):
+        return
+    lock = os.open(os.path.join(place, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(place, locks[0])
+    finally:
+        os.close(lock)
+
+
+def _remove(place: str, lock: str) -> None:
+    """Removes a folder, its lock last, so that the next run can finish what is left after a failure or a kill."""
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != lock:
+                os.unlink(entry.path)
+    os.unlink(os.path.join(place, lock))
+    os.rmdir(place)
+
+
+def _end(place: str) -> None:
+    if place in _alive:
+        with contextlib.suppress(OSError), _children_ignored():
+            # renamed first: an operation left pending by an exception may still open its file, or create it
+            # again
+            unknown = _new_name(os.path.dirname(place))
+            os.rename(place, unknown)
+            _remove(unknown, _LOCK + boot_id())
+        os.close(_alive.pop(place))
+
+
+@contextlib.contextmanager
+def _children_ignored() -> Iterator[None]:
+    """While the block runs the end of a child calls no handler: torch's raises for each worker that a signal ended."""
+    before = signal.getsignal(signal.SIGCHLD)
+    mine = callable(before) and threading.current_thread() is threading.main_thread()
+    if mine:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGCHLD, before)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Removes all folders, for a signal that came before a ``with`` knew its folder, or during another signal."""
+    if _process == os.getpid():
+        with stop.deferred():
+            for place in list(_alive):
+                _end(place)
+
+
+_process = os.getpid()
+
+
+def _is_local(place: str) -> bool:
+    """Returns whether only this host can have written there: then a lock from an earlier boot is nobody's."""
+    mount = mount_of(Host(), place)
+    return mount is not None and mount.kind in _LOCAL

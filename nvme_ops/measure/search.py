@@ -1,0 +1,356 @@
+"""Finds the best settings of a handle within a budget, on machines where single passes vary by 20 %.
+
+1. Openings: a few block sizes with few and with many lanes race against the default.
+2. The values of one setting after another race against the best so far, repeatedly until nothing is undecided.
+3. The final: a duel of the best and the default in passes of full size, until it is clear or the time is over.
+
+docs/tune.md explains the races. Given the measurements, the search is deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from nvme_ops.handle import aio_handle
+from nvme_ops.measure.files import make_cold, sync
+from nvme_ops.measure.rows import noise, noise_of_median
+from nvme_ops.settings import Settings
+from nvme_ops.text import KIB, MIB
+
+#: Bytes per second of one pass, by direction: "read", "write".
+Rates: TypeAlias = Mapping[str, float]
+
+#: By how much the rates must differ, whatever the noise, before the default is left.
+LEAST_GAIN = 0.02
+#: Rounds until a median says anything.
+LEAST_ROUNDS = 3
+_UNKNOWN = 0.1  # standard deviation of a round's ratio, as long as no setting was measured twice
+
+
+@dataclass(frozen=True)
+class Duel:
+    """A challenger against a baseline: above 1 it was faster."""
+
+    challenger: Settings
+    ratios: Sequence[float]  # one for each round
+    noise: float  # standard deviation of ``ratio``
+
+    @property
+    def ratio(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.ratios)
+
+    @property
+    def won(self) -> bool:
+        """True when the challenger was faster by more than two standard deviations of the noise."""
+        return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.noise)
+
+    @property
+    def clear(self) -> bool:
+        """True when more rounds would hardly change the result."""
+        return abs(self.ratio - 1) > max(LEAST_GAIN, 4 * self.noise)
+
+    @property
+    def noise_of_a_pass(self) -> float:
+        """Standard deviation of the logarithm of a single pass's rate."""
+        return self.noise / noise_of_median(math.sqrt(2), len(self.ratios))
+
+
+class Rounds:
+    """The rates of all rounds so far. Any two settings that were measured in the same rounds can be compared."""
+
+    def __init__(self) -> None:
+        self._rates: list[dict[Settings, float]] = []
+
+    def __len__(self) -> int:
+        return len(self._rates)
+
+    def measure(self, contestants: Sequence[Settings], measure: Callable[[Settings], Rates | None]) -> bool:
+        """Measures each contestant once, starting with another one each round; returns False if a pass is None."""
+        first = len(self) % len(contestants)
+        rates: dict[Settings, float] = {}
+        for settings in [*contestants[first:], *contestants[:first]]:
+            taken = measure(settings)
+            if taken is None:
+                return False
+            rates[settings] = geometric_mean(taken.values())
+        self._rates.append(rates)
+        return True
+
+    def duels(self, baseline: Settings) -> dict[Settings, Duel]:
+        """Compares every other setting with ``baseline``, over the rounds that had both.
+
+        The noise is estimated over all of these duels together, from how much each ratio differs from the previous one,
+        so that slow changes of the machine do not count.
+        """
+        ratios: dict[Settings, list[float]] = {}
+        for rates in self._rates:
+            for settings, rate in rates.items() if baseline in rates else ():
+                ratios.setdefault(settings, []).append(rate / rates[baseline])
+        ratios.pop(baseline, None)
+        one = noise([math.log(ratio) for ratio in each] for each in ratios.values())
+        one = _UNKNOWN if one is None else one
+        return {
+            settings: Duel(settings, tuple(each), noise_of_median(one, len(each))) for settings, each in ratios.items()
+        }
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Returns the geometric mean of positive numbers, at least one."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+DIRECTIONS = ("write", "read")
+LEAST_PASS = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
+# How many short ones a budget should hold, and how many full ones. Longer ones are less noisy by as much as there are
+# fewer of them; but more and shorter ones say less of large blocks, which a pass should have many of.
+_SHORT_PASSES, _FULL_PASSES = 200, 80
+
+
+@dataclass
+class Passes:
+    """Writes and reads ``tensor``, or the first part of it, to and from the start of an existing file.
+
+    Call ``calibrate`` first: it fills the file and chooses the sizes of short and full passes.
+    """
+
+    path: str
+    tensor: torch.Tensor  # bytes, on the CPU or on a GPU; a full pass moves no more than all of them
+    make_handle: Callable[..., aio_handle]  # from settings; that is cheap, so every pass has one of its own
+    directions: Sequence[str] = DIRECTIONS
+    loops: int = 1  # times that a pass is done; the rate is that of all of them
+    before_read: Callable[[int], None] | None = None  # in place of dropping the file from the page cache
+
+    def __post_init__(self) -> None:
+        self.short = self.full = min(self.tensor.numel(), LEAST_PASS)
+        self._buffered = not _direct(self.path)
+
+    def calibrate(self, seconds: float) -> None:
+        """Fills the file and chooses sizes for a budget in seconds, from the rates of the default settings."""
+        handle = self.make_handle()
+        self._fill(handle)
+        rates = self.measure(Settings(), False)
+        moved = seconds / sum(1 / rate for rate in rates.values()) / self.loops
+        self.short, self.full = (
+            min(self.tensor.numel(), max(LEAST_PASS, int(moved / passes) // MIB * MIB))
+            for passes in (_SHORT_PASSES, _FULL_PASSES)
+        )
+        self._fill(handle)
+
+    def _fill(self, handle: aio_handle) -> None:
+        handle.sync_pwrite(self.tensor[: self.full], self.path, 0)
+        sync(self.path)
+
+    def measure(self, settings: Settings, full: bool) -> dict[str, float]:
+        """Returns bytes per second by direction."""
+        handle = self.make_handle(**settings.as_json())
+        memory = self.tensor[: self.full if full else self.short]
+        # untimed, so that every lane has its thread and its ring
+        handle.sync_pread(memory[: settings.intra_op_parallelism * MIB], self.path, 0)
+        seconds = dict.fromkeys(self.directions, 0.0)
+        for _ in range(self.loops):
+            for direction in self.directions:
+                seconds[direction] += self._pass(handle, direction, memory)
+        return {name: memory.numel() * self.loops / taken for name, taken in seconds.items()}
+
+    def _pass(self, handle: aio_handle, direction: str, memory: torch.Tensor) -> float:
+        if direction == "read" and self.before_read is not None:
+            self.before_read(memory.numel())
+        elif direction == "read":
+            make_cold(self.path)
+        start = time.perf_counter()
+        if direction == "read":
+            handle.sync_pread(memory, self.path, 0)
+        else:
+            handle.sync_pwrite(memory, self.path, 0)
+            if self._buffered:  # else the device has it
+                sync(self.path)
+        return time.perf_counter() - start
+
+
+def _direct(path: str) -> bool:
+    """Returns whether the file system supports direct I/O; otherwise written data stay in the page cache."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+#: Measures settings once; with True in a pass of full size, else in a short one.
+Measure: TypeAlias = Callable[[Settings, bool], Rates]
+
+DEFAULT = Settings()
+#: By how much the rates may fall for a simpler setting. What is known as exactly as this is not measured again.
+TIE = 0.01
+#: The share of the budget for the races; the rest is for the final.
+RACE_SHARE = 0.7
+_OPENING_ROUNDS, _ROUNDS = 2, 3  # of a race
+_CERTAIN = 3  # standard deviations below the fastest, and a challenger drops out
+_LEAST_FINAL, _MOST_FINAL = 5, 40  # rounds
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One setting and the values to try, ascending."""
+
+    name: str
+    values: Sequence[Any]
+
+
+def axes(processors: int) -> list[Axis]:
+    """Returns the settings to try with so many processors. More lanes than processors only add threads."""
+    return [
+        Axis("block_size", [128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB]),
+        Axis("queue_depth", [4, 8, 16, 32, 64, 128]),
+        Axis("intra_op_parallelism", [count for count in (1, 2, 4, 8, 16) if count <= max(1, processors)]),
+        Axis("overlap_events", [False, True]),
+        Axis("single_submit", [False, True]),
+    ]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found, or has found so far."""
+
+    best: Settings
+    baseline: Settings  # the default, or what is nearest to it where that is not searched
+    challenger: Settings  # the baseline itself where nothing challenges it
+    final: Duel | None  # None without challenger, or before there were enough rounds
+    axes: Sequence[Axis]
+    rates: Mapping[Settings, Rates]  # medians
+    passes: Mapping[Settings, int]  # how often each was measured
+    races: Mapping[Settings, Duel]  # what was measured in the same races as ``best``, against it
+    complete: bool  # or the time was over before the final was
+
+
+@dataclass
+class Search:
+    """One search over the combinations of ``axes``; settings that are no axis keep their default."""
+
+    measure: Measure
+    axes: Sequence[Axis]
+    spent: Callable[[], float]  # the share of the budget that is gone; once it is 1 nothing begins but the first pass
+    progress: Callable[[str], None] = lambda _: None  # called with what is done next
+
+    def __post_init__(self) -> None:
+        self._best = self._baseline = _nearest_to_default(self.axes)
+        self._races, self._final = Rounds(), Rounds()
+        self._taken: dict[Settings, tuple[list[Rates], list[Rates]]] = {}  # short and full passes
+        self._complete = True
+
+    def find(self) -> Outcome:
+        """Runs the search. An exception of ``measure`` ends it; ``outcome`` then returns what is known."""
+        self._pass(False, self._baseline)  # there is always something to tell
+        raced = [self._race(self._openings(), _OPENING_ROUNDS)]
+        while any(raced):
+            raced = [self._race(self._along(axis), _ROUNDS) for axis in self.axes]
+        contestants = list(dict.fromkeys([self._baseline, self._best]))
+        while len(self._final) < _MOST_FINAL and self._final.measure(contestants, partial(self._pass, True)):
+            duels = self._final.duels(self._baseline).values()
+            if len(self._final) >= _LEAST_FINAL and all(duel.clear for duel in duels):
+                break
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """Returns what is known so far. Before a final the best is what the races found."""
+        final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
+        best = self._best if final is None or final.won else self._baseline
+        return Outcome(
+            best, self._baseline, self._best, final, self.axes,
+            {settings: _median(full or short) for settings, (short, full) in self._taken.items()},
+            {settings: len(short) + len(full) for settings, (short, full) in self._taken.items()},
+            self._races.duels(best), self._complete,
+        )  # fmt: skip
+
+    def _openings(self) -> list[Settings]:
+        """Returns up to three block sizes with up to three numbers of lanes, at a depth that suits most devices."""
+        depth = min(self._values("queue_depth"), key=lambda value: abs(value - 32))
+        return [
+            replace(self._baseline, block_size=block, intra_op_parallelism=lanes, queue_depth=depth)
+            for block in _apart(self._values("block_size"))
+            for lanes in _apart(self._values("intra_op_parallelism"))
+        ]
+
+    def _along(self, axis: Axis) -> list[Settings]:
+        return [replace(self._best, **{axis.name: value}) for value in axis.values]
+
+    def _values(self, name: str) -> Sequence[Any]:
+        return next((axis.values for axis in self.axes if axis.name == name), [getattr(DEFAULT, name)])
+
+    def _race(self, challengers: Sequence[Settings], rounds: int) -> bool:
+        """Races the challengers against the best; returns whether anything was measured."""
+        before = len(self._races)
+        for _ in range(rounds):
+            left = self._undecided(challengers)
+            if not left or not self._races.measure([self._best, *left], partial(self._pass, False)):
+                break
+        self._choose(challengers)
+        return len(self._races) > before
+
+    def _undecided(self, challengers: Sequence[Settings]) -> list[Settings]:
+        duels = self._races.duels(self._best)
+        known = [duels[settings] for settings in challengers if settings in duels]
+        fastest = max([1.0, *(duel.ratio * (1 - duel.noise) for duel in known)])
+        decided = {self._best} | {
+            duel.challenger for duel in known if duel.noise <= TIE or duel.ratio * (1 + _CERTAIN * duel.noise) < fastest
+        }
+        return [settings for settings in challengers if settings not in decided]
+
+    def _choose(self, challengers: Sequence[Settings]) -> None:
+        """Makes the fastest the best, if it is faster beyond the noise; then the simplest one that is as fast."""
+
+        def at_least(settings: Settings) -> float:
+            duel = duels.get(settings)
+            return 0.0 if duel is None else duel.ratio * (1 - duel.noise)
+
+        duels = self._races.duels(self._best)
+        fastest = max(challengers, key=at_least)
+        if at_least(fastest) > 1:
+            self._best = fastest
+            duels = self._races.duels(self._best)
+        equal = [settings for settings in challengers if at_least(settings) > 1 - TIE]
+        self._best = min([self._best, *equal], key=self._cost)
+
+    def _cost(self, settings: Settings) -> tuple[int, int, int, int]:
+        """Ranks settings by simplicity: lanes (threads), switches (CPU), distance from default, memory in flight."""
+        unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self.axes)
+        switches = settings.single_submit + settings.overlap_events
+        return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth
+
+    def _pass(self, full: bool, settings: Settings) -> Rates | None:
+        if self._taken and self.spent() >= (1.0 if full else RACE_SHARE):
+            self._complete = not full
+            return None
+        self.progress("the best against the default" if full else "searching")
+        rates = self.measure(settings, full)
+        self._taken.setdefault(settings, ([], []))[full].append(rates)
+        return rates
+
+
+def _median(taken: Sequence[Rates]) -> Rates:
+    return {name: statistics.median(rates[name] for rates in taken) for name in taken[0]}
+
+
+def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
+    """Returns the combination nearest to the default, by doublings."""
+
+    def distance(name: str, value: int) -> float:
+        return abs(math.log2((1 + value) / (1 + getattr(DEFAULT, name))))
+
+    return replace(DEFAULT, **{axis.name: min(axis.values, key=partial(distance, axis.name)) for axis in axes})
+
+
+def _apart(values: Sequence[Any]) -> list[Any]:
+    """Returns at most three of the values, spread from low to high."""
+    last = len(values) - 1
+    return [values[place] for place in sorted({round(last / 6), round(last / 2), last})]

@@ -1,0 +1,540 @@
+"""The command ``nvme-tune``: tunes each device by itself; ds_nvme_tune's flags, with their meaning, and ours."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import textwrap
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from nvme_ops import __version__
+from nvme_ops.arguments import command, command_line, positive, say, show, size
+from nvme_ops.gds import gds_handle
+from nvme_ops.handle import aio_handle
+from nvme_ops.measure import stop
+from nvme_ops.measure.files import NotUsable, cached_share, filled, handles_read_the_cache, make_cold
+from nvme_ops.measure.scratch import scratch_folder
+from nvme_ops.measure.search import DEFAULT, DIRECTIONS, LEAST_PASS, Axis, Duel, Outcome, Passes, Rates, Search, axes
+from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, write_outputs
+from nvme_ops.progress import Step, progress_bar
+from nvme_ops.settings import Settings
+from nvme_ops.storage.device import Identity, identify
+from nvme_ops.text import MIB, columns_text, parse_size, share_words, size_words
+from nvme_ops.tuning import store
+
+
+@command("nvme-tune")
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
+    stop.leave_on_signals()
+    given = parse(words)
+    shown_by_the_bar = sys.stderr.isatty() and not given.verbose
+    try:
+        result = tune(given, (lambda _: None) if shown_by_the_bar else say)
+        if result.interrupted:
+            say("\nnvme-tune: interrupted; the files are removed")
+        if result.devices:
+            _show(result)
+        return 130 if result.interrupted else 0
+    except (NotUsable, OSError) as reason:
+        say(f"nvme-tune: {reason}")
+        return 2
+    except KeyboardInterrupt:
+        say("\nnvme-tune: interrupted; the files are removed")
+        return 130
+
+
+def _show(result: TuneResult) -> None:
+    given = result.options
+
+    def document() -> str:
+        return document_text(as_document(result))
+
+    sys.stdout.write(document()) if given.json else show(text(result))
+    write_outputs(given.output, json=document)
+    if not given.no_store and not result.interrupted:
+        _keep(result)
+
+
+def _keep(result: TuneResult) -> None:
+    for tuned in result.devices:
+        found = details(tuned)
+        known = None if result.options.replace else store.load(tuned.identity, "tuned", store.settings_of)
+        if known and (problem := why_keep(known, found)):
+            say(f"not kept for aio_handle.tuned, which has the result of {known.get('date')}: {problem}; "
+                 "--replace keeps this one")  # fmt: skip
+            continue
+        try:
+            path = store.keep(tuned.identity, tuned.outcome.best, found)
+        except (OSError, RuntimeError) as error:
+            say(f"nvme-tune: warning: not kept for aio_handle.tuned: {error}")
+        else:
+            say(f"kept for aio_handle.tuned in {path}")
+
+
+DROP_CACHES = "/proc/sys/vm/drop_caches"
+_DESCRIPTION = """\
+Finds the settings of aio_handle with which a device is read and written
+fastest, in less than 20 seconds. Prints them as the section "aio" that
+DeepSpeed's configuration and aio_handle(**section) take, and keeps them for
+aio_handle.tuned. A difference inside the noise keeps the default.
+"""
+_EPILOG = """\
+examples:
+  nvme-tune --folder /mnt/nvme                       read and write, CPU memory
+  nvme-tune --folder /mnt/nvme --explain --output aio.json
+                                                     why; and a file
+  nvme-tune --folder /mnt/nvme0 /mnt/nvme1           each by itself
+  nvme-tune --folder /mnt/nvme --device cuda --no_write
+                                                     reads into GPU memory
+
+A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to
+which the search is restricted:
+  {"block_size": ["1M", "8M"], "queue_depth": [32, 128],
+   "sequential_requests": [true, false], "single_submit": [false, true],
+   "io_parallel": [1, 2, 4, 8]}
+
+exit status: 0; 2 for wrong arguments and for folders that cannot be used or
+lack the space; 130 after Ctrl-C, which prints the best so far
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = command_line("nvme-tune", _DESCRIPTION, _EPILOG)
+
+    def value(flag: str, metavar: str, words: str, **more: Any) -> None:
+        made.add_argument(flag, metavar=metavar, help=words, **more)
+
+    def switch(flag: str, words: str) -> None:
+        made.add_argument(flag, action="store_true", help=words)
+
+    made.add_argument("--folder", "--nvme_dir", metavar="DIR", nargs="+", action="extend", required=True,
+                      help="folders on the devices to tune, each with --io_size of free space")  # fmt: skip
+    value("--sweep_config", "FILE.json", "the values to try, see below")
+    switch("--no_read", "do not measure reads")
+    switch("--no_write", "do not measure writes")
+    value("--io_size", "SIZE", "bytes of a full pass, at most, 32M at least; the search takes shorter ones "
+          "(default 400M)", type=size, default="400M")  # fmt: skip
+    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
+    made.add_argument("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
+    switch("--gds", "tensors in GPU memory, with gds_handle")
+    switch("--flush_page_cache", "before reads drop the whole page cache, which needs root; without, only the file is "
+           "dropped from it, which suffices")  # fmt: skip
+    value("--log_dir", "DIR", "write every pass to DIR/passes.jsonl")
+    value("--loops", "N", "repetitions in each pass (default 1)", type=positive, default=1)
+    switch("--verbose", "show every pass")
+    value("--seconds", "S", "for each device (default 16)", type=float, default=16.0)
+    switch("--explain", "show why the best is the best, and how flat the optimum")
+    add_outputs(made.add_argument, ".json")
+    switch("--no_store", "do not keep the result for aio_handle.tuned")
+    switch("--replace", "keep the result even where a better founded one is kept already")
+    made.add_argument("--version", action="version", version=f"nvme-tune {__version__}")
+    return made
+
+
+def parse(words: Sequence[str] | None) -> Namespace:
+    """Returns the flags and what follows from them, checked: ``axes``, ``directions`` and ``way`` (``identity.WAYS``).
+
+    Exits with status 2 and a message on wrong ones.
+    """
+    made = parser()
+    given = made.parse_args(words)
+    given.folder = list(dict.fromkeys(given.folder))
+    given.directions = [name for name in DIRECTIONS if not getattr(given, f"no_{name}")]
+    given.way = "gds" if given.gds else "gpu" if given.device == "cuda" else "cpu"
+    try:
+        _check(given)
+    except ValueError as error:
+        made.error(str(error))
+    try:
+        swept = given.sweep_config is not None
+        given.axes = _sweep_axes(given.sweep_config) if swept else axes(len(os.sched_getaffinity(0)))
+    except ValueError as error:
+        made.error(f"--sweep_config {given.sweep_config}: {error}")
+    return given
+
+
+def _check(given: Namespace) -> None:
+    if not given.directions:
+        raise ValueError("--no_read and --no_write together leave nothing to measure")
+    for folder in given.folder:
+        if not os.path.isdir(folder):
+            raise ValueError(f"--folder {folder}: no such folder")
+    if given.io_size < LEAST_PASS:
+        raise ValueError(f"--io_size {size_words(given.io_size)}: a pass of less than {size_words(LEAST_PASS)} mostly "
+                         "measures how it begins and ends")  # fmt: skip
+    if not 0 < given.seconds < math.inf:
+        raise ValueError(f"--seconds: {given.seconds:g} is not a number of seconds above 0")
+    if given.no_store and given.replace:
+        raise ValueError("--replace with --no_store: nothing is kept")
+    check_outputs(given.output, ".json")
+    if given.flush_page_cache and not os.access(DROP_CACHES, os.W_OK):
+        raise ValueError(f"--flush_page_cache: {DROP_CACHES} may be written by root only; without the flag the file is "
+                         "dropped from the cache, which suffices")  # fmt: skip
+    if given.way != "cpu" and not torch.cuda.is_available():
+        flag = "--gds" if given.gds else "--device cuda"
+        raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
+    if given.way == "gds":
+        try:
+            gds_handle()
+        except RuntimeError as error:
+            raise ValueError(f"--gds: {error}") from None
+
+
+def _sweep_axes(path: str) -> list[Axis]:
+    """Parses a sweep configuration; settings that it omits keep their default. ValueError says what is wrong."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("not an object with lists of values")
+    return [_axis(key, values) for key, values in found.items()]
+
+
+def _axis(key: str, values: Any) -> Axis:
+    if key not in _SWEPT:
+        raise ValueError(f"{key!r} is none of {', '.join(_SWEPT)}")
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{key} must be a list of values")
+    name, read = _SWEPT[key]
+    try:
+        return Axis(name, sorted({read(value) for value in values}))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is not a whole number of at least 1")
+    return value
+
+
+#: The keys of ds_nvme_tune: the setting that each stands for, and how its values are read.
+_SWEPT: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "block_size": ("block_size", lambda value: parse_size(value) if isinstance(value, str) else _whole(value)),
+    "queue_depth": ("queue_depth", _whole),
+    "io_parallel": ("intra_op_parallelism", _whole),
+    "sequential_requests": ("overlap_events", lambda value: not _switch(value)),
+    "single_submit": ("single_submit", _switch),
+}
+
+
+_HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One device and the settings found for it."""
+
+    folders: list[str]  # all that lie on it
+    identity: Identity
+    outcome: Outcome
+    seconds: float
+    pass_size: int  # bytes of a full pass
+    from_page_cache: float | None = None  # the share of what was read, the mean of all passes
+
+
+@dataclass
+class TuneResult:
+    """What was found, also if Ctrl-C ended it early."""
+
+    options: Namespace  # of ``options.parse``
+    devices: list[Tuned] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def best(self) -> Settings:
+        """The settings for all devices at once: those found for each of them if they are the same, or the default."""
+        found = {tuned.outcome.best for tuned in self.devices}
+        return found.pop() if len(found) == 1 else self.devices[0].outcome.baseline
+
+
+def tune(options: Namespace, say: Say) -> TuneResult:
+    """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
+    result = TuneResult(options)
+    devices: dict[Identity, list[str]] = {}
+    backend = _HANDLES[options.way]().backend
+    for folder in options.folder:
+        devices.setdefault(identify(folder, options.way, backend), []).append(folder)
+    with contextlib.ExitStack() as stack:
+        places = [
+            stack.enter_context(scratch_folder(folders[0], options.io_size + 64 * MIB, "--io_size or --folder"))
+            for folders in devices.values()
+        ]
+        log = stack.enter_context(_open_log(options.log_dir)) if options.log_dir else None
+        step = None if options.verbose else stack.enter_context(progress_bar(100 * len(devices)))
+        try:
+            for (identity, folders), place in zip(devices.items(), places, strict=True):
+                say(f"tuning {folders[0]}, for {options.seconds:g} seconds at most")
+                tuning = _Tuning(options, folders[0], place, log, say, step)
+                try:
+                    tuning.find()
+                finally:
+                    result.devices += tuning.found(folders, identity)
+        except KeyboardInterrupt:
+            result.interrupted = True
+    return result
+
+
+class _Tuning:
+    """The search for one device's settings, with its scratch file, its log and its part of the progress bar."""
+
+    def __init__(
+        self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say, step: Step | None
+    ) -> None:
+        self._options, self._folder, self._log, self._say, self._step = options, folder, log, say, step
+        self._start, self._shown = time.perf_counter(), 0
+        self._cached: list[float] = []  # of each read, the share that lay in the page cache, where that is known
+        self._path = os.path.join(place, "data")
+        with open(self._path, "wb"):
+            pass
+        memory, make_handle = _memory(options), _HANDLES[options.way]
+        self.passes = Passes(self._path, memory, make_handle, options.directions, options.loops, self._before_read)
+        self._search = Search(self._measure, options.axes, self._spent, self._progress)
+
+    def find(self) -> None:
+        self._progress("writing the file")
+        self.passes.calibrate(self._options.seconds)
+        self._cached.clear()
+        self._search.find()
+
+    def found(self, folders: list[str], identity: Identity) -> list[Tuned]:
+        """Returns what was found; empty if nothing was measured."""
+        outcome, seconds = self._search.outcome(), time.perf_counter() - self._start
+        tuned = Tuned(folders, identity, outcome, seconds, self.passes.full, _mean(self._cached))
+        return [tuned] if outcome.rates else []
+
+    def _spent(self) -> float:
+        return (time.perf_counter() - self._start) / float(self._options.seconds)
+
+    def _progress(self, words: str) -> None:
+        """Advances the bar to the share of the time used: a hundred steps for each device."""
+        while self._step is not None and self._shown < min(100, int(100 * self._spent())):
+            self._step(f"{self._folder}: {words}")
+            self._shown += 1
+
+    def _before_read(self, size: int) -> None:
+        if self._options.flush_page_cache:
+            _flush()
+        else:
+            make_cold(self._path)
+        share = cached_share(self._path, size) if handles_read_the_cache() else None
+        if share is not None:
+            self._cached.append(share)
+
+    def _measure(self, settings: Settings, full: bool) -> Rates:
+        before = len(self._cached)
+        rates = self.passes.measure(settings, full)
+        share = _mean(self._cached[before:])
+        seconds, size = time.perf_counter() - self._start, self.passes.full if full else self.passes.short
+        if self._log is not None:
+            about = {"nvme_dir": self._folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
+            self._log.write(json.dumps({**about, **rates, "from_page_cache": share}) + "\n")
+        if self._options.verbose:
+            said = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
+            said += f" ({share_words(share)} from the page cache)" if share else ""
+            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {said}")
+        return rates
+
+
+def _open_log(folder: str) -> TextIO:
+    """Opens a file for one line of JSON for each pass. Raises NotUsable if it cannot be written."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        return open(os.path.join(folder, "passes.jsonl"), "w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise NotUsable(f"--log_dir {folder}: {error.strerror}") from error
+
+
+def _mean(shares: list[float]) -> float | None:
+    return statistics.fmean(shares) if shares else None
+
+
+def _memory(options: Namespace) -> torch.Tensor:
+    """Allocates a tensor, page-locked if possible, or on the current GPU. Raises NotUsable if it does not fit."""
+    try:
+        if options.way != "cpu":
+            return torch.empty(options.io_size, dtype=torch.uint8, device="cuda").random_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # memory that may not be locked is as fast here
+            return filled(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
+
+
+def _flush() -> None:
+    os.sync()
+    with open(DROP_CACHES, "w", encoding="ascii") as file:
+        file.write("1")
+
+
+_HASTY = 0.25  # of the earlier run's seconds
+_FLAT = 0.03  # settings that lose no more than this
+_ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")  # ds_nvme_tune's
+
+
+def text(result: TuneResult) -> str:
+    """Returns the result device by device, then the section of the configuration."""
+    parts = []
+    for tuned in result.devices:
+        parts += [_device(tuned)]
+        parts += [_why(tuned.outcome)] if result.options.explain else []
+    return "\n\n".join([*parts, json.dumps({"aio": _section(result.best)}, indent=2)])
+
+
+def as_document(result: TuneResult) -> dict[str, Any]:
+    """Returns the result as JSON; its ``aio`` is what ``aio_handle(**aio)`` and DeepSpeed's configuration accept."""
+    return {
+        "aio": _section(result.best),
+        "interrupted": result.interrupted,
+        "devices": list(map(details, result.devices)),
+    }
+
+
+def details(tuned: Tuned) -> dict[str, Any]:
+    """Returns everything about one device."""
+    outcome = tuned.outcome
+    return {
+        "nvme_dir": tuned.folders,
+        "identity": asdict(tuned.identity),
+        "aio": _section(outcome.best),
+        "bytes_per_second": {
+            name: dict(outcome.rates.get(settings, {}))
+            for name, settings in (("best", outcome.best), ("default", outcome.baseline))
+        },
+        "challenger": _section(outcome.challenger),
+        "ratio": outcome.final.ratio if outcome.final else None,
+        "noise": outcome.final.noise if outcome.final else None,
+        "rounds": list(outcome.final.ratios) if outcome.final else [],
+        "passes": sum(outcome.passes.values()),
+        "pass_bytes": tuned.pass_size,
+        "from_page_cache": tuned.from_page_cache,
+        "seconds": tuned.seconds,
+        "complete": outcome.complete,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _section(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in _ORDER}
+
+
+def _device(tuned: Tuned) -> str:
+    outcome = tuned.outcome
+    name = "default" if outcome.baseline == DEFAULT else "nearest to the default"
+    shown = {outcome.best: "best", outcome.baseline: name}
+    if outcome.best == outcome.baseline:
+        shown = {outcome.best: f"best ({name})"}
+    shown.setdefault(outcome.challenger, "challenger")
+    rows = [
+        [label, settings.words(), *(f"{direction} {rate / 1e9:.2f} GB/s" for direction, rate in rates.items())]
+        for settings, label in shown.items()
+        if (rates := outcome.rates.get(settings))
+    ]
+    lines = [
+        f"{' '.join(tuned.folders)}: {tuned.identity.words()}",
+        textwrap.indent(columns_text(rows), "  "),
+        f"  {_verdict(outcome)}",
+        f"  {sum(outcome.passes.values())} passes in {tuned.seconds:.0f} s"
+        + ("" if outcome.complete else ", after which the final was cut short"),
+    ]
+    if tuned.from_page_cache:
+        share = share_words(tuned.from_page_cache)
+        lines.append(f"  {share} of what was read lay in the page cache: so far memory was measured, not the device")
+    return "\n".join(lines)
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.challenger == outcome.baseline:
+        return "nothing is faster than the default by more than 1 %, as far as the passes tell"
+    if outcome.final is None:
+        return "not confirmed: no time was left for passes of full size in turn with the default"
+    if outcome.best == outcome.challenger:
+        return _duel(outcome.final)
+    reason = "inside the noise" if outcome.final.ratio > 1 else "not faster"
+    return f"{_duel(outcome.final)}: {reason}, so the default stays"
+
+
+def _duel(duel: Duel) -> str:
+    words = f"{duel.challenger.words()}: {duel.ratio:.3f} of the default's rate, +- {duel.noise:.3f}"
+    return f"{words}, in {len(duel.ratios)} rounds"
+
+
+def _why(outcome: Outcome) -> str:
+    """Compares each setting's values, with the best's other values, over the rounds that measured the best."""
+    if not outcome.races:
+        return "why: too little was measured"
+    noise = next(iter(outcome.races.values())).noise_of_a_pass
+    lines = [
+        f"why: rates over the best's, what they may be off (one standard deviation), passes with this value; "
+        f"one pass alone is off by {noise:.2f}"
+    ]
+    for axis in outcome.axes:
+        label = axis.name
+        for value in axis.values:
+            settings = replace(outcome.best, **{axis.name: value})
+            duel = outcome.races.get(settings)
+            figures = f"{duel.ratio:.3f} +- {duel.noise:.3f}" if duel else "not measured"
+            figures = "the best" if settings == outcome.best else figures
+            count = sum(passes for tried, passes in outcome.passes.items() if getattr(tried, axis.name) == value)
+            words = size_words(value) if axis.name == "block_size" else str(value).lower()
+            lines.append(f"  {label:22}{words:>8}  {figures:15}  {count:4}")
+            label = ""
+    flat = 1 + sum(duel.ratio >= 1 - _FLAT for duel in outcome.races.values())
+    lines.append(
+        f"{flat} of {1 + len(outcome.races)} combinations that raced reach {1 - _FLAT:.2f} of it or more: "
+        + ("a flat optimum, little is lost with another" if flat > len(outcome.races) / 2 else "a narrow optimum")
+    )
+    if outcome.final is not None:
+        lines.append(f"the final, round by round: {' '.join(f'{ratio:.3f}' for ratio in outcome.final.ratios)}")
+    return "\n".join(lines)
+
+
+def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Returns why ``known`` is more reliable than ``found``; an empty string if ``found`` may replace it.
+
+    Both come from ``details``.
+    """
+    if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
+        return "this run read from the page cache, that one from the device"
+    if missing := sorted(_directions(known) - _directions(found)):
+        return f"this run left out {' and '.join(missing)}s"
+    if known.get("complete") and not found.get("complete"):
+        return "the final of this run was cut short"
+    if found["seconds"] < _HASTY * known.get("seconds", 0):
+        return f"this run took {found['seconds']:.0f} s, that one {known['seconds']:.0f} s"
+    return ""
+
+
+def _directions(document: Mapping[str, Any]) -> set[str]:
+    return set(document.get("bytes_per_second", {}).get("best", {}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""``nvme-bench workload``: arguments in, tables out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nvme_ops.arguments import command_line, listed, positive, say, show, size
+from nvme_ops.measure.machine import machine, place
+from nvme_ops.measure.rows import kept_as_note
+from nvme_ops.measure.scratch import scratch_folder
+from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, show_progress, write_outputs
+from nvme_ops.measure.workload import saving
+from nvme_ops.measure.workload.feed import FED, Fed, feed, search
+from nvme_ops.measure.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, Reader, checked, made
+from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
+from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
+
+_DESCRIPTION = """\
+Reads as known training and inference jobs do and says how many accelerators
+that keeps busy. An accelerator is only emulated: it takes a batch, waits as
+long as it would compute, and meanwhile asks for the next one. Utilization is
+its busy time over all of its time, as MLPerf Storage counts it. Jobs that write
+compute, write, and compute again.
+"""
+_EPILOG = """\
+examples:
+  nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
+  nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
+                                                     who feeds how many
+
+exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
+folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
+measured until then
+"""
+_MOST_SAMPLES = 1 << 18
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    known: list[Job | Writing] = [*JOBS.values(), *WRITING.values()]
+    jobs = listed(((job.name, f"{job.words} ({job.source})") for job in known), 16)
+    readers = listed(((name, _words(make)) for name, make in READERS.items()), 16)
+    made = command_line("nvme-bench workload", _DESCRIPTION, f"jobs:\n{jobs}\n\nreaders:\n{readers}\n\n{_EPILOG}")
+    add = made.add_argument
+    add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
+    add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
+    words = f"readers, listed below, or all (default {OURS})"
+    add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
+    words = f"of a data set, about; at least {LEAST_BATCHES} batches, at most {_MOST_SAMPLES:,} samples (default 2G)"
+    add("--size", type=size, default="2G", metavar="SIZE", help=words)
+    add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="of one measurement, at least (default 2)")
+    add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
+    words = "emulated accelerators take F times as long for a batch (default 1)"
+    add("--slower", type=float, default=1.0, metavar="F", help=words)
+    add_outputs(add, ".json (every measurement); with --json the tables go to standard error")
+    return made
+
+
+def _words(make: Callable[..., Any]) -> str:
+    return (make.__doc__ or "").rstrip(".")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; returns 0, or 1 if a reader returned wrong bytes.
+
+    Raises NotUsable or OSError if a folder or an output cannot be used; then, and after Ctrl-C, what was measured
+    before has been printed and written.
+    """
+    given = _parse(words)
+    jobs: dict[str, Any] = {}
+    found = {
+        "command": ["nvme-bench", "workload", *words],
+        "machine": machine(),
+        "folders": {given.folder: place(given.folder)},
+        "jobs": jobs,
+        "interrupted": True,  # until all of it is measured
+    }
+    try:
+        with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
+            for name in dict.fromkeys(given.jobs):
+                jobs[name] = {"wrong": [], "notes": {}}
+                if name in JOBS:
+                    _read(JOBS[name], given, jobs[name])
+                else:
+                    _write(WRITING[name], given, jobs[name])
+        found["interrupted"] = False
+    finally:
+        measured = any(job.get("curves") or job.get("ways") for job in jobs.values())
+        if measured or not found["interrupted"]:
+            if given.json:
+                sys.stdout.write(document_text(found))
+            write_outputs(given.output, json=lambda: document_text(found))
+    wrong = [name for job in jobs.values() for name in job["wrong"]]
+    if wrong:
+        say(f"nvme-bench: wrong data: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    flags = parser()
+    given = flags.parse_args(words)
+    try:
+        check_outputs(given.output, ".json")
+        of_readers = {"--reader": given.reader, "--accelerators": given.accelerators}
+        for flag, wanted in of_readers.items():
+            if wanted and not JOBS.keys() & set(given.jobs):
+                raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
+        given.reader = given.reader or [OURS]
+        if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
+            raise ValueError("--seconds and --slower must be numbers greater than 0")
+        if not Path(given.folder).is_dir():
+            raise ValueError(f"--folder {given.folder}: no such folder")
+    except ValueError as error:
+        flags.error(str(error))
+    return given
+
+
+@dataclass
+class _Outcome:
+    note: str = ""
+    wrong: bool = False
+
+
+class _Lines:
+    """The lines of a job's table."""
+
+    def __init__(self, found: dict[str, Any], *head: str) -> None:
+        self._found, self.lines = found, [[*head, ""]]
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Adds a line with the reason if the block fails; the other lines are still measured."""
+        outcome = _Outcome()
+        with kept_as_note(outcome):
+            yield
+        if outcome.note:
+            self.lines.append([name, "-", *[""] * (len(self.lines[0]) - 3), outcome.note])
+            self._found["notes"][name] = outcome.note
+        if outcome.wrong:
+            self._found["wrong"].append(name)
+
+
+@contextlib.contextmanager
+def _printed(found: dict[str, Any], *head: str) -> Iterator[_Lines]:
+    """Prints the lines that the block adds, even if it is interrupted."""
+    table = _Lines(found, *head)
+    try:
+        yield table
+    finally:
+        show_progress("")
+        if len(table.lines) > 1:
+            show(columns_text(table.lines))
+
+
+def _sizes(job: Job, total: int) -> list[int]:
+    count = min(_MOST_SAMPLES, max(LEAST_BATCHES * job.batch, int(total / job.record)))
+    count -= count % job.batch  # a smaller batch would take as long to compute on
+    chance = random.Random(0)
+    least, most = job.record / 8, 2 * job.record
+    return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
+
+
+def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
+    sizes = _sizes(job, given.size)
+    compute, nbytes = job.compute * given.slower, sum(sizes)
+    show(
+        f"\n{job.name}: {job.words}; batches of {job.batch} x {size_words(int(job.record))}, {compute:.4g} s each: "
+        f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
+        f"a data set of {size_words(nbytes)}"
+    )
+    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
+    head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
+    with _printed(found, *head) as table:
+        for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
+            with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8, "--size or --folder") as folder:
+                data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
+                _of_reader(name, data, job, given, found, table.lines)
+
+
+def _of_reader(
+    name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], lines: list[list[str]]
+) -> None:
+    show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
+    reader = made(name, data)
+    found["data_sets"][name] = reader.data.nbytes
+    for _ in checked(reader):
+        pass
+    results: list[Fed] = []
+
+    def say(words: str) -> None:
+        show_progress(f"{job.name}, {name}: {words}")
+
+    def at(count: int) -> Fed:
+        fed = feed(reader, count, found["compute"], given.seconds, say)
+        say(f"{count} accelerators, {share_words(fed.utilization)} busy")
+        results.append(fed)
+        return fed
+
+    try:
+        if given.accelerators:
+            at(given.accelerators)
+        else:
+            search(at)
+    finally:
+        if results:
+            results.sort(key=lambda each: each.accelerators)
+            most = max((each.accelerators for each in results if each.utilization >= FED), default=0)
+            found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
+            shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
+            lines.append(_line(name, reader, shown))
+
+
+def _line(name: str, reader: Reader, shown: Fed) -> list[str]:
+    fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
+    return [
+        name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
+        f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
+        f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms",
+        f"{1e3 * shown.latency(0.99):.2f} ms", "",
+    ]  # fmt: skip
+
+
+def _as_json(fed: Fed) -> dict[str, Any]:
+    kept = {name: value for name, value in asdict(fed).items() if name not in ("waits", "latencies")}
+    waits = {"wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
+    return {**kept, "fed_from": FED, **waits, "latency_p50": fed.latency(0.5), "latency_p99": fed.latency(0.99)}
+
+
+def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> None:
+    nbytes = min(job.nbytes, given.size) if job.records == 1 else job.nbytes
+    compute = job.compute * given.slower * nbytes / job.nbytes
+    show(
+        f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
+        + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
+    )
+    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
+    with (
+        _printed(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
+        scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder,
+    ):
+        for words, make in saving.ways(job, Path(folder), nbytes).items():
+            show_progress(f"{job.name}: {words}")
+            with table.of(words):
+                kept = saving.measured(make, nbytes, compute, given.seconds)
+                found["ways"].append({"name": words, **_as_json(kept)})
+                table.lines.append(
+                    [
+                        words,
+                        f"{100 * kept.utilization:.1f} %",
+                        f"{kept.rate / 1e9:.3g}",
+                        f"{1e3 * kept.wait(0.5):.3g} ms",
+                        f"{1e3 * kept.wait(0.99):.3g} ms",
+                        "",
+                    ]
+                )

@@ -1,0 +1,144 @@
+"""Emulated accelerators: each computes on a batch for a while, and meanwhile the next one is read."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvme_ops.measure.files import make_cold
+from nvme_ops.measure.rows import percentile
+from nvme_ops.measure.workload.readers import Reader
+
+FED = 0.9  # utilization from which an accelerator counts as fed
+_FIRST_BATCHES = 4  # of each accelerator, at least
+_MOST = 1 << 14  # accelerators
+_MANY = 1000  # files between progress messages
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a number of accelerators got."""
+
+    accelerators: int
+    utilization: float  #: busy / total, of all, from their first batch on
+    samples: int
+    nbytes: int
+    seconds: float  #: from the first batch on, until the last one was computed on
+    waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, except its first
+    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch until it arrived
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds
+
+    def wait(self, share: float) -> float:
+        """Returns a percentile of the waits."""
+        return percentile(self.waits, share) if self.waits else 0.0
+
+    def latency(self, share: float) -> float:
+        """Returns a percentile of the latencies."""
+        return percentile(self.latencies, share) if self.latencies else 0.0
+
+
+def feed(reader: Reader, accelerators: int, compute: float, seconds: float, say: Say = lambda _: None) -> Fed:
+    """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
+
+    An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
+    arrived when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch
+    on, for ``seconds`` and until each has had four batches. ``say`` is called with progress messages.
+    """
+    clock = _Clock()
+    batches = iter(_epochs(reader, clock, say))
+    wants = [(0.0, number) for number in range(accelerators)]
+    free = [0.0] * accelerators
+    first: dict[int, float] = {}
+    busy = [0] * accelerators
+    waits: list[float] = []
+    latencies: list[float] = []
+    samples = nbytes = 0
+    next(batches)  # starts workers, and fills their queues
+    begin = clock.now()
+    while True:
+        wanted, number = heapq.heappop(wants)
+        clock.sleep_until(begin + wanted)
+        batch = next(batches)
+        arrived = clock.now() - begin
+        start = max(arrived, free[number])
+        if number in first:
+            waits.append(start - free[number])
+            latencies.append(arrived - wanted)
+        else:
+            first[number] = start
+        free[number] = start + compute
+        busy[number] += 1
+        samples += len(batch)
+        nbytes += batch.nbytes if isinstance(batch, torch.Tensor) else sum(map(len, batch))
+        if arrived >= seconds and min(busy) >= _FIRST_BATCHES:
+            break
+        heapq.heappush(wants, (start, number))
+    worked = sum(compute * count for count in busy)
+    total = sum(free[number] - start for number, start in first.items())
+    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits, latencies)
+
+
+class _Clock:
+    """Time that can be stopped."""
+
+    def __init__(self) -> None:
+        self._stopped = 0.0
+
+    def now(self) -> float:
+        return time.perf_counter() - self._stopped
+
+    def sleep_until(self, moment: float) -> None:
+        left = moment - self.now()
+        if left > 0:
+            time.sleep(left)
+
+    def leave_out(self, work: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        work()
+        self._stopped += time.perf_counter() - begin
+
+
+def _epochs(reader: Reader, clock: _Clock, say: Say) -> Iterator[Sequence[Any]]:
+    while True:
+        clock.leave_out(lambda: cool(reader, say))
+        yield from reader.batches()
+
+
+def cool(reader: Reader, say: Say = lambda _: None) -> None:
+    """Drops the reader's files from the page cache; says how many from time to time, as many take seconds."""
+    for number, path in enumerate(reader.files):
+        if number % _MANY == 0 < number:
+            say(f"{number:,} of {len(reader.files):,} files dropped from the page cache")
+        make_cold(str(path))
+
+
+def search(
+    measure: Callable[[int], Fed], on_result: Callable[[Fed], object] = lambda _: None, most: int = _MOST
+) -> tuple[int, list[Fed]]:
+    """Returns how many accelerators are fed, 0 if not even one, and what was measured on the way, in order."""
+    found: dict[int, Fed] = {}
+
+    def fed(count: int) -> bool:
+        found[count] = measure(count)
+        on_result(found[count])
+        return found[count].utilization >= FED
+
+    low, high = 0, 1
+    while high <= most and fed(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fed(middle) else (low, middle)
+    return low, [found[count] for count in sorted(found)]

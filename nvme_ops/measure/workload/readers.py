@@ -1,0 +1,310 @@
+"""What can feed a job: each reader writes the data set in its own format, and reads it batch by batch."""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+import signal
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from nvme_ops.data import Loader, SampleStore, SampleWriter
+from nvme_ops.measure.rows import Unavailable, WrongData
+from nvme_ops.text import MIB, size_words
+
+OURS = "nvme_ops"
+_CONTENT = 16 << 20  # bytes of noise that samples are cut from
+_NUMBER = 8  # bytes at the beginning of a sample that are its number
+_SHARDS = 8
+_FILES, _MOST_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
+LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
+_SHARED_MEMORY = "/dev/shm"  # torch's workers put their batches there
+_PREFETCHED = 2  # batches of each of torch's workers, by default
+
+Batches = Iterable[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Samples of one job, in a folder.
+
+    Args:
+        folder: for the data sets of all readers.
+        sizes: bytes of each sample, at least 8.
+        batch: samples.
+        shuffled: read at random.
+        workers: of torch's loaders.
+    """
+
+    folder: Path
+    sizes: Sequence[int]
+    batch: int
+    shuffled: bool = True
+    workers: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_noise", random.Random(0).randbytes(_CONTENT))
+
+    def sample(self, number: int) -> bytes:
+        """Returns a sample, which begins with its number."""
+        noise: bytes = self._noise  # type: ignore[attr-defined]
+        size, place = self.sizes[number] - _NUMBER, number * 4096 % _CONTENT
+        parts = [number.to_bytes(_NUMBER, "little"), noise[place : place + size]]
+        left = size - len(parts[1])
+        parts += [noise] * (left // _CONTENT) + [noise[: left % _CONTENT]]
+        return b"".join(parts)
+
+    def is_sample(self, found: Any) -> bool:
+        """Returns whether these are the bytes of a sample."""
+        content = torch.frombuffer(bytearray(found), dtype=torch.uint8) if isinstance(found, bytes) else found
+        number = int.from_bytes(bytes(content[:_NUMBER].tolist()), "little")
+        if number >= len(self.sizes) or len(content) != self.sizes[number]:
+            return False
+        return torch.equal(content, torch.frombuffer(bytearray(self.sample(number)), dtype=torch.uint8))
+
+    def part(self, count: int) -> DataSet:
+        """Returns the first samples, in whole batches."""
+        return DataSet(
+            self.folder, self.sizes[: count - count % self.batch or self.batch], self.batch, self.shuffled, self.workers
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(self.sizes)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all samples have the same size."""
+        return len(set(self.sizes)) <= 1
+
+    def path(self, name: str) -> Path:
+        """Returns a new folder."""
+        made = self.folder / name
+        made.mkdir()
+        return made
+
+
+@dataclass
+class Reader:
+    """A data set in some format: ``batches`` begins an epoch, ``files`` are to be made cold before it."""
+
+    name: str
+    data: DataSet
+    files: list[Path]
+    batches: Callable[[], Batches]
+
+
+def ours(data: DataSet) -> Reader:
+    """This package's loader."""
+    folder, files = _our_store(data)
+    loader = Loader(SampleStore(folder), data.batch, shuffle=data.shuffled, memory_budget="2G")
+    return Reader(OURS, data, files, lambda: loader)
+
+
+def dataset(data: DataSet) -> Reader:
+    """This package's dataset in torch's loader."""
+    folder, files = _our_store(data)
+    return Reader("dataset", data, files, _torch_loader(data, SampleStore(folder)))
+
+
+def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
+    folder = data.folder / OURS
+    if not folder.exists():
+        spec = (torch.uint8, (data.sizes[0],)) if data.fixed else bytes
+        with SampleWriter(data.path(OURS), spec, checksums=False) as writer:
+            writer.extend(data.sample(number) for number in range(len(data.sizes)))
+    return folder, sorted(folder.glob("samples-*"))
+
+
+def _torch_loader(data: DataSet, samples: Any, **more: Any) -> Callable[[], Batches]:
+    given: dict[str, Any] = {"batch_size": data.batch, "shuffle": data.shuffled, "collate_fn": _collated, **more}
+    loader = DataLoader(
+        samples, num_workers=data.workers, persistent_workers=True, worker_init_fn=_without_ctrl_c, **given
+    )
+    return lambda: loader
+
+
+def _without_ctrl_c(_: int) -> None:
+    """Leaves Ctrl-C to the parent, which ends its workers: otherwise they would seem to have failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _require_shared_memory(data: DataSet) -> None:
+    """Raises Unavailable if the batches of torch's workers do not fit: torch would wait for such a batch forever."""
+    if not data.workers:
+        return
+    needed = (_PREFETCHED * data.workers + 1) * data.batch * max(data.sizes)
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        free = 0
+    if free < needed:
+        raise Unavailable(
+            f"batches of {data.workers} workers need {size_words(needed)} in {_SHARED_MEMORY} and {size_words(free)} "
+            f"are free: docker run --shm-size={-(-needed // MIB)}m, or fewer --workers"
+        )
+
+
+def _collated(samples: list[Any]) -> Any:
+    rows = [
+        torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in samples
+    ]
+    return torch.stack(rows) if len({len(row) for row in rows}) == 1 else rows
+
+
+class _Plain(torch.utils.data.Dataset[Any]):
+    def __init__(self, paths: list[Path], read: Callable[[str], Any]) -> None:
+        self._paths, self._read = [str(path) for path in paths], read
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._read(self._paths[number])
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def plain(data: DataSet) -> Reader:
+    """A file for each sample, read by torch's loader."""
+    folder = data.path("plain")
+    paths = [folder / f"{number:07d}" for number in range(len(data.sizes))]
+    for number, path in enumerate(paths):
+        path.write_bytes(data.sample(number))
+    return Reader("plain", data, paths, _torch_loader(data, _Plain(paths, _content)))
+
+
+def _first_tensor(path: str) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path)["sample"].clone()  # it maps the file: what is not used is not read
+
+
+def safetensors(data: DataSet) -> Reader:
+    """A safetensors file for each sample, read by torch's loader."""
+    _needed("safetensors", "safetensors")
+    from safetensors.torch import save_file
+
+    folder = data.path("safetensors")
+    paths = [folder / f"{number:07d}.safetensors" for number in range(len(data.sizes))]
+    for number, path in enumerate(paths):
+        save_file({"sample": torch.frombuffer(bytearray(data.sample(number)), dtype=torch.uint8)}, path)
+    return Reader("safetensors", data, paths, _torch_loader(data, _Plain(paths, _first_tensor)))
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, path: Path, starts: list[int], sizes: Sequence[int]) -> None:
+        import numpy
+
+        self._content = numpy.memmap(path, numpy.uint8, "r")
+        self._starts, self._sizes = starts, sizes
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Any:
+        start = self._starts[number]
+        return torch.from_numpy(self._content[start : start + self._sizes[number]].copy())
+
+
+def memmap(data: DataSet) -> Reader:
+    """All samples in a file that NumPy maps, read by torch's loader."""
+    _needed("numpy", "numpy")
+    path = data.path("memmap") / "samples"
+    starts, place = [], 0
+    with path.open("wb") as file:
+        for number, size in enumerate(data.sizes):
+            starts.append(place)
+            place += size
+            file.write(data.sample(number))
+    return Reader("memmap", data, [path], _torch_loader(data, _Rows(path, starts, data.sizes)))
+
+
+def webdataset(data: DataSet) -> Reader:
+    """Tars, shuffled as webdataset does: the order of the shards, and a buffer of samples."""
+    wds = _needed("webdataset", "webdataset")
+    folder = data.path("webdataset")
+    for shard in range(min(_SHARDS, len(data.sizes))):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(shard, len(data.sizes), _SHARDS):
+                member = tarfile.TarInfo(f"{number:07d}.bin")
+                member.size = data.sizes[number]
+                tar.addfile(member, io.BytesIO(data.sample(number)))
+    files = sorted(folder.iterdir())
+    shuffled = _SHARDS if data.shuffled else False
+    pipeline = wds.WebDataset([str(path) for path in files], shardshuffle=shuffled, empty_check=False)
+    if data.shuffled:
+        pipeline = pipeline.shuffle(256)
+    pipeline = pipeline.to_tuple("bin").map(_first).batched(data.batch, collation_fn=_collated)
+    workers = min(data.workers, len(files))
+    loader = DataLoader(
+        pipeline, batch_size=None, num_workers=workers, persistent_workers=True, worker_init_fn=_without_ctrl_c
+    )
+    return Reader("webdataset", data, files, lambda: loader)
+
+
+def _first(sample: Sequence[Any]) -> Any:
+    return sample[0]
+
+
+def streaming(data: DataSet) -> Reader:
+    """MDS shards, read by MosaicML's package."""
+    mds = _needed("streaming", "mosaicml-streaming")
+    folder = data.path("streaming")
+    with mds.MDSWriter(out=str(folder), columns={"bin": "bytes"}, exist_ok=True) as writer:
+        for number in range(len(data.sizes)):
+            writer.write({"bin": data.sample(number)})
+    samples = mds.StreamingDataset(local=str(folder), shuffle=data.shuffled, batch_size=data.batch)
+    batches = _torch_loader(data, samples, shuffle=False, collate_fn=_collated_dicts)
+    return Reader("streaming", data, sorted(folder.glob("*.mds")), batches)
+
+
+def _collated_dicts(samples: list[dict[str, bytes]]) -> Any:
+    return _collated([sample["bin"] for sample in samples])
+
+
+def _needed(module: str, package: str) -> Any:
+    try:
+        return __import__(module)
+    except (ImportError, RuntimeError) as error:
+        raise Unavailable(f"pip install {package} ({error})") from None
+
+
+#: Readers by their names on the command line.
+READERS: dict[str, Callable[[DataSet], Reader]] = {
+    each.__name__ if each is not ours else OURS: each
+    for each in (ours, dataset, plain, memmap, safetensors, webdataset, streaming)
+}
+
+
+def made(name: str, data: DataSet) -> Reader:
+    """Returns a reader of the data set. Raises Unavailable.
+
+    Readers with a file for each sample get the first 8,192 samples, or 8 batches if that is more.
+    """
+    if name != OURS:
+        _require_shared_memory(data)
+    return READERS[name](data.part(max(_MOST_FILES, LEAST_BATCHES * data.batch)) if name in _FILES else data)
+
+
+def checked(reader: Reader) -> Iterator[Sequence[Any]]:
+    """Yields the batches of an epoch, and raises WrongData if one of them differs from what was written."""
+    seen = 0
+    for batch in reader.batches():
+        if not reader.data.is_sample(batch[0]) or not reader.data.is_sample(batch[len(batch) - 1]):
+            raise WrongData(f"{reader.name}: a sample has other bytes than were written")
+        seen += len(batch)
+        yield batch
+    if seen != len(reader.data.sizes):
+        raise WrongData(f"{reader.name}: {seen} samples instead of {len(reader.data.sizes)}")
