@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
             tensor = torch.load(path) if way == "torch" else torch.from_numpy(np.load(path))
             os.unlink(path)
             self.moved += nbytes
-            return tensor  # type: ignore[no-any-return]
+            return tensor
 
         super().__init__(pack, unpack)
 
@@ -209,7 +209,11 @@ def _way(job: Job, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], t
     if job.way == "checkpoint":  # keeps the inputs of parts, about as many as each has layers
         parts = max(1, round(job.layers**0.5))
         return lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
-    ours = save_on_nvme(job.folder, memory_budget=job.budget, policy=job.way) if job.way in ("nvme", "auto") else None
+    ours = (
+        save_on_nvme(job.folder, memory_budget=job.budget, policy=cast("Any", job.way))
+        if job.way in ("nvme", "auto")
+        else None
+    )
     hooks: Any = ours or ByHand(job.folder, job.way)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

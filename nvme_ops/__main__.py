@@ -13,8 +13,8 @@ from nvme_ops.arguments import Main, command, command_line, listed
 #: Command -> the module with its ``main``, and what it does. Each is installed as ``nvme-<command>`` too.
 COMMANDS = {
     "report": ("nvme_ops.report.cli", "what works on this machine, and what to do about the rest"),
-    "bench": ("nvme_ops.bench.cli", "what the storage can do, and what limits a program"),
-    "tune": ("nvme_ops.tune.cli", "the best settings of a handle for a device"),
+    "bench": ("nvme_ops.measure.bench", "what the storage can do, and what limits a program"),
+    "tune": ("nvme_ops.measure.tune", "the best settings of a handle for a device"),
     "checkpoint": ("nvme_ops.inspection.cli", "look into checkpoints, verify, compare and convert them"),
     "offload": ("nvme_ops.offload.cli", "plan what of a model is in memory, and what on NVMe"),
     "data": ("nvme_ops.data.cli", "make stores of samples, describe and verify them"),
