@@ -133,7 +133,7 @@ def test_a_small_run(
             lacks = any(words in each["note"] for words in _ABSENT) or each["name"].startswith("fio")
             assert each["values"] or lacks or each["name"] == "peak resident growth", (each["name"], each["note"])
     assert [left.name for left in folder.iterdir() if left.name not in ("found.json", "cache")] == (
-        ["nvme_ops-inference-2x256"] if name == "inference" else []
+        ["nvme_ops-inference-4x256"] if name == "inference" else []
     )
 
 
