@@ -141,7 +141,8 @@ class Run:
             with scratch_folder(folder, copies * given.size + 64 * MIB, "--size or --folder") as scratch:
                 self.show_all(folder, found, program.tables(self, scratch, found))
         if not program.folders:
-            self.show_all("", {"tables": [], "notes": []}, program.tables(self, "", self.result))
+            made: dict[str, Any] = {"tables": [], "notes": []}
+            self.show_all("", made, program.tables(self, "", made))
 
     def show_all(self, key: str, found: dict[str, Any], tables: Iterator[Table]) -> None:
         """Measures the tables that are not yet, prints and keeps them."""

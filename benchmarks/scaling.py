@@ -11,6 +11,7 @@ pause as well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -267,7 +268,7 @@ def sums(alone: Sequence[Row], counts: Sequence[int]) -> dict[int, Row]:
     """What the first so many devices do alone, added up, over the rounds in which all of them succeeded."""
     made = {count: Row(f"the sum of {count} alone") for count in counts}
     for count, row in made.items():
-        for taken in zip(*(each.samples for each in alone[:count]), strict=True):
+        for taken in itertools.zip_longest(*(each.samples for each in alone[:count])):  # one that is wrong has none
             rates = [sample.rate for sample in taken if sample is not None]
             row.samples.append(Sample(1, int(sum(rates))) if len(rates) == count else None)
     return made
