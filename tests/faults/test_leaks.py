@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import time
@@ -15,6 +14,7 @@ import torch
 import nvme_ops
 from nvme_ops._native import native
 from tests.conftest import MIB, HandleFactory, pattern, store
+from tests.contract.suite import threads
 
 ROUNDS = 200  # of several operations each
 SLACK = 12 * MIB  # what allocators keep; a tensor leaked in each round would be more
@@ -27,15 +27,6 @@ def held() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "pool": native().pool_statistics()["live_bytes"],
     }
-
-
-def threads() -> int:
-    """Without io_uring's workers: the kernel starts and ends those as it sees fit."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            names.append((task / "comm").read_text())
-    return sum(not name.startswith("iou-") for name in names)
 
 
 def resident_bytes() -> int:

@@ -318,11 +318,6 @@ def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
         yield values
 
 
-def has_swapped_gradient(parameter: torch.Tensor) -> bool:
-    """Whether the gradient of a parameter is on storage now."""
-    return isinstance(parameter.grad, SwappedTensor)
-
-
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
     """Returns how many use ``grad``: in Python, in C++, and its memory."""
     grad: Any = parameter.grad
