@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from torch import nn
 from nvme_ops.engine import Priority
 from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights import window
-from nvme_ops.offload.weights.streamed import StreamedModel
+from nvme_ops.offload.weights.source import Source
+from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from tests.conftest import KIB, MIB, in_threads
+from tests.offload.elsewhere import Elsewhere, elsewhere, values
 from tests.offload.models import Branching, Experts, Functional, Tied, convolutional, layers, nbytes
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
@@ -36,6 +38,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "transformer": (lambda: nn.TransformerEncoderLayer(256, 4, 512, batch_first=True), (X[None],)),
     "normalized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(256, 256)), (X,)),
 }
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +51,6 @@ def _no_fused_layer() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
-
-
-each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Any]:
@@ -64,9 +68,8 @@ def same(first: Any, second: Any) -> bool:
     return all(same(one, other) for one, other in zip(first, second, strict=True))
 
 
-def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> StreamedModel:
+def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> Any:
     found = stream_weights(model, folder, memory_budget=budget)
-    assert isinstance(found, StreamedModel)
     assert found is model
     return found
 
@@ -74,13 +77,24 @@ def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> S
 # Right
 
 
-@each_model
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("budget", ["2304K", "64M"])
 def test_the_output_is_that_of_the_model_in_memory(name: str, budget: str, folder: Path) -> None:
     model, inputs, wanted = made(name)
     with streamed(model, folder, budget), torch.no_grad():
         for _ in range(4):
             assert same(model(*inputs), wanted)
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "compiled"])
+def test_in_every_mode_of_torch(context: str, folder: Path) -> None:
+    model, inputs, _ = made("layers")
+    with CONTEXTS.get(context, torch.no_grad)():
+        wanted = model(*inputs)
+        with streamed(model, folder):
+            called: Any = torch.compile(model, backend="eager") if context == "compiled" else model
+            for _ in range(3):
+                assert torch.equal(called(*inputs), wanted)
 
 
 def test_memory_is_bounded_and_used(folder: Path) -> None:
@@ -92,10 +106,14 @@ def test_memory_is_bounded_and_used(folder: Path) -> None:
         stats = found.stats()
         assert stats.peak_bytes <= MIB < size
         assert 0 < stats.bytes_kept < MIB
-        before = stats.bytes_read
         model(*inputs)
-        assert found.stats().bytes_read - before <= size - stats.bytes_kept
+        assert found.stats().bytes_read - stats.bytes_read <= size - stats.bytes_kept
         assert found.stats().bytes_on_demand == stats.bytes_on_demand, "all was read ahead"
+    model, inputs, wanted = made("layers")
+    with streamed(model, folder, "64M") as found, torch.no_grad():
+        for _ in range(5):
+            assert same(model(*inputs), wanted)
+        assert found.stats().bytes_read <= size, "what fits is read once"
 
 
 def test_no_operation_repeats_a_weight_in_memory(folder: Path) -> None:
@@ -110,72 +128,26 @@ def test_no_operation_repeats_a_weight_in_memory(folder: Path) -> None:
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * KIB, "64 times 4 MiB"
 
 
-def test_a_budget_for_all_of_it_reads_it_once(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    size = nbytes(model)
-    with streamed(model, folder, "64M") as found, torch.no_grad():
-        for _ in range(5):
-            assert same(model(*inputs), wanted)
-        assert found.stats().bytes_read <= size
-
-
-def test_experts_that_nobody_asks_for_are_not_read(folder: Path) -> None:
-    model = Experts().eval()
-    with torch.no_grad():
-        wanted = model(X, [2, 5])
-        with streamed(model, folder) as found:
-            for _ in range(3):
-                assert torch.equal(model(X, [2, 5]), wanted)
-            assert found.stats().bytes_read <= 3 * 2 * 256 * KIB
-
-
-def test_rows_of_an_embedding_are_read_alone(folder: Path) -> None:
+@torch.no_grad()
+def test_of_experts_and_embeddings_what_is_asked_for_is_read(folder: Path) -> None:
     torch.manual_seed(1)
-    model = nn.Embedding(4096, 1024).eval()
-    with torch.no_grad():
-        wanted = model(TOKENS)
-        with streamed(model, folder, "17M") as found:
-            assert torch.equal(model(TOKENS), wanted)
-            assert found.stats().bytes_read == 4 * 4 * KIB  # tokens 1, 2, 3 and 5
-            everything = torch.arange(4096)
-            assert torch.equal(model(everything), model(everything))
-            with pytest.raises(IndexError):
-                model(torch.tensor([4096]))
-
-
-def test_a_few_rows_of_an_embedding_in_memory_are_no_use_of_the_whole(folder: Path) -> None:
-    torch.manual_seed(1)
-    model = nn.Embedding(4096, 1024).eval()
-    with torch.no_grad():
-        wanted = model(TOKENS)
-        with streamed(model, folder, "17M") as found:
-            model(torch.arange(4096))
-            before = found.stats()
-            assert torch.equal(model(TOKENS), wanted)
-            assert found.stats() == before, "a use would have it read ahead for ever"
-
-
-@pytest.mark.parametrize("context", ["autocast", "inference", "grad"])
-def test_in_every_mode_of_torch(context: str, folder: Path) -> None:
-    contexts: dict[str, Callable[[], Any]] = {
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        "inference": torch.inference_mode,
-        "grad": torch.enable_grad,
-    }
-    model, inputs, _ = made("layers")
-    with contexts[context]():
-        wanted = model(*inputs)
-        with streamed(model, folder):
-            for _ in range(3):
-                assert torch.equal(model(*inputs), wanted)
-
-
-def test_under_torch_compile(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder), torch.no_grad():
-        compiled = torch.compile(model, backend="eager")
-        for _ in range(2):
-            assert same(compiled(*inputs), wanted)
+    experts, model = Experts().eval(), nn.Embedding(4096, 1024).eval()
+    wanted = experts(X, [2, 5])
+    with streamed(experts, folder) as found:
+        for _ in range(3):
+            assert torch.equal(experts(X, [2, 5]), wanted)
+        assert found.stats().bytes_read <= 3 * 2 * 256 * KIB
+    wanted = model(TOKENS)
+    with streamed(model, folder, "17M") as found:
+        assert torch.equal(model(TOKENS), wanted)
+        assert found.stats().bytes_read == 4 * 4 * KIB  # tokens 1, 2, 3 and 5
+        everything = torch.arange(4096)
+        assert torch.equal(model(everything), model(everything))
+        before = found.stats()
+        assert torch.equal(model(TOKENS), wanted)
+        assert found.stats() == before, "rows in memory are no use of the whole, which would be read ahead for ever"
+        with pytest.raises(IndexError):
+            model(torch.tensor([4096]))
 
 
 def test_threads_run_it_at_once(folder: Path) -> None:
@@ -198,127 +170,62 @@ def test_several_folders_share_the_weights(folder: Path) -> None:
     model, x = layers(3, 1792).eval(), torch.randn(2, 1792)
     with torch.no_grad():
         wanted = model(x)
-        stream_weights(model, folders, memory_budget="26M")
-        with cast(StreamedModel, model):
+        with stream_weights(model, folders, memory_budget="26M"):
             used = [sum(path.stat().st_blocks for path in each.rglob("*") if path.is_file()) for each in folders]
-            assert min(used) > 0
-            for _ in range(2):
-                assert torch.equal(model(x), wanted)
+            assert min(used) > 100
+            assert torch.equal(model(x), wanted)
     assert [list(each.iterdir()) for each in folders] == [[], []]
 
 
 # What cannot be
 
 
-def test_it_cannot_be_trained_or_changed(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder) as found:
-        for forbidden in (found.requires_grad_, found.double, lambda: found.to("meta")):
-            with pytest.raises(RuntimeError, match="streamed"):
-                forbidden()
-        weight = next(found.parameters())
-        with torch.no_grad():
-            for change in (weight.zero_, lambda: weight.copy_(X), lambda: torch.add(X, 1, out=weight)):
-                with pytest.raises(RuntimeError, match=r"cannot be changed"):
-                    change()
-        with pytest.raises(RuntimeError):
-            found.load_state_dict(found.state_dict())
-        with torch.no_grad():
-            assert same(model(*inputs), wanted)
-        found.eval()
-
-
-def third(model: nn.Module) -> Any:
-    return model.get_submodule("2")
-
-
 def test_a_parameter_that_the_user_assigns_is_used(folder: Path) -> None:
     model, inputs, _ = made("layers")
     other = nn.Parameter(torch.randn(256, 256))
-    with torch.no_grad():
-        third(model).weight = other
-        wanted = model(*inputs)
-        model, _, _ = made("layers")
-        with streamed(model, folder):
-            model(*inputs)
-            third(model).weight = other
-            for _ in range(3):
-                assert same(model(*inputs), wanted)
+    with torch.no_grad(), streamed(model, folder):
+        before = model(*inputs)
+        third: Any = model.get_submodule("2")
+        third.weight = other
+        found = model(*inputs)
+        assert not torch.equal(found, before)
+        assert torch.equal(model(*inputs), found)
 
 
-def test_a_model_on_several_devices_is_refused(folder: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+def test_what_cannot_be_is_refused(folder: Path) -> None:
+    model, inputs, wanted = made("layers")
     with pytest.raises(ValueError, match="2 devices"):
-        stream_weights(model, folder, memory_budget="1M")
+        streamed(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), folder)
     with pytest.raises(ValueError, match="meta device"):
-        stream_weights(nn.Linear(4, 4, device="meta"), folder, memory_budget="1M")
-
-
-def test_two_models_in_one_folder_do_not_meet(folder: Path) -> None:
-    first, inputs, wanted = made("layers")
-    second, _, other = made("branches")
-    with streamed(first, folder), streamed(second, folder), torch.no_grad():
-        for _ in range(2):
-            assert same(first(*inputs), wanted)
-            assert same(second(*inputs), other)
-        with pytest.raises(ValueError, match="streamed already"):
-            stream_weights(first, folder, memory_budget="1M")
-    assert list(folder.iterdir()) == []
-
-
-def test_after_close_it_says_so(folder: Path) -> None:
-    model, inputs, _ = made("layers")
-    found = streamed(model, folder)
-    found.close()
-    found.close()
-    with pytest.raises(ValueError, match="closed"):
-        model(*inputs)
-    assert list(folder.iterdir()) == []
-
-
-def test_nothing_is_left_of_a_model_that_is_forgotten(folder: Path) -> None:
-    streamed(layers(), folder).close()
-    before = len(os.listdir("/proc/self/fd"))
-    model, inputs, _ = made("layers")
-    streamed(model, folder)
-    model(*inputs)
-    del model
-    gc.collect()
-    assert list(folder.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) <= before
+        streamed(nn.Linear(4, 4, device="meta"), folder)
+    with streamed(model, folder), torch.no_grad():
+        for again in (model, nn.Sequential(model, nn.Linear(3, 3))):
+            with pytest.raises(ValueError, match="streamed already"):
+                streamed(again, folder)
+        with pytest.raises(RuntimeError, match="cannot be trained"):
+            model.requires_grad_()
+        weight = next(model.parameters())
+        for change in (weight.zero_, lambda: weight.copy_(X), lambda: torch.add(X, 1, out=weight)):
+            with pytest.raises(RuntimeError, match=r"cannot be changed"):
+                change()
+        assert same(model(*inputs), wanted)
+    stored = StoredTensor(Weights(), Source([], torch.float32, (0, 3)))
+    with pytest.raises(RuntimeError, match="before it is complete"):
+        stored.sum()
 
 
 # Faults
 
 
-def test_an_exception_in_mid_forward_leaves_it_usable(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-
-    def stop(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    with streamed(model, folder), torch.no_grad():
-        hook = list(model.children())[4].register_forward_hook(stop)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                model(*inputs)
-        hook.remove()
-        for _ in range(3):
-            assert same(model(*inputs), wanted)
-
-
-def test_a_read_that_fails_is_told_and_tried_again(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder), torch.no_grad():
-        (path,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size > MIB]
-        content = path.read_bytes()
-        os.truncate(path, 100 * KIB)
-        for _ in range(2):
-            with pytest.raises(EOFError, match=path.name):
-                model(*inputs)
-        path.write_bytes(content)
-        for _ in range(2):
-            assert same(model(*inputs), wanted)
+@contextlib.contextmanager
+def truncated(folder: Path) -> Iterator[None]:
+    """The files of the only session in a folder are empty."""
+    files = {file: file.read_bytes() for file in next(folder.iterdir()).iterdir() if file.name != "owner"}
+    for file in files:
+        os.truncate(file, 0)
+    yield
+    for file, content in files.items():
+        file.write_bytes(content)
 
 
 def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,40 +257,104 @@ def test_weights_that_are_smaller_than_a_page_are_used_together(
 
     model, x = TwoTensors(), torch.randn(4, 8)
     wanted = model(x)
-    stream_weights(model, folder, memory_budget=budget)
+    streamed(model, folder, budget)
     assert torch.equal(model(x), wanted)
 
 
 def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(12)))
-    with stream_weights(model, folder, memory_budget="600K"), torch.no_grad():
-        for _ in range(2):
-            model(torch.ones(1, 256))
-        for file in next(folder.iterdir()).iterdir():
-            if file.name != "owner":
-                os.truncate(file, 0)
-        for layer in (model, model, model[7], model[1]):
-            with pytest.raises(EOFError):
-                layer(torch.ones(1, 256))
-    assert not told
+    x = torch.ones(1, 256)
+    with streamed(model, folder, "600K"), torch.no_grad():
+        wanted = model(x)
+        assert torch.equal(model(x), wanted)
+        with truncated(folder):
+            for layer in (model, model, model[7], model[1]):
+                with pytest.raises(EOFError):
+                    layer(x)
+        assert torch.equal(model(x), wanted)
+    assert not said
 
 
 def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -> None:
     """As when another thread needs its memory, which ends the read that this one waits for."""
     embedding: Any = torch.nn.Embedding(4096, 64)
     model, wanted = torch.nn.ModuleList([embedding, torch.nn.Linear(512, 512)]), embedding.weight[3].clone()
-    with stream_weights(model, folder, memory_budget="1200K"), torch.no_grad():
+    with streamed(model, folder, "1200K"), torch.no_grad():
         weights, source = embedding.weight._weights._open(), embedding.weight.source
-        files = {file: file.read_bytes() for file in next(folder.iterdir()).iterdir() if file.name != "owner"}
-        for file in files:
-            os.truncate(file, 0)
-        weight = weights._weight(source)
-        assert weights._begin(weight, Priority.PREFETCH)
-        assert isinstance(weight.arriving.exception(), EOFError)
-        for file, values in files.items():
-            file.write_bytes(values)
+        with truncated(folder):
+            weight = weights._weight(source)
+            assert weights._begin(weight, Priority.PREFETCH)
+            assert isinstance(weight.arriving.exception(), EOFError)
         assert torch.equal(embedding(torch.tensor([3]))[0], wanted)
+
+
+# Parts and joins of a weight have the right bytes, and are not read to be made
+
+SHAPE = (6, 40, 32)
+VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda t: t[...],
+    "one": lambda t: t[2],
+    "the last": lambda t: t[-1],
+    "one of one": lambda t: t[2][3],
+    "some": lambda t: t[1:4],
+    "none": lambda t: t[3:3],
+    "of another dimension": lambda t: t[:, 5:17],
+    "of the last dimension": lambda t: t[..., 8:24],
+    "split": lambda t: t.split(4)[1],
+    "chunks": lambda t: t.chunk(3, dim=1)[2],
+    "flat": lambda t: t.reshape(-1),
+    "of a view": lambda t: t.view(240, -1)[7:99],
+    "one more dimension": lambda t: t.unsqueeze(1),
+    "stacked": lambda t: torch.stack([t[3], t[1], t[3]]),
+    "stacked further in": lambda t: torch.stack([t[3], t[1]], dim=1),
+    "joined": lambda t: torch.cat([t[4:], t[:2]]),
+    "joined further in": lambda t: torch.cat([t[0:2], t[2:4]], dim=1),
+    "transposed": lambda t: t[1].t(),
+    "transposed back": lambda t: t[1].t().transpose(0, 1),
+    "of another dtype": lambda t: t.to(torch.float64),
+    "half of it": lambda t: t[2].bfloat16(),
+    "steps": lambda t: t[::2],
+    "dimensions in another order": lambda t: t.permute(2, 0, 1),
+    "part of a transpose": lambda t: t[0].t()[3:5],
+    "unbound": lambda t: t.unbind(1)[2],
+    "a diagonal": lambda t: t[:, :32].diagonal(0, 1, 2),
+    "expanded": lambda t: t[0].unsqueeze(0).expand(3, 40, 32),
+    "strided": lambda t: t.permute(1, 0, 2).as_strided((4, 5), (7, 2), 11),
+    "as other bytes": lambda t: t.view(torch.int32)[::3].view(torch.float32),
+}
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "an index": lambda t: t[torch.tensor([3, 1])],
+    "a mask": lambda t: t[torch.tensor([True, False, True, False, False, True])],
+    "twice another dtype": lambda t: t.bfloat16().double(),
+    "joined with another": lambda t: torch.cat([t, torch.ones(1, 40, 32)]),
+    "a clone": lambda t: t.clone(),
+}
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    with elsewhere("streamed", [VALUES], tmp_path_factory.mktemp("stored")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_made_without_reading_and_has_its_values(name: str, moved: Elsewhere) -> None:
+    before = moved.stats().bytes_read
+    wanted, part = PARTS[name](VALUES), PARTS[name](moved[0])
+    assert repr(part).startswith("StoredTensor(shape=")
+    assert moved.stats().bytes_read == before
+    assert (part.shape, part.dtype) == (wanted.shape, wanted.dtype)
+    assert torch.equal(part + 0, wanted)
+    assert torch.equal(values(part), wanted)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_else_is_computed_is_a_usual_tensor(name: str, moved: Elsewhere) -> None:
+    found = COMPUTED[name](moved[0])
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, COMPUTED[name](VALUES))
