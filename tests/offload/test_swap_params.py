@@ -1,4 +1,4 @@
-"""swap_params: memory, order, init, refusals, faults. That it computes the same: ``test_parity`` and ``random_*``."""
+"""swap_params: memory, order, init, refusals. That it computes the same: ``test_parity``; faults: the contract, too."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.weights import residents
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
+from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
-from tests.offload.test_optimizer import Failing
 from tests.offload.training import KIB, equal, layers, sentences, train, values, words
-from tests.storage.slow_store import Held
 
 
 def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> None:
-    """Uses come much later than the reads that are begun for them, except after what nobody could foresee."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(12)))
     with swap_params(model, folder, memory_budget=4 * 256 * KIB, min_bytes=1) as swapped:
@@ -190,7 +188,7 @@ def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> Non
 
 
 def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path) -> None:
-    mine, other, handle = sentences(), sentences(), Failing()
+    mine, other, handle = sentences(), sentences(), Faulty()
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
     optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, handle=handle)
@@ -201,7 +199,7 @@ def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path)
             for model, each in ((mine, optimizer), (other, plain)):
                 each.zero_grad()
                 model(words(7)).square().mean().backward()
-            handle.after[which] = 0
+            handle.will(which, "refuse", {1})
             with pytest.raises(OSError, match="Input/output error"):
                 optimizer.step()
             optimizer.step()
@@ -209,12 +207,11 @@ def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path)
             assert equal(values(mine), values(other))
 
 
-class Asked(Held):
+class Asked(IoFuture):
     """A write that has ended when it was asked whether it has so many times."""
 
-    def __init__(self, future: Any, times: int) -> None:
-        (go := threading.Event()).set()
-        super().__init__(go, lambda: future)
+    def __init__(self, operation: Any, times: int) -> None:
+        super().__init__(operation)
         self.times = times
 
     def done(self) -> bool:
@@ -231,7 +228,7 @@ class Later(aio_handle):
         if not self.times:
             return super().submit_pwrite(tensor, *arguments, **options)
         (future := super().submit_pwrite(tensor.clone(), *arguments, **options)).result()
-        return IoFuture(Asked(future, self.times))  # type: ignore[arg-type]
+        return Asked(future._operation, self.times)
 
 
 @pytest.mark.parametrize("times", range(1, 7))
@@ -250,40 +247,21 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path, time
             assert torch.equal(each + 0.0, torch.full((64, 64), 2.0))
 
 
-def test_a_write_that_fails_loses_nothing(folder: Path) -> None:
-    mine, other, handle = layers(), layers(), Failing()
+@pytest.mark.parametrize("how", ["refuse", "fail"])
+def test_a_write_that_fails_loses_nothing(folder: Path, how: str) -> None:
+    mine, other, handle = layers(), layers(), Faulty()
     with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        for number in range(4):
-            handle.after["write"] = number
+        for number in range(1, 5):
+            handle.will("write", how, {number})
             for each in other.parameters():
                 each.add_(1)
             for each in mine.parameters():
-                try:
+                with contextlib.suppress(OSError):
                     each.add_(1)
-                except OSError:
-                    each.add_(1)
-            handle.after["write"] = -1
-            assert equal(values(mine), values(other))
-
-
-class Ill(aio_handle):
-    """Has the next so many writes fail once they are under way."""
-
-    ill = 0
-
-    def submit_pwrite(self, tensor: Any, file: Any, *arguments: Any, **options: Any) -> Any:
-        file, self.ill = "/dev/full" if self.ill else file, max(0, self.ill - 1)
-        return super().submit_pwrite(tensor, file, *arguments, **options)
-
-
-def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
-    mine, other, handle = layers(), layers(), Ill()
-    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        handle.ill = 1
-        for model in (mine, other):
-            for each in list(model.parameters())[:3]:
+                    continue
                 each.add_(1)
-        assert equal(values(mine), values(other))
+            handle.will()
+            assert equal(values(mine), values(other))
 
 
 @pytest.mark.usefixtures(lost_unraisable.__name__)
