@@ -6,8 +6,11 @@ import itertools
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nvme_ops.offload.order import Order, what_stays, worth_keeping
+from nvme_ops.text import MIB
 
 
 def uses(order: Order[str], names: str) -> list[bool]:
@@ -18,63 +21,35 @@ def ahead(order: Order[str], count: int = 99) -> str:
     return "".join(itertools.islice(order.ahead(), count))
 
 
-def test_the_foreseen_order_holds_before_the_first_use() -> None:
+def test_the_foreseen_order_holds_until_it_is_seen_to_be_wrong() -> None:
     order = Order("abcd")
     assert ahead(order) == "abcd"
     assert uses(order, "ab") == [True, True]
     assert ahead(order) == "cda"
     assert all(uses(order, "cdab"))
-
-
-def test_a_loop_is_learned_in_one_round() -> None:
-    order = Order[str]()
-    assert uses(order, "abcd") == [False] * 4
-    assert uses(order, "abcd") == [False, True, True, True]
-    assert all(uses(order, "abcdabcd"))
-    assert ahead(order) == "abc"
-
-
-def test_what_was_foreseen_wrongly_is_corrected() -> None:
-    order = Order("abcd")
     uses(order, "dcba")
     assert all(uses(order, "dcba")[1:])
     assert all(uses(order, "dcba"))
 
 
-def test_a_weight_in_two_places_is_followed_by_what_follows_it_there() -> None:
-    order = Order[str]()  # e is an embedding that is the last layer too
-    for _ in range(2):
-        uses(order, "eabe")
-    assert ahead(order, 2) == "ab"
-    order.use("e")
-    order.use("a")
-    assert ahead(order, 2) == "be"
-    assert all(uses(order, "be"))
-
-
-def test_one_loop_after_another_as_an_encoder_before_a_decoder() -> None:
+@pytest.mark.parametrize(
+    ("seen", "right", "then"),
+    [
+        ("abcdabcd", "abcd", "abc"),  # a loop
+        ("eabeeabe", "eabe", "ab"),  # a weight in two places is followed by what follows it there
+        ("eabeeabeea", "", "be"),
+        ("ABCxyzxyzxyz", "xyzxyz", "xy"),  # one loop after another, as an encoder before a decoder
+        ("ABCxyzxyzxyzA", "", "BCxyz"),  # and the first one is not forgotten
+        ("axcabcabca", "", "bc"),  # a branch is believed to go where it went last
+        ("axcabcabcaxca", "", "x"),
+        ("aabbccaabbcc", "aabbcc", "ab"),  # the same weight again changes nothing
+    ],
+)
+def test_what_followed_before_is_foreseen(seen: str, right: str, then: str) -> None:
     order = Order[str]()
-    uses(order, "ABCxyzxyzxyz")
-    assert all(uses(order, "xyzxyz"))
-    assert ahead(order) == "xy"
-    order.use("A")
-    assert ahead(order).startswith("BCxyz"), "the first loop is not forgotten"
-
-
-def test_a_branch_is_believed_to_go_where_it_went_last() -> None:
-    order = Order[str]()
-    uses(order, "axcabcabc")
-    order.use("a")
-    assert ahead(order) == "bc"
-    uses(order, "xca")
-    assert ahead(order).startswith("x")
-
-
-def test_the_same_weight_again_changes_nothing() -> None:
-    order = Order[str]()
-    uses(order, "aabbccaabbcc")
-    assert all(uses(order, "aabbcc"))
-    assert ahead(order) == "ab"
+    uses(order, seen)
+    assert all(uses(order, right))
+    assert ahead(order).startswith(then)
 
 
 def test_each_thread_has_its_own_place() -> None:
@@ -101,61 +76,41 @@ def test_a_round_is_over_after_as_many_uses_as_there_are_weights() -> None:
     assert [order.use(name) and order.round_is_over() for name in "abcabc"] == [False, False, True] * 2
 
 
-def test_what_is_used_more_often_is_kept_first() -> None:
+def test_what_is_used_more_often_or_is_small_is_kept_first() -> None:
     weights = [("rare", 0.5, 100), ("often", 4.0, 100), ("usual", 1.0, 100)]
-    assert worth_keeping(weights, 99) == set()
-    assert worth_keeping(weights, 100) == {"often"}
-    assert worth_keeping(weights, 250) == {"often", "usual"}
-    assert worth_keeping(weights, 300) == {"often", "usual", "rare"}
+    for capacity, kept in ((99, ""), (100, "often"), (250, "often usual"), (300, "often usual rare")):
+        assert worth_keeping(weights, capacity) == set(kept.split())
+    weights = [("large", 1.0, 8 * MIB), ("small", 1.0, 4096), ("other", 1.0, 8 * MIB)]
+    assert worth_keeping(weights, MIB) == {"small"}
 
 
-def test_small_weights_are_kept_before_large_ones() -> None:
-    mib = 1 << 20
-    weights = [("large", 1.0, 8 * mib), ("small", 1.0, 4096), ("other", 1.0, 8 * mib)]
-    assert worth_keeping(weights, mib) == {"small"}
-
-
-@pytest.mark.parametrize(("capacity", "kept"), [(5, 5), (10, 10), (19, 19)])
-def test_equal_weights_are_kept_all_along_the_order(capacity: int, kept: int) -> None:
-    mib = 1 << 20
-    weights = [(number, 1.0, mib) for number in range(20)]
-    found = worth_keeping(weights, capacity * mib)
-    assert len(found) == kept
+@given(st.integers(2, 20))
+def test_equal_weights_are_kept_all_along_the_order(capacity: int) -> None:
+    found = worth_keeping([(number, 1.0, MIB) for number in range(20)], capacity * MIB)
+    assert len(found) == capacity
     gaps = [later - earlier for earlier, later in itertools.pairwise(sorted(found))]
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_no_more_is_kept_than_there_is_room_for() -> None:
-    mib = 1 << 20
-    weights = [(number, 1.0, (1 + number % 3) * mib) for number in range(30)]
-    for capacity in range(0, 70 * mib, 3 * mib):
-        found = worth_keeping(weights, capacity)
-        assert sum(nbytes for number, _, nbytes in weights if number in found) <= capacity
-
-
-def test_everything_stays_that_fits() -> None:
-    assert what_stays([("a", 1.0, 60), ("b", 1.0, 40)], 100) == {"a", "b"}
+@given(st.lists(st.tuples(st.floats(0.1, 8), st.integers(1, 4 * MIB)), min_size=1, max_size=30), st.integers(0, 1 << 27))
+def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tuple[float, int]], room: int) -> None:
+    weights = [(number, uses, nbytes) for number, (uses, nbytes) in enumerate(sizes)]
+    for found in (worth_keeping(weights, room), what_stays(weights, room)):
+        taken = sum(nbytes for number, _, nbytes in weights if number in found)
+        assert taken <= room
+        assert len(found) == len(weights) or sum(nbytes for _, _, nbytes in weights) > room
 
 
 def test_what_does_not_stay_passes_through_twice_its_size() -> None:
-    mib = 1 << 20
-    weights = [(number, 1.0, mib) for number in range(100)]
-    assert len(what_stays(weights, 80 * mib)) == 80 - 2 - 10  # an eighth is read ahead
-    assert len(what_stays(weights, 96 * mib)) == 96 - 2 - 12
-    assert what_stays(weights, 2 * mib) == set()
-
-
-def test_a_large_weight_stays_if_that_leaves_more_for_the_others() -> None:
-    mib = 1 << 20
-    weights = [("large", 1.0, 30 * mib), *((number, 1.0, mib) for number in range(50))]
-    kept = what_stays(weights, 64 * mib)
-    assert "large" in kept
+    weights = [(number, 1.0, MIB) for number in range(100)]
+    assert len(what_stays(weights, 80 * MIB)) == 80 - 2 - 10  # an eighth is read ahead
+    assert len(what_stays(weights, 96 * MIB)) == 96 - 2 - 12
+    assert what_stays(weights, 2 * MIB) == set()
+    large = [("large", 1.0, 30 * MIB), *((number, 1.0, MIB) for number in range(50))]
+    kept = what_stays(large, 64 * MIB)
+    assert "large" in kept, "as that leaves more for the others"
     assert len(kept) - 1 == 64 - 30 - 2 - 8
-
-
-def test_what_was_used_long_ago_takes_no_room() -> None:
-    mib = 1 << 20
-    weights = [("table", 0.01, 30 * mib), *((number, 2.0, mib) for number in range(50))]
-    kept = what_stays(weights, 40 * mib)
+    long_ago = [("table", 0.01, 30 * MIB), *((number, 2.0, MIB) for number in range(50))]
+    kept = what_stays(long_ago, 40 * MIB)
     assert "table" not in kept
     assert len(kept) == 40 - 2 - 5
