@@ -53,7 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = "EntryNotFound" if commit else "RevisionNotFound" if path.startswith(PREFIX) else "RepoNotFound"
         return self._send(404, b"", {"X-Error-Code": kind, "X-Repo-Commit": str(commit)})
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _list(self, commit: str | None, tree: bool) -> None:
         if commit is None:

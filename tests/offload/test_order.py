@@ -92,7 +92,9 @@ def test_equal_weights_are_kept_all_along_the_order(capacity: int) -> None:
     assert max(gaps) - min(gaps) <= 1
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 8), st.integers(1, 4 * MIB)), min_size=1, max_size=30), st.integers(0, 1 << 27))
+@given(
+    st.lists(st.tuples(st.floats(0.1, 8), st.integers(1, 4 * MIB)), min_size=1, max_size=30), st.integers(0, 1 << 27)
+)
 def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tuple[float, int]], room: int) -> None:
     weights = [(number, uses, nbytes) for number, (uses, nbytes) in enumerate(sizes)]
     for found in (worth_keeping(weights, room), what_stays(weights, room)):

@@ -119,15 +119,16 @@ def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Pat
 
 
 def test_a_state_dict_is_refused_before_anything_is_copied_but_for_what_is_in_memory(folder: Path) -> None:
-    model = layers().eval()
+    model: Any = layers().eval()
     with streamed(model, folder, exclude="0.weight"):
         wanted = model(X)
-        for loaded in (model, nn.Sequential(model)):
+        parent: Any = nn.Sequential(model)
+        for loaded in (model, parent):
             changed = {name: value + 1 for name, value in loaded.state_dict().items()}
             with pytest.raises(RuntimeError, match=r"cannot be loaded into \(.*1\.weight\)"):
                 loaded.load_state_dict(changed)
         assert torch.equal(model(X), wanted), "small ones too are what they were"
-        before: Any = model.state_dict()["0.weight"].clone()
+        before = model.state_dict()["0.weight"].clone()
         model.load_state_dict({"0.weight": before + 1}, strict=False)
         assert torch.equal(model[0].weight, before + 1)
 
@@ -135,7 +136,12 @@ def test_a_state_dict_is_refused_before_anything_is_copied_but_for_what_is_in_me
 def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
     usual: Any = vars(stored)["read_now"]
-    monkeypatch.setattr(stored, "read_now", lambda sources: read.append(sources) or usual(sources))
+
+    def noted(sources: Any) -> Any:
+        read.append(sources)
+        return usual(sources)
+
+    monkeypatch.setattr(stored, "read_now", noted)
     model = Tied().eval()
     wanted = {f"0.{name}": value.clone() for name, value in model.state_dict().items()}
     with streamed(model, folder):

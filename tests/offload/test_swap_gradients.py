@@ -35,6 +35,11 @@ def same(first: Gradients, second: Gradients) -> bool:
     )
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_see_what_they_see_without(seed: int) -> None:
+    program(seed)
+
+
 def test_a_block_finds_usual_tensors(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
@@ -180,7 +185,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
 
 def test_several_ranks_are_refused(folder: Path) -> None:
     """DistributedDataParallel reduces gradients when all are complete: what leaves before would be one rank's own."""
-    program = f"""
+    made = f"""
         import torch, torch.distributed
         from nvme_ops.offload import NvmeOptimizer, swap_gradients
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -195,7 +200,7 @@ def test_several_ranks_are_refused(folder: Path) -> None:
             except ValueError as error:
                 print(error)
     """
-    said = run_python(program).stdout.splitlines()
+    said = run_python(made).stdout.splitlines()
     assert len(said) == 2
     assert all("several ranks" in line for line in said)
 
