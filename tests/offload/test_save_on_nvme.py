@@ -12,9 +12,9 @@ import torch
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
 from tests.conftest import MIB
+from tests.contract.faulty import Faulty
 from tests.offload.saving import few_in_flight, gradients, same, settled
 from tests.offload.training import KIB, perceptron
-from tests.storage.slow_store import Slow
 
 _ = few_in_flight  # a fixture
 
@@ -89,7 +89,7 @@ def test_memory_is_bounded_and_reads_are_ahead(folder: Path) -> None:
 
 
 def test_what_is_still_on_its_way_is_taken_from_memory(folder: Path) -> None:
-    handle = Slow("pwrite")
+    handle = Faulty("write", "hold")
     x = torch.randn(16, 1024, requires_grad=True)
     with save_on_nvme(folder, min_bytes=1, memory_budget=0, handle=handle) as saving:
         y = x.sin()

@@ -38,23 +38,15 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_folder_that_is_missing_is_made(maker: str, folder: Path) -> None:
+def test_the_last_folder_of_a_path_is_made(maker: str, folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="only the last one of a path is made") as missing:
+        MAKERS[maker](folder / "disk" / "job" / "new")
+    assert missing.value.filename == str(folder / "disk")
+    (folder / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="Not a directory") as no_folder:
+        MAKERS[maker](folder / "file")
+    assert no_folder.value.filename == str(folder / "file")
+    assert list(folder.iterdir()) == [folder / "file"]
     made = MAKERS[maker](folder / "new")
     assert (folder / "new").is_dir()
     made.close()
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_a_missing_folder_above_it_is_named_and_nothing_is_made(maker: str, folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="only the last one of a path is made") as caught:
-        MAKERS[maker](folder / "disk" / "job" / "new")
-    assert caught.value.filename == str(folder / "disk")
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_a_file_in_its_place_is_named(maker: str, folder: Path) -> None:
-    (folder / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="Not a directory") as caught:
-        MAKERS[maker](folder / "file")
-    assert caught.value.filename == str(folder / "file")

@@ -56,39 +56,18 @@ def made_up(tmp_path: Path) -> MadeUpHost:
     return MadeUpHost(tmp_path / "host", tmp_path / "folder")
 
 
-def test_two_folders_of_one_file_system_are_one_device(tmp_path: Path) -> None:
+def test_folders_and_files_of_one_file_system_are_one_device(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    (tmp_path / "other").mkdir()
-    assert known(tmp_path / "one") == known(tmp_path / "other") == known(tmp_path)
-    assert known(tmp_path / "one").key == known(tmp_path / "other").key
-
-
-def test_a_file_and_what_does_not_exist_yet_are_known_by_where_they_lie(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert known(tmp_path / "file") == known(tmp_path) == known(tmp_path / "not there yet")
-
-
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    """Its disk may not be mounted: what was found for another one would be used."""
-    with pytest.raises(FileNotFoundError, match="mounted") as raised:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    here = known(tmp_path)
+    for path in ("one", "file", "not there yet"):
+        assert (known(tmp_path / path), known(tmp_path / path).key) == (here, here.key)
+    assert known(tmp_path / "link") == known("/dev/shm")
+    assert nearest(tmp_path / "a" / "b") == str(tmp_path)
+    with pytest.raises(FileNotFoundError, match="mounted") as raised:  # what was found for another one would be used
         known(tmp_path / "not" / "there" / "yet")
     assert raised.value.filename == str(tmp_path / "not")
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("/dev/shm")
-    assert known(tmp_path / "link") == known("/dev/shm")
-
-
-def test_the_nearest_parent_that_exists_is_found(tmp_path: Path) -> None:
-    assert nearest(tmp_path / "a" / "b") == str(tmp_path)
-    assert nearest("/no/such/folder") == "/"
-
-
-def test_another_file_system_is_another_device(tmp_path: Path) -> None:
-    if os.stat(tmp_path).st_dev == os.stat("/dev/shm").st_dev:
-        pytest.skip("the folder of this test lies in /dev/shm")
-    assert known(tmp_path).key != known("/dev/shm").key
 
 
 def test_memory_needs_no_disk_and_no_number() -> None:
@@ -99,69 +78,60 @@ def test_memory_needs_no_disk_and_no_number() -> None:
     assert found.words() == "tmpfs on memory"
 
 
-def test_way_backend_kernel_and_processors_tell_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = known(tmp_path)
-    others = [known(tmp_path, way="gpu"), known(tmp_path, way="gds"), known(tmp_path, backend="threads")]
-    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="99.0"))
-    others.append(known(tmp_path))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    others.append(known(tmp_path))
-    assert len({each.key for each in [here, *others]}) == 6
-
-
-def test_the_gpu_counts_only_for_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_way_backend_kernel_processors_and_gpu_tell_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        known(tmp_path),
+        known(tmp_path, way="gpu"),
+        known(tmp_path, way="gds"),
+        known(tmp_path, backend="threads"),
+    ]
     monkeypatch.setattr(device, "_gpu", lambda: "made-up GPU")
-    assert known(tmp_path).gpu == ""
-    assert known(tmp_path, way="gpu").gpu == "made-up GPU"
+    assert known(tmp_path) == found[0], "its own memory is not the GPU's"
+    found.append(known(tmp_path, way="gpu"))
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="99.0"))
+    found.append(known(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
+    found.append(known(tmp_path))
+    found.append(replace(found[0], file_system_id="other"))
+    keys = {each.key for each in found}
+    assert len(keys) == len(found)
+    assert all(key.isalnum() for key in keys)
 
 
-def test_a_disk_is_known_by_its_world_wide_identifier(made_up: MadeUpHost) -> None:
-    host = made_up.disk(
-        "nvme0n1", wwid="eui.0025385b01428fa9", size="1953525168", device__model="Samsung SSD", device__serial="S1"
-    )
-    assert known(made_up.folder, host=host).disks == ("nvme Samsung SSD eui.0025385b01428fa9 931.5 GiB",)
-
-
-def test_a_serial_number_does_where_there_is_no_identifier(made_up: MadeUpHost) -> None:
-    host = made_up.disk("vda", serial="disk-7", size="2048")
-    assert known(made_up.folder, host=host).disks[0].endswith("disk-7 1 MiB")
-
-
-def test_the_name_of_the_disk_does_not_matter(made_up: MadeUpHost, tmp_path: Path) -> None:
-    other = MadeUpHost(tmp_path / "another", made_up.folder)
-    first = made_up.disk("nvme0n1", wwid="eui.1", size="2048")
-    second = other.disk("nvme3n1", wwid="eui.1", size="2048")
-    assert known(made_up.folder, host=first) == known(made_up.folder, host=second)
-
-
-def test_without_any_number_the_name_is_what_there_is(made_up: MadeUpHost) -> None:
-    assert known(made_up.folder, host=made_up.disk("sdb", size="2048")).disks == ("ssd sdb 1 MiB",)
+@pytest.mark.parametrize(
+    ("name", "files", "words"),
+    [
+        (
+            "nvme0n1",
+            {"wwid": "eui.0025", "size": "1953525168", "device__model": "Samsung SSD", "device__serial": "S1"},
+            "nvme Samsung SSD eui.0025 931.5 GiB",
+        ),
+        ("nvme3n1", {"wwid": "eui.1", "device__transport": "tcp"}, "network eui.1 0 B"),
+        ("sda", {"device__serial": "disk-7", "size": "2048", "queue__rotational": "1"}, "rotational disk-7 1 MiB"),
+        ("sdb", {"size": "2048"}, "ssd sdb 1 MiB"),
+    ],
+)
+def test_a_disk_is_known_by_the_best_of_its_names(
+    made_up: MadeUpHost, name: str, files: dict[str, str], words: str
+) -> None:
+    assert known(made_up.folder, host=made_up.disk(name, **files)).disks == (words,)
 
 
 def test_a_network_file_system_is_known_by_its_server(made_up: MadeUpHost) -> None:
     found = known(made_up.folder, host=made_up.mount("nfs4", "server:/export"))
     assert (found.disks, found.file_system, found.file_system_id) == ((), "nfs4", "server:/export")
-    other = known(made_up.folder, host=made_up.mount("nfs4", "server:/another"))
-    assert found.key != other.key
+    assert found.key != known(made_up.folder, host=made_up.mount("nfs4", "server:/another")).key
 
 
-def test_an_overlay_is_followed_to_what_it_is_written_to(made_up: MadeUpHost) -> None:
-    upper = "/dev/shm"
-    made_up.disk("nvme0n1", os.stat(upper).st_dev, wwid="eui.2", size="2048")
-    host = made_up.mount("overlay", "overlay", f"rw,lowerdir=/a,upperdir={upper},workdir=/b")
-    found = known(made_up.folder, host=host)
-    assert found.file_system == "overlay"
-    assert found.disks[0].startswith("nvme eui.2")
-
-
-def test_an_overlay_whose_layers_are_out_of_sight_is_known_all_the_same(made_up: MadeUpHost) -> None:
+def test_an_overlay_is_followed_to_what_it_is_written_to_where_that_is_in_sight(made_up: MadeUpHost) -> None:
     host = made_up.mount("overlay", "overlay", "rw,upperdir=/no/such/folder")
     assert known(made_up.folder, host=host).disks == ()
+    made_up.disk("nvme0n1", os.stat("/dev/shm").st_dev, wwid="eui.2", size="2048")
+    host = made_up.mount("overlay", "overlay", "rw,lowerdir=/a,upperdir=/dev/shm,workdir=/b")
+    assert known(made_up.folder, host=host).disks[0].startswith("nvme eui.2")
 
 
-def test_a_file_system_over_many_devices_is_found_by_its_source(
-    made_up: MadeUpHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_over_many_devices_is_found_by_its_source(made_up: MadeUpHost) -> None:
     """btrfs shows a device number that sysfs does not have."""
     made_up.disk("sda", os.stat("/dev/null").st_rdev, device__wwid="naa.5", size="2048")
     assert known(made_up.folder, host=made_up.mount("btrfs", "/dev/null")).disks[0].startswith("ssd naa.5")
@@ -175,34 +145,21 @@ def test_nothing_is_needed_of_proc_and_sys(tmp_path: Path) -> None:
 def test_a_file_system_keeps_its_identity_wherever_it_is_mounted(
     make_file_system: Callable[..., Path], tmp_path: Path
 ) -> None:
-    mounted = make_file_system(16 << 20)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    before = known(mounted)
-    subprocess.run(["mount", "--bind", str(mounted), str(elsewhere)], check=True)
+    first, second = make_file_system(16 << 20), make_file_system(16 << 20)
+    before = known(first)
+    assert before.disks == known(second).disks
+    assert before.key != known(second).key
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    subprocess.run(["mount", "--bind", str(first), str(elsewhere)], check=True)
     try:
         assert known(elsewhere) == before
     finally:
         subprocess.run(["umount", str(elsewhere)], check=True)
     assert before.file_system == "ext4"
     assert before.file_system_id
-    assert before != known(tmp_path)
-
-
-def test_two_file_systems_on_one_disk_are_two_devices(make_file_system: Callable[..., Path]) -> None:
-    first, second = known(make_file_system(16 << 20)), known(make_file_system(16 << 20))
-    assert first.disks == second.disks
-    assert first.key != second.key
 
 
 def test_a_block_device_is_known_without_a_file_system(make_device: Callable[..., LoopDevice]) -> None:
     found = known(make_device(1 << 20).path)
     assert (found.file_system, found.file_system_id) == ("none", "")
     assert found.disks
-
-
-def test_the_key_fits_a_file_name_and_depends_on_everything(tmp_path: Path) -> None:
-    here = known(tmp_path)
-    assert here.key.isalnum()
-    assert replace(here, kernel="other").key != here.key
-    assert replace(here).key == here.key

@@ -14,7 +14,7 @@ import torch
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from tests.conftest import in_child, in_threads, pattern
-from tests.storage.slow_store import Slow
+from tests.contract.faulty import Faulty
 
 
 @functools.cache
@@ -31,16 +31,10 @@ def failing(folder: Path, count: int) -> list[IoFuture]:
     return [shared().submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
 
 
-def test_its_bytes_are_those_of_all(folder: Path) -> None:
-    future = IoFuture(as_operation(JoinedOperation(writes(folder), lambda failure: None)))
-    assert future.result() == 30_000
-    assert future.done()
-
-
 def test_it_ends_without_transfers() -> None:
     ended: list[Any] = []
-    future = IoFuture(as_operation(JoinedOperation([], ended.append)))
     called: list[Any] = []
+    future = IoFuture(as_operation(JoinedOperation([], ended.append)))
     future.add_done_callback(called.append)
     assert future.result() == 0
     assert (ended, called) == ([None], [future])
@@ -56,52 +50,44 @@ def test_all_failures_are_there(folder: Path) -> None:
     assert names == ["none0", "none1"]
 
 
-def test_what_is_raised_at_the_end_is_its_failure(folder: Path) -> None:
-    def finish(_: object) -> None:
-        raise ValueError("at the end")
-
-    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="at the end"):
-            future.result()
-
-
 def test_the_end_happens_once_among_threads_and_calls_back_each_once(folder: Path, eager_switches: None) -> None:
-    for _ in range(30):
+    for _ in range(20):
         ended: list[Any] = []
         operation = JoinedOperation(writes(folder), ended.append)
-        called, all_called = list[int](), threading.Event()
+        called = threading.Semaphore(0)
 
-        def callback(number: int, called: list[int] = called, all_called: threading.Event = all_called) -> None:
-            called.append(number)
-            if len(called) == 4:
-                all_called.set()
-
-        def ask(number: int, operation: JoinedOperation = operation, callback: Any = callback) -> None:
+        def ask(number: int, operation: JoinedOperation = operation, called: threading.Semaphore = called) -> None:
             if number % 2:
                 assert operation.wait(None)
-            operation.add_callback(lambda: callback(number))
+            operation.add_callback(called.release)
             operation.done()
 
         in_threads(ask, 4)
-        assert all_called.wait(60)
-        assert sorted(called) == [0, 1, 2, 3]
+        assert all(called.acquire(timeout=60) for _ in range(4))
         assert ended == [None]
+        assert not called.acquire(blocking=False)
 
 
-def test_an_end_that_ctrl_c_interrupts_is_made_up_for(folder: Path) -> None:
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_what_is_raised_at_the_end_is_its_failure_but_ctrl_c_is_made_up_for(
+    folder: Path, raised: type[BaseException]
+) -> None:
     calls: list[int] = []
 
     def finish(_: object) -> None:
         calls.append(1)
         if len(calls) == 1:
-            raise KeyboardInterrupt
+            raise raised("at the end")
 
     future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised, match="at the end"):
         future.result()
-    assert future.result() == 30_000
-    assert len(calls) == 2
+    if raised is KeyboardInterrupt:
+        assert future.result() == 30_000
+    else:
+        with pytest.raises(ValueError, match="at the end"):
+            future.result()
+    assert len(calls) == 1 + (raised is KeyboardInterrupt)
 
 
 def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
@@ -109,8 +95,7 @@ def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
     calls: list[bool] = []
 
     def finish(_: object) -> None:
-        calls.append(operation.done())
-        calls.append(operation.wait(0.1))
+        calls.extend([operation.done(), operation.wait(0.1)])
 
     operation = JoinedOperation(writes(folder), finish)
     assert operation.wait(None)
@@ -118,7 +103,7 @@ def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
 
 
 def test_a_timeout_leaves_it_to_go_on(folder: Path) -> None:
-    handle = Slow("pwrite")
+    handle = Faulty("write", "hold")
     operation = JoinedOperation([*writes(folder, 1), *writes(folder, 1, handle)], lambda failure: None)
     future = IoFuture(as_operation(operation))
     for timeout in (0, 0.01, -1):

@@ -1,9 +1,11 @@
-"""Stores in sessions that are kept: after a kill at any point the next one has whole values, old or new."""
+"""Stores in sessions that are kept: after a kill, damage or a failed sync the next one has whole values, or is told."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Callable
@@ -16,103 +18,122 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.settings import PAGE
-from nvme_ops.storage import Session, TensorStore, journal
-from tests.conftest import MIB, pattern, run_python
+from nvme_ops.storage import Session, TensorStore, journal, striped
+from tests.conftest import killed_in, pattern
 from tests.crashing_save import NoStraceError, Outcome, fail_at, kill_at, save_under_strace
-from tests.storage.slow_store import Slow, got
+from tests.storage.conftest import failing, got, kept
 
 OLD = {"a": pattern(9000), "b": pattern(5000, 1).view(50, 100).t(), "none": torch.zeros(0)}
 NEW = {"a": OLD["a"] + 1, "b": OLD["b"] + 1, "none": torch.zeros(0, 2)}
-
-
-def opened(folder: Path, fingerprint: str = "") -> Session:
-    return Session(folder, name="job", reuse=True, fingerprint=fingerprint)
+ALL_OLD, ALL_NEW = dict.fromkeys(OLD, "old"), dict.fromkeys(OLD, "new")
 
 
 def fill(folder: Path) -> None:
-    with opened(folder) as session, TensorStore(session) as store:
+    with kept(folder) as session, TensorStore(session) as store:
         for key, tensor in OLD.items():
             store.put(key, tensor).result()
 
 
 def index_of(folder: Path) -> Path:
-    with opened(folder) as session:
+    with kept(folder) as session:
         return Path(session.path(0, "index"))
 
 
 def found(folder: Path) -> dict[str, str]:
     """For each key ``"old"`` or ``"new"``; fails for anything else, and for space that nobody has."""
     result = {}
-    with opened(folder) as session:
-        assert {each.name for each in Path(session.folders[0]).iterdir()} <= {
-            "owner",
-            *(os.path.basename(session.path(0, name)) for name in ("slab", "index")),
-        }, "leftovers"
+    with kept(folder) as session:
+        names = {"owner", *(os.path.basename(session.path(0, name)) for name in ("slab", "index"))}
+        assert {each.name for each in Path(session.folders[0]).iterdir()} <= names, "leftovers"
         with TensorStore(session) as store:
             for key in store:
                 tensor = got(store, key)
-                result[key] = next(
-                    (name for name, tensors in (("old", OLD), ("new", NEW)) if torch.equal(tensor, tensors[key])),
-                    "MIXED",
+                (result[key],) = (
+                    name for name, tensors in (("old", OLD), ("new", NEW)) if torch.equal(tensor, tensors[key])
                 )
                 store.drop(key)
             store.sync()
             assert store.bytes_in_use == 0
-    assert "MIXED" not in result.values(), result
     return result
 
 
-ALL_OLD, ALL_NEW = dict.fromkeys(OLD, "old"), dict.fromkeys(OLD, "new")
-
-
 def test_checksums_are_compared_in_the_next_session(folder: Path) -> None:
-    with opened(folder) as session, TensorStore(session, checksums=True) as store:
+    with kept(folder) as session, TensorStore(session, checksums=True) as store:
         store.put("a", OLD["a"]).result()
         path = session.path(0, "slab")
     with open(path, "r+b") as slab:
         slab.write(b"other")
-    with opened(folder) as session, TensorStore(session) as store, pytest.raises(OSError, match="by their checksums"):
+    with kept(folder) as session, TensorStore(session) as store, pytest.raises(OSError, match="by their checksums"):
         store.get("a").result()
-
-
-def test_another_fingerprint_finds_nothing(folder: Path) -> None:
-    fill(folder)
-    with opened(folder, "2") as session, TensorStore(session) as store:
-        assert not session.found
-        assert len(store) == 0
-
-
-def test_nothing_is_overwritten_in_place(folder: Path) -> None:
-    """A kill in the middle of it would leave a mixture."""
-    fill(folder)
-    handle = Slow("pwrite")
-    with opened(folder) as session, TensorStore(session, handle=handle) as store:
-        future = store.put("a", NEW["a"])
-        (piece,) = store._values["a"].pieces
-        fd = session.open(0, "slab")
-        handle.go.set()
-        future.result()
-        assert os.pread(fd, piece.nbytes, piece.extent.start) == OLD["a"].numpy().tobytes()
-        os.close(fd)
 
 
 def test_the_index_does_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_LINES", 20)
-    with opened(folder) as session, TensorStore(session) as store:
+    with kept(folder) as session, TensorStore(session) as store:
         path = Path(session.path(0, "index"))
-        for turn in range(200):
+        for turn in range(100):
             store.put("a", pattern(100, turn)).result()
             assert path.read_bytes().count(b"\n") <= 23
     assert path.read_bytes().count(b"\n") == 2  # and a mark
-    with opened(folder) as session, TensorStore(session) as store:
-        assert torch.equal(got(store, "a"), pattern(100, 199))
+    with kept(folder) as session, TensorStore(session) as store:
+        assert torch.equal(got(store, "a"), pattern(100, 99))
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_rewritten_index_says_what_was_dropped_and_what_a_power_failure_brings_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, power: bool
+) -> None:
+    monkeypatch.setattr(journal, "_LINES", 0)
+
+    def work() -> None:
+        store = TensorStore(kept(folder))
+        for key in ("dropped", "replaced"):
+            store.put(key, pattern(100)).result()
+        store.sync()
+        store.drop("dropped")
+        for turn in range(1, 9):  # more lines than twice the values
+            store.put("replaced", pattern(100, turn)).result()
+            store.put("new", pattern(100, turn)).result()
+
+    killed_in(work)
+    if power:
+        monkeypatch.setattr(journal, "boot_id", lambda: "another")
+    with kept(folder) as session, TensorStore(session) as store:
+        values = {key: got(store, key) for key in store}
+    expected = {"dropped": 0, "replaced": 0} if power else {"replaced": 8, "new": 8}
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[key], pattern(100, seed)) for key, seed in expected.items())
+
+
+def test_an_index_that_another_thread_rewrites_during_a_sync_is_durable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_LINES", 0)
+    replaced: list[bool] = []
+
+    def rewritten_meanwhile(fd: int, path: str) -> None:
+        while os.fstat(fd).st_nlink:
+            store.put("a", OLD["a"]).result()
+        os.fsync(fd)
+        replaced.append(True)
+
+    with kept(folder) as session, TensorStore(session) as store:
+        for key, tensor in OLD.items():
+            store.put(key, tensor).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "sync", rewritten_meanwhile)
+            store.sync()
+        shutil.copytree(session.folders[0], folder / "copy" / Path(session.folders[0]).name)
+    assert replaced
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
+    assert found(folder / "copy") == ALL_OLD
 
 
 # Kills
 
 
 def put(folder: Path, atomic: bool = False) -> None:
-    session = opened(folder)
+    session = kept(folder)
     store = TensorStore(session, handle=aio_handle(backend="threads"))
     for key, tensor in NEW.items():
         store.put(key, tensor, atomic=atomic).result()
@@ -120,12 +141,8 @@ def put(folder: Path, atomic: bool = False) -> None:
     session.close()
 
 
-def put_previous(folder: Path) -> None:
-    put(folder, atomic=True)
-
-
 def drop(folder: Path) -> None:
-    session = opened(folder)
+    session = kept(folder)
     store = TensorStore(session, handle=aio_handle(backend="threads"))
     for key in OLD:
         store.drop(key)
@@ -142,10 +159,14 @@ def traced(work: Callable[[Path], object], folder: Path, log: Path, *injections:
         pytest.skip(f"strace: {error}")
 
 
-WORKS: dict[str, Callable[[Path], object]] = {"put": put, "put keeping previous": put_previous, "drop": drop}
-
 #: Those between which the state on the disk may differ.
 CHANGING = {"openat", "pwrite64", "write", "ftruncate", "fallocate", "rename", "unlink", "flock", "fdatasync", "fsync"}
+WORKS: dict[str, Callable[[Path], object]] = {
+    "put": put,
+    "first put": put,
+    "put beside": lambda folder: put(folder, atomic=True),
+    "drop": drop,
+}
 
 
 @pytest.fixture
@@ -154,62 +175,42 @@ def place(folder: Path) -> Path:
     return folder / "place"
 
 
-def test_an_index_that_another_thread_rewrites_during_a_sync_is_durable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[bool] = []
+@pytest.mark.parametrize("work", ["put", "first put", pytest.param("put beside", marks=pytest.mark.slow), "drop"])
+def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path, work: str) -> None:
+    def prepare() -> None:
+        if work != "first put":
+            fill(place)
 
-    def rewritten_meanwhile(fd: int, path: str) -> None:
-        with store._lock:
-            store._journal.compact(store._values, store._unsynced.durable)  # type: ignore[union-attr]
-        os.fsync(fd)
-        synced.append(os.fstat(fd).st_nlink == 0)
-
-    with opened(folder) as session, TensorStore(session) as store:
-        for key, tensor in OLD.items():
-            store.put(key, tensor).result()
-        monkeypatch.setattr(journal, "sync", rewritten_meanwhile)
-        store.sync()
-        monkeypatch.undo()
-    assert synced == [True], "the file that was replaced"
-    assert set(found(folder).values()) == {"old"}
-
-
-@pytest.mark.parametrize("work", ["put", pytest.param("put keeping previous", marks=pytest.mark.slow), "drop"])
-@pytest.mark.parametrize("calls", ["that change something", pytest.param("of any kind", marks=pytest.mark.slow)])
-def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path, work: str, calls: str) -> None:
-    fill(place)
+    prepare()
     outcome = traced(WORKS[work], place, folder)
     assert (outcome.status, outcome.error) == (0, None)
     found(place)
     seen = set()
     for name, number in outcome.points():
-        if calls == "that change something" and name not in CHANGING:
-            continue
-        fill(place)
-        killed = traced(WORKS[work], place, folder, kill_at(name, number))
-        assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
-        state = found(place)
-        if work != "drop":
-            assert state.keys() == OLD.keys(), (name, number)
-        assert "none" not in state or state["none"] in ("old", "new")
-        seen.add(tuple(state.get(key) for key in ("a", "b")))
+        if name in CHANGING if work != "first put" else name == "pwrite64":
+            prepare()
+            killed = traced(WORKS[work], place, folder, kill_at(name, number))
+            assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
+            state = found(place)
+            assert "put" not in work or work == "first put" or state.keys() == OLD.keys(), (name, number)
+            assert work != "first put" or set(state.values()) <= {"new"}
+            seen.add(tuple(state.get(key) for key in ("a", "b")))
     assert len(seen) > 1  # it was killed in between too
 
 
 @pytest.mark.parametrize("fingerprint", ["", pytest.param("2", marks=pytest.mark.slow)])
-def test_killed_while_it_is_emptied_it_is_whole_or_empty(place: Path, folder: Path, fingerprint: str) -> None:
+def test_killed_while_it_is_emptied_it_is_whole_or_empty(
+    place: Path, folder: Path, fingerprint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of several places all, and never with the new fingerprint."""
-    places = [place / "a", place / "b"]
-    for each in places:
-        each.mkdir()
+    monkeypatch.setattr(striped, "STRIPE", PAGE)
 
     def session(mark: str) -> Session:
-        return Session(places, name="job", reuse=True, fingerprint=mark)
+        return Session([place / "a", place / "b"], name="job", reuse=True, fingerprint=mark)
 
     def prepare() -> None:
         with session("") as kept, TensorStore(kept, weights=[1, 1]) as store:
-            store.put("a", pattern(8 * MIB)).result()
+            store.put("a", pattern(4 * PAGE)).result()
 
     def empty(_: Path) -> None:
         session("2").close()
@@ -224,50 +225,20 @@ def test_killed_while_it_is_emptied_it_is_whole_or_empty(place: Path, folder: Pa
                 seen.add(len(store))
                 if len(store):
                     assert fingerprint == ""
-                    assert torch.equal(got(store, "a"), pattern(8 * MIB))
+                    assert torch.equal(got(store, "a"), pattern(4 * PAGE))
     assert seen == ({0, 1} if fingerprint == "" else {0})
-
-
-def test_what_is_not_kept_is_gone_after_a_kill_at_any_call(place: Path, folder: Path) -> None:
-    def work(_: Path) -> None:
-        session = Session(place, name="job")
-        TensorStore(session, handle=aio_handle(backend="threads")).put("a", OLD["a"])
-        session.close()
-
-    left = 0
-    for name, number in traced(work, place, folder).points():
-        if name in {"mkdir", "flock", "pwrite64", "fallocate", "unlink", "rmdir"}:
-            killed = traced(work, place, folder, kill_at(name, number))
-            assert killed.status in (0, -signal.SIGKILL)
-            left += len(list(place.iterdir()))
-            Session(place, name="another").close()
-            assert list(place.iterdir()) == []
-    assert left > 0
-
-
-def test_a_first_put_that_was_killed_leaves_nothing_or_all(place: Path, folder: Path) -> None:
-    outcome = traced(put, place, folder)
-    found(place)
-    counts = [number for name, number in outcome.points() if name == "pwrite64"]
-    assert counts
-    for number in counts:
-        traced(put, place, folder, kill_at("pwrite64", number))
-        assert set(found(place).values()) <= {"new"}
 
 
 def test_an_index_that_cannot_be_written_leaves_the_old_value(place: Path, folder: Path) -> None:
     """And the store can go on, with no half line before its next one."""
 
     def work(folder: Path) -> None:
-        session = opened(folder)
-        store = TensorStore(session, handle=aio_handle(backend="threads"))
-        failures = [store.put(key, tensor).exception() for key, tensor in NEW.items()]
-        for key, failure in zip(NEW, failures, strict=True):
-            if failure is not None:
-                assert torch.equal(got(store, key), OLD[key])
-                store.put(key, NEW[key]).result()
-        assert any(failures)
-        os._exit(7)
+        store = TensorStore(kept(folder), handle=aio_handle(backend="threads"))
+        failures = {key: store.put(key, tensor).exception() for key, tensor in NEW.items()}
+        for key in [key for key, failure in failures.items() if failure is not None]:
+            assert torch.equal(got(store, key), OLD[key])
+            store.put(key, NEW[key]).result()
+        os._exit(7 if any(failures.values()) else 1)
 
     fill(place)
     outcome = traced(put, place, folder)
@@ -279,63 +250,37 @@ def test_an_index_that_cannot_be_written_leaves_the_old_value(place: Path, folde
             ended = traced(work, place, folder, fail_at(name, number, "ENOSPC"))
             failed += ended.status == 7
             state = found(place)
-            assert state == (ALL_NEW if ended.status == 7 else state)
+            assert ended.status != 7 or state == ALL_NEW
     assert failed > 0
-
-
-def test_what_was_put_and_waited_for_survives_a_kill(folder: Path) -> None:
-    program = """
-    import os, signal, sys, torch
-    from nvme_ops.storage import Session, TensorStore
-    store = TensorStore(Session(sys.argv[1], name="job", reuse=True))
-    for number in range(20):
-        store.put(str(number), torch.full((10_000 * number,), float(number)))
-    store.wait()
-    store.put("3", torch.zeros(5_000_000))
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    run_python(program, folder, check=False)
-    with opened(folder) as session, TensorStore(session) as store:
-        assert len(store) == 20
-        for number in range(20):
-            if number != 3:
-                assert torch.equal(got(store, str(number)), torch.full((10_000 * number,), float(number)))
 
 
 # A damaged index
 
 
-def line(entry: object) -> bytes:
-    text = json.dumps(entry).encode()
+def sealed(text: bytes) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def line(entry: object) -> bytes:
+    return sealed(json.dumps(entry).encode())
 
 
 def entry(key: str = "x", nbytes: int = 100, start: int = 0, **changes: Any) -> dict[str, Any]:
     size = -(-nbytes // PAGE) * PAGE
-    pieces = [[0, 0, nbytes, start, size]]
-    return {
-        "key": key,
-        "dtype": "uint8",
-        "shape": [nbytes],
-        "stride": [1],
-        "checksum": None,
-        "pieces": pieces,
-    } | changes
+    described = {"dtype": "uint8", "shape": [nbytes], "stride": [1], "checksum": None}
+    return {"key": key, **described, "pieces": [[0, 0, nbytes, start, size]]} | changes
 
 
 @pytest.mark.parametrize("cut", [1, 10, 60])
 def test_a_torn_last_line_does_not_count(folder: Path, cut: int) -> None:
     fill(folder)
     path = index_of(folder)
-    whole = path.read_bytes()
-    path.write_bytes(whole + line(entry())[:-cut])
+    path.write_bytes(path.read_bytes() + line(entry())[:-cut])
     assert found(folder) == ALL_OLD
     fill(folder)
     lines = path.read_bytes().splitlines(keepends=True)[:-1]  # without the mark
     path.write_bytes(b"".join(lines)[:-cut])
-    state = found(folder)
-    assert len(state) == 2
-    assert set(state.values()) == {"old"}
+    assert list(found(folder).values()) == ["old", "old"]
 
 
 DAMAGED = {
@@ -359,23 +304,23 @@ DAMAGED = {
     "a negative folder": line(entry(pieces=[[-1, 0, 100, 0, PAGE]])),
     "a word for a number": line(entry(pieces=[[0, 0, 100, "0", PAGE]])),
     "a fraction": line(entry(pieces=[[0.5, 0, 100, 0, PAGE]])),
+    "a word for a checksum": line(entry(checksum="0")),
+    "a mark of infinity": line({"mark": "0", "bytes": float("inf")}),
+    "a mark nested deeply": sealed(b'{"mark": "0", "bytes": %s}' % (b"[" * 100_000)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-@pytest.mark.parametrize("place_in_file", ["first", "last"])
-def test_a_damaged_index_is_an_error_that_names_it(folder: Path, damage: str, place_in_file: str) -> None:
+def test_a_damaged_index_is_an_error_that_names_it(folder: Path, damage: str) -> None:
     fill(folder)
     path = index_of(folder)
     before = path.read_bytes()
-    content = DAMAGED[damage] + before if place_in_file == "first" else before + DAMAGED[damage]
-    path.write_bytes(content)
-    with opened(folder) as session:
-        for _ in range(2):
-            with pytest.raises(FormatError, match="index") as caught:
-                TensorStore(session)
-            assert str(path) in str(caught.value)
-            assert path.read_bytes() == content  # for whoever wants to look
+    for content in (DAMAGED[damage] + before, before + DAMAGED[damage]):
+        path.write_bytes(content)
+        with kept(folder) as session, pytest.raises(FormatError, match="index") as caught:
+            TensorStore(session)
+        assert str(path) in str(caught.value)
+        assert path.read_bytes() == content  # for whoever wants to look
     path.write_bytes(before)
     assert found(folder) == ALL_OLD
 
@@ -384,7 +329,7 @@ def test_every_flipped_bit_in_the_index_is_found(folder: Path) -> None:
     fill(folder)
     path = index_of(folder)
     before = path.read_bytes()
-    with opened(folder) as session:
+    with kept(folder) as session:
         for place in range(0, len(before) - 1, 7):
             damaged = bytearray(before)
             damaged[place] ^= 1
@@ -395,7 +340,84 @@ def test_every_flipped_bit_in_the_index_is_found(folder: Path) -> None:
 
 def test_a_slab_that_was_cut_is_an_error(folder: Path) -> None:
     fill(folder)
-    with opened(folder) as session:
+    with kept(folder) as session:
         os.truncate(session.path(0, "slab"), PAGE)
         with pytest.raises(FormatError, match="beyond the 4096 bytes"):
             TensorStore(session)
+
+
+def test_an_index_that_is_read_in_parts_is_not_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read returns less than was asked, as before a page that cannot be read."""
+    fill(folder)
+    with monkeypatch.context() as patch:
+        read = os.pread
+        patch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 100), offset))
+        with kept(folder) as session, TensorStore(session) as store:
+            assert sorted(store) == sorted(OLD)
+    assert found(folder) == ALL_OLD
+
+
+# Syncs that failed, and power failures
+
+
+def test_a_sync_that_failed_stays_failed_until_the_values_are_put_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kept(folder) as session, TensorStore(session) as store:
+        slab = session.path(0, "slab")
+        store.put("old", torch.ones(5))
+        store.sync()
+        store.put("new", torch.ones(6))
+        store.put("gone", torch.ones(7))
+        failing(monkeypatch, "fdatasync", slab)
+        with pytest.raises(OSError, match="fdatasync") as caught:
+            store.sync()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, slab)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"2 tensors put before it may be lost.*'gone', 'new'"):
+                store.sync()
+        store.put("new", torch.ones(6))
+        store.drop("gone")
+        store.sync()
+
+
+def test_an_index_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept(folder) as session, TensorStore(session) as store:
+        store.put("a", torch.ones(5)).result()
+        path = session.path(0, "index")
+        before = os.stat(path).st_ino
+        failing(monkeypatch, "fdatasync", path)
+        with pytest.raises(OSError, match="fdatasync") as caught:
+            store.sync()
+        assert caught.value.filename == path
+        store.put("a", torch.ones(5))
+        store.sync()
+        assert os.stat(path).st_ino != before
+    with kept(folder) as session, TensorStore(session) as store:
+        assert list(store) == ["a"]
+
+
+def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = kept(folder)
+    store = TensorStore(session)
+    store.put("first", torch.ones(5))
+    store.sync()
+    lines = Path(session.path(0, "index"))
+    durable = lines.stat().st_size
+    store.put("second", torch.ones(5))
+    store.sync()
+    store.put("third", torch.ones(5)).result()
+    content = lines.read_bytes()
+    store.close()
+    session.close()
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
+    for begin in range(0, len(content), 20):
+        gone = bytes(min(100, len(content) - begin))
+        lines.write_bytes(content[:begin] + gone + content[begin + 100 :])
+        with kept(folder) as session:
+            if begin < durable - 200:
+                with pytest.raises(FormatError, match="is damaged"):
+                    TensorStore(session)
+            elif begin >= durable:
+                with TensorStore(session) as store:
+                    assert "first" in store

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import random
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nvme_ops.storage.slab import Extent, Slab
 from tests.conftest import KIB, MIB, in_threads, pattern
+from tests.crashing_save import small_files
 
 PAGE = 4 * KIB
 
@@ -37,19 +37,14 @@ def blocks(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def test_extents_are_whole_pages_with_blocks(slab: Slab, fd: int) -> None:
-    first, second = slab.allocate(1), slab.allocate(PAGE + 1)
-    assert (first, second) == (Extent(0, PAGE), Extent(PAGE, 2 * PAGE))
+def test_extents_are_whole_pages_with_blocks_and_it_grows_by_steps_or_by_what_is_missing(slab: Slab, fd: int) -> None:
+    assert (slab.allocate(1), slab.allocate(PAGE + 1)) == (Extent(0, PAGE), Extent(PAGE, 2 * PAGE))
     assert (slab.bytes_in_use, slab.size) == (3 * PAGE, MIB)
     assert blocks(fd) >= MIB
-
-
-def test_it_grows_by_steps_and_by_what_is_missing(slab: Slab, fd: int) -> None:
-    slab.allocate(MIB - PAGE)
-    slab.allocate(2 * PAGE)
+    slab.allocate(MIB)
     assert slab.size == 2 * MIB
-    assert slab.allocate(5 * MIB).start == MIB + PAGE  # begins with the hole at the end
-    assert slab.size == os.fstat(fd).st_size == 6 * MIB + PAGE
+    assert slab.allocate(5 * MIB).start == MIB + 3 * PAGE  # begins with the hole at the end
+    assert slab.size == os.fstat(fd).st_size == 6 * MIB + 3 * PAGE
 
 
 def test_what_is_free_is_not_freed_again(slab: Slab) -> None:
@@ -82,34 +77,19 @@ def test_trim_gives_blocks_back_and_allocate_takes_them_again(slab: Slab, fd: in
     assert os.pread(fd, MIB, extents[1].start) == bytes(MIB)
 
 
-def test_a_file_that_is_there_is_one_hole_and_gets_blocks(fd: int) -> None:
-    os.ftruncate(fd, MIB + 100)
-    slab = Slab(fd, "the slab", step=MIB)
-    assert slab.size == MIB
-    assert slab.allocate(MIB) == Extent(0, MIB)
-    assert blocks(fd) >= MIB
-
-
 @pytest.mark.parametrize(
     "wrong",
-    [
-        [Extent(0, 2 * PAGE), Extent(PAGE, PAGE)],
-        [Extent(0, PAGE), Extent(0, PAGE)],
-        [Extent(MIB, PAGE)],
-        [Extent(MIB - PAGE, 2 * PAGE)],
-        [Extent(-PAGE, PAGE)],
-        [Extent(0, 0)],
-        [Extent(0, -PAGE)],
-        [Extent(1, PAGE)],
-        [Extent(0, 1)],
-    ],
+    [[Extent(0, 2 * PAGE), Extent(PAGE, PAGE)], [Extent(0, PAGE)] * 2]
+    + [[Extent(*each)] for each in ((MIB, PAGE), (MIB - PAGE, 2 * PAGE), (-PAGE, PAGE), (0, 0), (0, -PAGE))]
+    + [[Extent(1, PAGE)], [Extent(0, 1)]],
 )
 def test_reserve_refuses_what_cannot_be(fd: int, wrong: list[Extent]) -> None:
-    os.ftruncate(fd, MIB)
+    os.ftruncate(fd, MIB + 100)
     slab = Slab(fd, "the slab")
     with pytest.raises(ValueError, match=r"pages|overlaps another one or lies beyond"):
         slab.reserve(wrong)
-    assert slab.allocate(MIB) == Extent(0, MIB)
+    assert slab.allocate(MIB) == Extent(0, MIB)  # the file is one hole, and gets blocks
+    assert blocks(fd) >= MIB
     with pytest.raises(ValueError, match="in use"):
         slab.reserve([])
 
@@ -117,20 +97,17 @@ def test_reserve_refuses_what_cannot_be(fd: int, wrong: list[Extent]) -> None:
 # A full disk
 
 
-MakeFileSystem = Callable[..., Path]
-
-
 @pytest.fixture
-def small(make_file_system: MakeFileSystem) -> Iterator[int]:
-    place = make_file_system(16 * MIB)
-    number = os.open(place / "slab", os.O_RDWR | os.O_CREAT)
+def small(make_file_system: Callable[..., Path]) -> Iterator[int]:
+    number = os.open(make_file_system(16 * MIB) / "slab", os.O_RDWR | os.O_CREAT)
     yield number
     os.close(number)
 
 
 def test_a_full_disk_changes_nothing(small: int) -> None:
-    slab = Slab(small, "the slab", step=MIB)
+    slab = Slab(small, "the slab", step=64 * MIB)
     first = slab.allocate(3 * MIB)
+    assert slab.size == 3 * MIB, "there is no room for a step"
     before, space = os.fstat(small), os.fstatvfs(small).f_bfree
     with pytest.raises(OSError, match=r"No space left on device: making room for .*MiB") as caught:
         slab.allocate(64 * MIB)
@@ -140,14 +117,6 @@ def test_a_full_disk_changes_nothing(small: int) -> None:
     assert os.fstatvfs(small).f_bfree >= space - 4  # ext4 may keep a block that named the others
     slab.free(first)
     assert slab.allocate(3 * MIB) == first
-
-
-def test_where_there_is_no_room_for_a_step_it_grows_by_less(small: int) -> None:
-    slab = Slab(small, "the slab", step=64 * MIB)
-    slab.allocate(3 * MIB)
-    assert slab.size == 3 * MIB
-    slab.allocate(PAGE)
-    assert slab.size == 3 * MIB + PAGE
 
 
 @pytest.mark.parametrize("place", ["a hole", "the end"])
@@ -160,38 +129,24 @@ def test_a_disk_that_others_filled_after_trim_changes_nothing(small: int, place:
         slab.free(second)
         slab = Slab(small, "the slab", step=PAGE)  # of one hole with one block
     wanted = 6 * MIB if place == "a hole" else 7 * MIB
-    other = os.open(_beside(small), os.O_RDWR | os.O_CREAT)
-    try:
-        os.posix_fallocate(other, 0, os.fstatvfs(small).f_bavail * 4 * KIB - 2 * MIB)
+    with Path(os.readlink(f"/proc/self/fd/{small}")).with_name("other").open("wb") as other:
+        os.posix_fallocate(other.fileno(), 0, os.fstatvfs(small).f_bavail * 4 * KIB - 2 * MIB)
         size, used = os.fstat(small).st_size, blocks(small)
         with pytest.raises(OSError, match="No space left"):
             slab.allocate(wanted)
         assert (os.fstat(small).st_size, slab.size) == (size, size)
         assert blocks(small) <= used + 4 * PAGE
-        os.ftruncate(other, 0)
+        other.truncate(0)
         assert slab.allocate(wanted).start == 0
-    finally:
-        os.close(other)
-
-
-def _beside(fd: int) -> Path:
-    return Path(os.readlink(f"/proc/self/fd/{fd}")).with_name("other")
 
 
 def test_the_limit_of_a_file_is_a_full_disk(fd: int) -> None:
     slab = Slab(fd, "the slab", step=4 * MIB)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
-    try:
+    with small_files():
         slab.allocate(MIB)
         with pytest.raises(OSError, match="File too large"):
             slab.allocate(PAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert slab.size == MIB
-
-
-# Models
 
 
 class Model(RuleBasedStateMachine):
@@ -259,32 +214,24 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def all_free(slab: Slab) -> None:
-    assert slab.bytes_in_use == 0
-    slab.trim()
-    assert slab.size == 0
-
-
 def test_threads_share_a_slab(slab: Slab, eager_switches: None) -> None:
     owners: dict[int, int] = {}
 
     def work(number: int) -> None:
         numbers, held = random.Random(number), list[Extent]()
-        for _ in range(1500):
-            if held and numbers.random() < 0.5:
+        for step in range(800):
+            if held and (step > 700 or numbers.random() < 0.5):
                 extent = held.pop(numbers.randrange(len(held)))
-                for page in range(extent.start, extent.end, PAGE):
-                    assert owners.pop(page) == number
+                assert {owners.pop(page) for page in range(extent.start, extent.end, PAGE)} == {number}
                 slab.free(extent)
             else:
-                extent = slab.allocate(numbers.randrange(1, 5 * PAGE))
+                held.append(extent := slab.allocate(numbers.randrange(1, 5 * PAGE)))
                 for page in range(extent.start, extent.end, PAGE):
                     assert owners.setdefault(page, number) == number
-                held.append(extent)
         for extent in held:
-            for page in range(extent.start, extent.end, PAGE):
-                del owners[page]
             slab.free(extent)
 
     in_threads(work, 4)
-    all_free(slab)
+    assert slab.bytes_in_use == 0
+    slab.trim()
+    assert slab.size == 0

@@ -20,7 +20,7 @@ from nvme_ops.storage import Session, TensorStore, journal, striped
 from nvme_ops.storage.slab import Slab
 from nvme_ops.storage.store import StoreFuture
 from tests.conftest import KIB, pattern
-from tests.storage.slow_store import same
+from tests.storage.conftest import same
 
 KEYS = st.sampled_from(["a", "b", "ä\n\ud800"])
 SIZES = st.sampled_from([0, 8, 5000, 5000, PAGE, 40 * KIB, 100_000])
