@@ -1,16 +1,21 @@
-"""``Holes``: what is free is handed out once, also when Ctrl-C comes in the middle."""
+"""``Holes`` and ``Arena``: what is free is handed out once, also when Ctrl-C comes in the middle, and comes back."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from nvme_ops.memory import holes
+from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.holes import Holes
+from nvme_ops.memory.pool import Pool
+from tests.conftest import KIB, MIB, in_threads
 
 SIZE = 64
 
@@ -32,7 +37,7 @@ class Interrupt:
 
 
 @pytest.mark.parametrize("line", [*range(1, 40), 10**9])
-def test_nothing_is_handed_out_twice(line: int) -> None:
+def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(line: int) -> None:
     chance = random.Random(line)
     free = Holes()
     free.add(0, SIZE)
@@ -53,7 +58,62 @@ def test_nothing_is_handed_out_twice(line: int) -> None:
             sys.settrace(before)
         everything = sorted([*used.items(), *free])
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(everything))
-        assert free.largest == max((size for _, size in free), default=0)
-        assert free.find(free.largest + 1) is None
+        sizes = sorted(size for _, size in free)
+        assert free.largest == max(sizes, default=0)
+        for wanted in (1, 5, free.largest + 1):
+            found = free.find(wanted)
+            assert (found and found[1]) == next((size for size in sizes if size >= wanted), None)
+            assert found is None or found in list(free)
     if line > 1000:
-        assert sum(size for _, size in free) + sum(used.values()) == SIZE
+        assert sum(sizes) + sum(used.values()) == SIZE
+        assert not any(one[0] + one[1] == other[0] for one, other in pairwise(sorted(free))), "neighbours are joined"
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = Pool(8 * MIB)
+    yield pool
+    assert pool.bytes_in_use == 0, "the arena has kept memory"
+
+
+def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
+    arena = Arena(pool, 4 * MIB)
+    part = arena.allocate(3 * MIB)
+    assert part is not None
+    assert part.nbytes == 3 * MIB
+    assert part.data_ptr() % 4096 == 0
+    view = part[4096:].view(torch.float32)
+    del part
+    assert arena.allocate(2 * MIB) is None
+    assert arena.bytes_in_use == 3 * MIB
+    del view
+    assert arena.bytes_in_use == 0
+    part = arena.allocate(4 * MIB)
+    assert part is not None
+    assert arena.peak == 4 * MIB
+    part.fill_(7)
+    with pytest.raises(ValueError, match="at least 1"):
+        arena.allocate(0)
+    del arena  # its memory outlives it as long as a part does
+    assert pool.bytes_in_use == 4 * MIB
+    assert int(part.sum()) == 7 * 4 * MIB
+
+
+def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
+    arena = Arena(pool, 4 * MIB)
+
+    def work(number: int) -> None:
+        chance, held = random.Random(number), list[tuple[int, torch.Tensor]]()
+        for step in range(800):
+            if held and chance.random() < 0.5:
+                mark, part = held.pop(chance.randrange(len(held)))
+                assert bool((part == mark).all())
+                del part
+            elif (made := arena.allocate(chance.randrange(1, 300 * KIB))) is not None:
+                mark = (4 * step + number) % 251
+                held.append((mark, made.fill_(mark)))
+                del made
+
+    in_threads(work, 4)
+    assert arena.bytes_in_use == 0
+    assert arena.largest == 4 * MIB

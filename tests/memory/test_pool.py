@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pool as module
 from nvme_ops.memory.pool import Lease, Pool
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.moments import Interrupt
@@ -24,6 +26,14 @@ from tests.moments import Interrupt
 def started(target: Any, *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=target, args=arguments, daemon=True)
     thread.start()
+    return thread
+
+
+def waiting_for(pool: Pool, nbytes: int) -> threading.Thread:
+    """A thread that waits for a lease, and has it for a moment."""
+    thread = started(pool.lease, nbytes)
+    while all(each.over for each in pool._waiting):
+        time.sleep(0.001)
     return thread
 
 
@@ -41,132 +51,88 @@ def alarm(seconds: float, handler: Any) -> Iterator[None]:
 # What a lease is
 
 
-def test_a_lease_is_memory_of_its_size() -> None:
-    pool = Pool(8 * MIB)
-    with pool.lease(3 * MIB) as memory:
-        assert memory.dtype == torch.uint8
-        assert memory.shape == (3 * MIB,)
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("nbytes", "charge"), [(1, 4096), (4096, 4096), (5000, 8192), (MIB, MIB), (3 * MIB, 4 * MIB)])
+def test_a_lease_is_memory_of_its_size_and_counts_with_what_it_takes(nbytes: int, charge: int, pinned: bool) -> None:
+    pool = Pool(8 * MIB, pinned=pinned)
+    with pool.lease(nbytes) as memory:
+        assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
         assert memory.data_ptr() % 4096 == 0
         memory.fill_(7)
-        assert pool.bytes_in_use == 4 * MIB  # whole huge pages
+        assert pool.bytes_in_use == charge
     del memory
     assert pool.bytes_in_use == 0
-    assert pool.peak == 4 * MIB
-
-
-@pytest.mark.parametrize(("nbytes", "charge"), [(1, 4096), (4096, 4096), (5000, 8192), (MIB, MIB), (3 * MIB, 4 * MIB)])
-def test_a_lease_counts_with_what_it_takes(nbytes: int, charge: int) -> None:
-    pool = Pool(4 * MIB)
-    lease = pool.lease(nbytes)
-    assert pool.bytes_in_use == charge
-    del lease
-    assert pool.bytes_in_use == 0
+    assert pool.peak == charge
 
 
 def test_memory_comes_back_with_the_last_tensor_over_it() -> None:
     pool = Pool(4 * MIB)
-    part = pool.lease(2 * MIB).tensor[100:200].view(torch.int32)
-    assert pool.bytes_in_use == 2 * MIB
-    del part
-    assert pool.bytes_in_use == 0
-
-
-def test_a_released_lease_waits_for_its_tensors() -> None:
-    pool = Pool(4 * MIB)
     lease = pool.lease(2 * MIB)
-    kept = lease.tensor
+    part: Any = lease.tensor[100:200].view(torch.int32)
     lease.release()
     lease.release()
     assert pool.bytes_in_use == 2 * MIB
     with pytest.raises(ValueError, match="ended"):
         print(lease.tensor)
-    del kept
-    assert pool.bytes_in_use == 0
-
-
-def test_a_transfer_holds_what_it_moves(folder: Any) -> None:
-    pool, handle = Pool(16 * MIB), aio_handle()
-    future = handle.submit_pwrite(pool.lease(16 * MIB).tensor.fill_(3), folder / "file")
-    with pool.lease(16 * MIB, timeout=60):  # which there is when that has ended
-        pass
-    assert future.result() == 16 * MIB
-    assert set((folder / "file").read_bytes()) == {3}
-
-
-def test_a_tensor_in_a_cycle_comes_back_with_it() -> None:
-    pool = Pool(2 * MIB)
-    cycle: list[Any] = [pool.lease(2 * MIB).tensor]
-    cycle.append(cycle)
-    del cycle
+    part = [part]
+    part.append(part)  # a cycle
+    del part
     gc.collect()
     assert pool.bytes_in_use == 0
 
 
-# Wrong arguments
+def test_a_transfer_holds_what_it_moves_and_is_waited_for(folder: Any) -> None:
+    pool, handle = Pool(4 * MIB), aio_handle()
+    futures = [
+        handle.submit_pwrite(pool.lease(2 * MIB, timeout=60).tensor.fill_(number), folder / str(number))
+        for number in range(20)
+    ]
+    for number, future in enumerate(futures):
+        assert future.result() == 2 * MIB
+        assert set((folder / str(number)).read_bytes()) == {number}
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda: Pool(0), ValueError, "budget must be at least 1"),
-        (lambda: Pool(-1), ValueError, "budget must be at least 1"),
         (lambda: Pool(1.5), TypeError, "budget must be an int"),  # type: ignore[arg-type]
         (lambda: Pool(True), TypeError, "budget must be an int"),
         (lambda: Pool(MIB).lease(0), ValueError, "nbytes must be at least 1"),
+        (lambda: Pool(3 * MIB).lease(3 * MIB), MemoryError, "in whole pages 4 MiB, do not fit the pool's budget"),
+        (lambda: Pool(1 << 60).lease(1 << 59), MemoryError, "."),  # the system cannot give it
     ],
 )
-def test_wrong_sizes_are_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+def test_sizes_that_cannot_be_are_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
 
 
-def test_more_than_the_budget_can_never_be() -> None:
-    pool = Pool(3 * MIB)
-    with pytest.raises(MemoryError, match=r"3 MiB, in whole pages 4 MiB, do not fit the pool's budget of 3 MiB"):
-        pool.lease(3 * MIB)
-    assert pool.largest == 2 * MIB
-    with pool.lease(pool.largest):
-        pass
-
-
-def test_a_budget_that_the_system_cannot_give() -> None:
-    pool = Pool(1 << 60)
-    with pytest.raises(MemoryError):
-        pool.lease(1 << 59)
-    assert pool.bytes_in_use == 0
+@pytest.mark.parametrize("budget", [4096, 5000, MIB + 1, 3 * MIB])
+def test_the_largest_possible_lease(budget: int) -> None:
+    pool = Pool(budget)
+    pool.lease(pool.largest)
+    with pytest.raises(MemoryError, match="do not fit"):
+        pool.lease(pool.largest + 1)
+    assert Pool(4095).largest == pool.bytes_in_use == 0
 
 
 # Waiting
 
 
-def test_who_asks_waits_until_there_is_some() -> None:
-    pool, order = Pool(2 * MIB), list[str]()
-
-    def second() -> None:
-        with pool.lease(2 * MIB):
-            order.append("second")
-
-    with pool.lease(2 * MIB) as memory:
-        thread = started(second)
-        time.sleep(0.05)
-        order.append("first")
-        del memory
-    thread.join(60)
-    assert order == ["first", "second"]
-
-
 def test_who_asks_first_is_served_first() -> None:
-    pool, order, threads = Pool(4 * MIB), list[int](), []
+    pool, order = Pool(4 * MIB), list[int]()
 
     def ask(number: int, size: int) -> None:
         with pool.lease(size):
             order.append(number)
 
-    lease = pool.lease(4 * MIB)
+    lease, threads = pool.lease(4 * MIB), []
     for number, size in enumerate((4 * MIB, 4096, 4096)):  # the small ones would fit before
         threads.append(started(ask, number, size))
         while len(pool._waiting) <= number:
             time.sleep(0.001)
+    assert order == []
     del lease
     for thread in threads:
         thread.join(60)
@@ -174,19 +140,18 @@ def test_who_asks_first_is_served_first() -> None:
     assert sorted(order) == [0, 1, 2]
 
 
-def test_a_wait_ends_with_its_timeout() -> None:
-    pool = Pool(2 * MIB)
-    lease = pool.lease(2 * MIB)
-    for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError, match="2 MiB of 2 MiB are in use"):
-            pool.lease(4096, timeout=timeout)
-    del lease
-    with pool.lease(4096, timeout=0):
-        pass
-
-
-def test_who_gave_up_is_in_nobodys_way() -> None:
+def test_a_wait_ends_with_its_timeout_and_who_gave_up_is_in_nobodys_way() -> None:
     pool = Pool(4 * MIB)
+    lease, waiting = pool.lease(2 * MIB), waiting_for(pool, 4 * MIB)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="2 MiB of 4 MiB are in use"):
+            pool.lease(4096, timeout=timeout)  # behind the one that waits
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            pool.lease(MIB, timeout=0)
+    assert len(pool._waiting) <= 2
+    del lease
+    waiting.join(60)
     lease = pool.lease(2 * MIB)
     with pytest.raises(TimeoutError):
         pool.lease(4 * MIB, timeout=0.01)
@@ -196,18 +161,17 @@ def test_who_gave_up_is_in_nobodys_way() -> None:
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_a_wait_can_be_interrupted() -> None:
+def test_a_wait_can_be_interrupted_and_a_signal_handler_may_release_what_is_waited_for() -> None:
     pool = Pool(2 * MIB)
-    lease = pool.lease(2 * MIB)
+    leases: list[Lease] = [pool.lease(2 * MIB)]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with alarm(0.05, interrupt), pytest.raises(KeyboardInterrupt):
         pool.lease(2 * MIB)
-    del lease
-    with pool.lease(2 * MIB, timeout=0):
-        pass
+    with alarm(0.05, lambda *_: leases.clear()):
+        assert pool.lease(2 * MIB, timeout=60).tensor.numel() == 2 * MIB
 
 
 def test_ctrl_c_at_any_moment_of_a_lease_loses_nothing_and_holds_nobody_up() -> None:
@@ -232,28 +196,6 @@ def test_ctrl_c_at_any_moment_of_a_lease_loses_nothing_and_holds_nobody_up() -> 
             assert pool.bytes_in_use == 2 * MIB, number
             del held
             pool.lease(4 * MIB, timeout=20)
-
-
-def test_who_only_asks_leaves_nothing_behind() -> None:
-    pool = Pool(2 * MIB)
-    held = pool.lease(2 * MIB)
-    waiting = threading.Thread(target=pool.lease, args=[2 * MIB])
-    waiting.start()
-    while not pool._waiting:
-        time.sleep(0.001)
-    for _ in range(100):
-        with pytest.raises(TimeoutError):
-            pool.lease(MIB, timeout=0)
-    assert len(pool._waiting) <= 2
-    del held
-    waiting.join()
-
-
-def test_a_signal_handler_may_release_what_is_waited_for() -> None:
-    pool = Pool(2 * MIB)
-    leases: list[Lease] = [pool.lease(2 * MIB)]
-    with alarm(0.05, lambda *_: leases.clear()):
-        assert pool.lease(2 * MIB, timeout=60).tensor.numel() == 2 * MIB
 
 
 def test_threads_never_have_more_than_the_budget() -> None:
@@ -307,24 +249,17 @@ def test_two_threads_that_wait_for_each_other_are_told() -> None:
     assert "held by 2 threads" in str(told[0])
 
 
-def test_memory_that_a_transfer_holds_is_waited_for(folder: Any) -> None:
-    """It comes back by itself, whoever waits."""
-    pool, handle = Pool(4 * MIB), aio_handle()
-    for _ in range(20):
-        handle.submit_pwrite(pool.lease(2 * MIB).tensor, folder / "file")
-    handle.wait()
-
-
 # Beside others
 
 
-def test_a_forked_child_has_an_empty_pool() -> None:
+def test_a_forked_child_has_an_empty_pool_also_while_others_wait() -> None:
     pool = Pool(4 * MIB)
     leases = [pool.lease(4 * MIB)]
+    waiting = waiting_for(pool, 2 * MIB)
 
     def child() -> None:
         assert pool.bytes_in_use == 0
-        with pool.lease(4 * MIB, timeout=0):
+        with pool.lease(4 * MIB, timeout=1):
             pass
         leases.clear()  # the parent's
         assert pool.bytes_in_use == 0
@@ -332,63 +267,26 @@ def test_a_forked_child_has_an_empty_pool() -> None:
     in_child(child)
     assert pool.bytes_in_use == 4 * MIB
     leases.clear()
+    waiting.join(60)
+    assert not waiting.is_alive()
     assert pool.bytes_in_use == 0
 
 
-def test_a_fork_while_others_wait() -> None:
-    pool = Pool(2 * MIB)
-    lease = pool.lease(2 * MIB)
-
-    def wait_for_it() -> None:
-        with pool.lease(2 * MIB):
-            pass
-
-    thread = started(wait_for_it)
-    while not pool._waiting:
-        time.sleep(0.001)
-
-    def child() -> None:
-        with pool.lease(2 * MIB, timeout=1):
-            pass
-
-    in_child(child)
-    del lease
-    thread.join(60)
-    assert not thread.is_alive()
-
-
 def test_what_is_kept_for_reuse_does_not_come_on_top() -> None:
-    from nvme_ops._native import native
-
     native().trim_pool()
     pool = Pool(64 * MIB)
     with pool.lease(64 * MIB):
         pass
     leases = [pool.lease(2 * MIB) for _ in range(32)]  # of a size that the kept memory does not fit
-    statistics = native().pool_statistics()
-    assert statistics["cached_bytes"] + pool.bytes_in_use <= 64 * MIB + 2 * MIB
+    assert native().pool_statistics()["cached_bytes"] + pool.bytes_in_use <= 64 * MIB + 2 * MIB
     del leases
-
-
-def test_a_pinned_pool_leases_memory_where_there_is_no_accelerator() -> None:
-    pool = Pool(2 * MIB, pinned=True)
-    with pool.lease(10 * KIB) as memory:
-        memory.fill_(1)
-        del memory
-    assert pool.bytes_in_use == 0
-
-
-def test_a_pool_shows_itself() -> None:
-    assert repr(Pool(2 * MIB)) == "Pool(2097152): 0 bytes in use"
 
 
 def test_memory_freed_after_the_module_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of Python: modules lose their names before the last tensor is freed."""
-    from nvme_ops.memory import pool as module
-
     said: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", said.append)
-    pool = Pool(2 * MIB)
+    pool = Pool(10 * KIB)
     lease = pool.lease(4096)
     with monkeypatch.context() as names:
         names.setattr(module, "native", None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_way_backend_kernel_processors_and_gpu_tell_apart(tmp_path: Path, monkey
     ],
 )
 def test_a_disk_is_known_by_the_best_of_its_names(
-    made_up: MadeUpHost, name: str, files: dict[str, str], words: str
+    made_up: MadeUpHost, name: str, files: dict[str, Any], words: str
 ) -> None:
     assert known(made_up.folder, host=made_up.disk(name, **files)).disks == (words,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_rates_are_measured_once_at_the_first_put(folder: Path, monkeypatch: pyt
 
     def counted(*arguments: Any) -> list[float]:
         calls.append(1)
-        in_threads(lambda _: (store.keys(), "a" in store, store.bytes_in_use, store.wait()), 1)  # others use it
+        others: list[Callable[[], object]] = [store.keys, lambda: store.bytes_in_use, store.wait]
+        in_threads(lambda _: [call() for call in others], 1)
         return measured(*arguments)
 
     monkeypatch.setattr(striped, "measured", counted)
