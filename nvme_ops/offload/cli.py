@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +19,21 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command, command_line, positive, say, show
 from nvme_ops.arguments import size as size_argument
 from nvme_ops.measure.energy import Meter, total, used
-from nvme_ops.offload.plan.estimate import InferencePlan, TrainingPlan, estimate, seconds_words
+from nvme_ops.offload.plan.estimate import (
+    Rates,
+    Sizes,
+    estimate,
+    inference_plan,
+    inference_text,
+    seconds_words,
+    training_plan,
+    training_text,
+)
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.weights import hub
-from nvme_ops.offload.weights.generation import Reached, generate
+from nvme_ops.offload.weights.generation import generate
 from nvme_ops.offload.weights.pretrained import from_pretrained, weight_files
-from nvme_ops.progress import progress_bar
+from nvme_ops.progress import Step, progress_bar
 from nvme_ops.text import fitted, printable, rate_words, rounded, share_words, size_words
 
 _BATCHES = [1, 4, 16, 64]
@@ -105,45 +114,53 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 def _plan(given: argparse.Namespace) -> int:
     device, files = _device(given.device), weight_files(given.model)
-    batches = sorted(set(given.batch))
-    with progress_bar(3 if given.train else 2 + len(batches)) as step:
+    given.batch = sorted(set(given.batch))
+    with progress_bar(3 if given.train else 2 + len(given.batch)) as step:
         step("sizes")
         with _opened(given, device) as model:
             sizes, about = sizes_of(model)
             parameters = list(model.parameters())
         _require_context(model.config, given.prompt_length + (0 if given.train else given.new_tokens))
         step("storage")
-        found: InferencePlan | TrainingPlan
         if given.train:
             folder = given.folder or os.path.dirname(os.path.abspath(files[0]))
             rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
             step("computing")
             with _timing(about):
                 trained = Layers(model, given.memory, device, given.memory).training(given.prompt_length, parameters)
-            found = TrainingPlan(about, trained, given.memory, rate, free, batches, given.prompt_length)
+            found = training_plan(about, trained, given.memory, rate, free, given.batch, given.prompt_length)
         else:
-            measured = rates(files, given.folder, device)
-            with _timing(about):
-                layers = Layers(model, given.memory, device, measured.device_free)
-                sizes = replace(sizes, cache=layers.cache_bytes())
-            tokens = given.prompt_length, given.new_tokens
-            estimates, left_out, energy = [], [], _Energy(device)
-            for batch in batches:
-                step(f"batch {batch}")
-                if sizes.beside(batch, *tokens) > measured.device_free:
-                    left_out.append(batch)
-                    continue
-                computing = layers.computing(batch, given.prompt_length, given.prompt_length + given.new_tokens // 2)
-                estimates.append(estimate(sizes, measured, computing, batch, *tokens))
-            watts = energy.watts() if given.watts is None else given.watts
-            found = InferencePlan(
-                about, sizes, measured, estimates, left_out, given.memory, given.price_per_hour, watts
-            )
+            found = _inference(given, model, sizes, about, rates(files, given.folder, device), device, step)
     if given.json:
-        print(json.dumps(found.document(), indent=2))
+        print(json.dumps(found, indent=2))
     else:
-        show(found.text())
+        show(training_text(found) if given.train else inference_text(found))
     return 0
+
+
+def _inference(
+    given: argparse.Namespace,
+    model: Any,
+    sizes: Sizes,
+    about: Mapping[str, Any],
+    measured: Rates,
+    device: torch.device,
+    step: Step,
+) -> dict[str, Any]:
+    with _timing(about):
+        layers = Layers(model, given.memory, device, measured.device_free)
+        sizes = replace(sizes, cache=layers.cache_bytes())
+    prompt, new = given.prompt_length, given.new_tokens
+    fit = [batch for batch in given.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
+    estimates, energy = [], _Energy(device)
+    for batch in fit:
+        step(f"batch {batch}")
+        estimates.append(
+            estimate(sizes, measured, layers.computing(batch, prompt, prompt + new // 2), batch, prompt, new)
+        )
+    watts = energy.watts() if given.watts is None else given.watts
+    left_out = [batch for batch in given.batch if batch not in fit]
+    return inference_plan(about, sizes, measured, estimates, left_out, given.memory, given.price_per_hour, watts)
 
 
 @contextlib.contextmanager
@@ -167,11 +184,9 @@ def _generate(given: argparse.Namespace) -> int:
     with contextlib.ExitStack() as bar:
         step = bar.enter_context(progress_bar(2 + given.new_tokens))
         step("load the model")
-        rate = read_rate(files, cached=True)
         with _opened(given, device) as model:
             _require_context(model.config, len(prompt) + given.new_tokens)
             step("read the prompt")
-
             energy = _Energy(device)
 
             def on_token(tokens: list[int]) -> None:
@@ -181,62 +196,41 @@ def _generate(given: argparse.Namespace) -> int:
                     step("generate")
                 text.add(tokens[0])
 
-            found = generate(
-                model, prompt, given.batch, given.new_tokens, rate=rate, sample=given.sample, on_token=on_token
-            )
+            reached = generate(model, prompt, given.batch, given.new_tokens, sample=given.sample, on_token=on_token)
             joules = energy.joules()
-        found = replace(found, rate=max(rate, read_rate(files, cached=True)))
+        found = reached.document(read_rate(files, cached=True), joules)
     text.end()
+    texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in reached.tokens]
     if given.json:
-        texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in found.tokens]
-        print(json.dumps(reached_document(found, texts, joules), indent=2))
+        print(json.dumps({**found, "texts": texts}, indent=2))
         return 0
     if given.sample:
-        for each in found.tokens[1:]:
-            words = _decoded(tokenizer, each) if tokenizer is not None else ",".join(map(str, each))
-            show(words)
+        for each in (texts or [",".join(map(str, tokens)) for tokens in reached.tokens])[1:]:
+            show(each)
     if tokenizer is None:
         say("no tokenizer in the folder: these are ids of tokens")
-    say(fitted(reached_text(found, joules)))
+    say(fitted(reached_text(found)))
     return 0
 
 
-def reached_text(found: Reached, joules: float | None = None) -> str:
-    """Returns a few lines on a generation, which has used so many joules if that is known."""
-    lines = [f"first token after {seconds_words(found.first_token)}"]
-    if found.tokens_per_second is not None:
-        lines.append(
-            f"{rounded(found.tokens_per_second, 3)} tokens/s, {share_words(found.share or 0)} of what is possible: "
-            f"{_bound(found.reading_bound)} if reading were all, {_bound(found.computing_bound)} if computing were"
-        )
-        per_token = found.bytes_per_step / len(found.tokens)
-        lines.append(
-            f"{size_words(round(per_token))} read for each token, at {rate_words(found.rate_reached)} of "
-            f"{rate_words(found.rate)}"
-        )
-    if joules is not None:
-        lines.append(f"{rounded(1000 * joules / found.count, 3)} J for 1,000 tokens")
-    lines.append(f"peak memory: weights {size_words(found.peak_weights)}, process {size_words(found.peak_process)}")
-    return "\n".join(lines)
+def reached_text(found: Mapping[str, Any]) -> str:
+    """Returns a few lines on what ``Reached.document`` has."""
 
+    def bound(which: str) -> str:
+        return "no limit" if found[which] is None else rounded(found[which], 3)
 
-def reached_document(found: Reached, texts: Sequence[str] | None, joules: float | None) -> dict[str, Any]:
-    """Returns the same for programs: bytes, seconds, tokens per second."""
-    return {
-        **asdict(found),
-        "texts": texts,
-        "tokens_per_second": found.tokens_per_second,
-        "bytes_per_step": found.bytes_per_step,
-        "rate_reached": found.rate_reached,
-        "reading_bound": found.reading_bound,
-        "computing_bound": found.computing_bound,
-        "share_of_bound": found.share,
-        "joules_per_1000_tokens": None if joules is None else 1000 * joules / found.count,
-    }
-
-
-def _bound(tokens_per_second: float | None) -> str:
-    return "no limit" if tokens_per_second is None else rounded(tokens_per_second, 3)
+    lines = [f"first token after {seconds_words(found['first_token'])}"]
+    if found["tokens_per_second"] is not None:
+        lines += [
+            f"{rounded(found['tokens_per_second'], 3)} tokens/s, {share_words(found['share_of_bound'] or 0)} of what "
+            f"is possible: {bound('reading_bound')} if reading were all, {bound('computing_bound')} if computing were",
+            f"{size_words(round(found['bytes_per_step'] / len(found['tokens'])))} read for each token, at "
+            f"{rate_words(found['rate_reached'])} of {rate_words(found['rate'])}",
+        ]
+    if found["joules_per_1000_tokens"] is not None:
+        lines.append(f"{rounded(found['joules_per_1000_tokens'], 3)} J for 1,000 tokens")
+    weights, process = size_words(found["peak_weights"]), size_words(found["peak_process"])
+    return "\n".join([*lines, f"peak memory: weights {weights}, process {process}"])
 
 
 class _Energy:
@@ -263,27 +257,25 @@ class _Text:
     def __init__(self, tokenizer: Any, silent: bool) -> None:
         self._tokenizer, self._silent = tokenizer, silent
         self._tokens: list[int] = []
-        self._shown = 0
+        self._shown = ""
 
     def add(self, token: int) -> None:
-        """Prints what this token makes certain."""
+        """Prints what this token makes certain: a character may be of several."""
         self._tokens.append(token)
-        if self._tokenizer is None:
-            self._print(f"{',' if len(self._tokens) > 1 else ''}{token}")
-            return
-        text = _decoded(self._tokenizer, self._tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be of several tokens
-            self._print(text[self._shown :])
-            self._shown = len(text)
+        if not (text := self._text()).endswith("\N{REPLACEMENT CHARACTER}"):
+            self._print(text)
 
     def end(self) -> None:
         """Prints what is left."""
-        rest = "" if self._tokenizer is None else _decoded(self._tokenizer, self._tokens)[self._shown :]
-        self._print(rest + "\n")
+        self._print(self._text() + "\n")
+
+    def _text(self) -> str:
+        return ",".join(map(str, self._tokens)) if self._tokenizer is None else _decoded(self._tokenizer, self._tokens)
 
     def _print(self, text: str) -> None:
         if not self._silent:
-            print(printable(text, lines=True), end="", flush=True)
+            print(printable(text[len(self._shown) :], lines=True), end="", flush=True)
+        self._shown = text
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:

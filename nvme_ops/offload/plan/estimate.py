@@ -3,14 +3,17 @@
 Nothing is timed here. A step computes and moves bytes at once, and takes the longer of the two times. In inference it
 reads the weights that do not stay in memory; so does the first token after a prompt, and from a cold start all of the
 model is read once. In training it moves states, parameters or activations, beside the backward pass.
+
+A plan is a document for programs: bytes, seconds, tokens per second. The text for people is made of it.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from nvme_ops.offload.order import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
@@ -24,17 +27,15 @@ _TERABYTE = 1e12
 _BUDGET_SHARE = 8  # the memory divided by this, each for parameters, states and activations that pass through
 _AT_WORK = 2  # times what a layer keeps, while it computes: gradients are added
 
-_Row = TypeVar("_Row")
-
-
-def _table(columns: Mapping[str, Callable[[_Row], str]], rows: Iterable[_Row]) -> str:
-    """Returns a table: of each column its heading, and its cell in a row."""
-    return columns_text([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
-
 
 def seconds_words(seconds: float) -> str:
     """Returns a duration for people: ``1.25 s``, ``30.0 ms``."""
     return f"{rounded(seconds, 3)} s" if seconds >= 1 else f"{rounded(1000 * seconds, 3)} ms"
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> str:
+    """Returns a table of columns: of each its heading, and its cells."""
+    return columns_text([list(columns), *zip(*columns.values(), strict=True)])
 
 
 # Inference
@@ -103,23 +104,9 @@ class Placement:
     computing: float  #: seconds of a step
     first_token: float  #: seconds after a prompt, once the model runs
     first_token_cold: float  #: the same with nothing in memory
-    batch: int
     fits: bool  #: in the memory that is free
-
-    @property
-    def step(self) -> float:
-        """Seconds."""
-        return max(self.reading, self.computing)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all sequences of the batch."""
-        return self.batch / self.step
-
-    @property
-    def bound(self) -> str:
-        """What limits it: ``"reading"`` or ``"computing"``."""
-        return "reading" if self.reading > self.computing else "computing"
+    bound: str  #: what limits it: ``"reading"`` or ``"computing"``
+    tokens_per_second: float  #: of all sequences of the batch
 
 
 @dataclass(frozen=True)
@@ -147,15 +134,23 @@ def estimate(
     sizes: Sizes, rates: Rates, computing: Computing, batch: int, prompt_length: int, new_tokens: int
 ) -> Estimate:
     """Returns what is expected of ``batch`` sequences at once."""
-    read, _ = step_bytes(sizes, batch)
-    read_by_prompt, _ = step_bytes(sizes, batch * prompt_length)
+    read, read_by_prompt = (step_bytes(sizes, tokens)[0] for tokens in (batch, batch * prompt_length))
     beside = sizes.beside(batch, prompt_length, new_tokens)
     load = sizes.model / rates.storage
 
-    def placement(rate: float | None, cold: float, fits: bool) -> Placement:
-        per_step, by_prompt = (read, read_by_prompt) if rate is not None else (0, 0)
-        first = max(by_prompt / (rate or 1), computing.prompt)
-        return Placement(per_step, per_step / (rate or 1), computing.step, first, cold, batch, fits)
+    def placement(rate: float, cold: float, fits: bool) -> Placement:
+        """With the weights where they are read from at this rate: infinite where they are used."""
+        reading = read / rate
+        return Placement(
+            bytes_per_step=read if math.isfinite(rate) else 0,
+            reading=reading,
+            computing=computing.step,
+            first_token=max(read_by_prompt / rate, computing.prompt),
+            first_token_cold=cold,
+            fits=fits,
+            bound="reading" if reading > computing.step else "computing",
+            tokens_per_second=batch / max(reading, computing.step),
+        )
 
     streams = sizes.resident + sizes.memory + beside <= rates.device_free
     from_host = None
@@ -167,138 +162,127 @@ def estimate(
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
         beside_bytes=beside,
         nvme=placement(rates.storage, max(load, computing.prompt), streams),
-        no_offload=placement(None, load + computing.prompt, sizes.model + beside <= rates.device_free),
+        no_offload=placement(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
         cpu_memory=from_host,
     )
 
 
 def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
     """Returns the best batch sizes online and offline; None where no batch fits into memory."""
-    usable = [each for each in estimates if each.nvme.fits]
+    usable = {each.batch: each.nvme for each in estimates if each.nvme.fits}
     if not usable:
         return None, None
-    shortest = min(each.nvme.step for each in usable)
-    online = max(each.batch for each in usable if each.nvme.step <= _AS_FAST * shortest)
-    return online, max(usable, key=lambda each: each.nvme.tokens_per_second).batch
+    step = {batch: batch / place.tokens_per_second for batch, place in usable.items()}
+    online = max(batch for batch in usable if step[batch] <= _AS_FAST * min(step.values()))
+    return online, max(usable, key=lambda batch: usable[batch].tokens_per_second)
 
 
-def per_thousand(each_second: float, tokens_per_second: float) -> float:
-    """Returns what 1,000 tokens take of what is spent at this rate: joules for watts, a price for one per second."""
-    return 1000 * each_second / tokens_per_second
+def inference_plan(
+    about: Mapping[str, Any],
+    sizes: Sizes,
+    rates: Rates,
+    estimates: Sequence[Estimate],
+    left_out: Sequence[int],
+    memory: int,
+    price_per_hour: float | None = None,
+    watts: float | None = None,
+) -> dict[str, Any]:
+    """Returns the plan of several batch sizes.
 
+    Args:
+        about: the model.
+        sizes: of the model.
+        rates: of the machine.
+        estimates: of the batch sizes.
+        left_out: batch sizes that do not fit into memory.
+        memory: bytes for weights.
+        price_per_hour: of the machine.
+        watts: of the machine.
+    """
+    online, offline = best(estimates)
+    streamed = step_bytes(sizes, estimates[0].batch)[1] if estimates else 0
+    spent = {"joules_per_1000_tokens": watts, "cost_per_1000_tokens": price_per_hour and price_per_hour / 3600}
 
-@dataclass(frozen=True)
-class InferencePlan:
-    """The estimates of several batch sizes, the best of these, and how ``nvme-offload plan`` shows them."""
-
-    about: dict[str, Any]
-    sizes: Sizes
-    rates: Rates
-    estimates: Sequence[Estimate]
-    left_out: Sequence[int]  #: batches that do not fit into memory
-    memory: int  #: for weights
-    price_per_hour: float | None = None
-    watts: float | None = None
-
-    @property
-    def bytes_kept(self) -> int:
-        """Weights that stay in memory, at the first batch size."""
-        streamed = step_bytes(self.sizes, self.estimates[0].batch)[1] if self.estimates else 0
-        return self.sizes.resident + streamed
-
-    def text(self) -> str:
-        """Returns a page for people."""
-        about, batches = self.about, self.estimates
-        online, offline = best(batches)
-        lines = [
-            f"{about['model']}: {about['layers']} layers, {size_words(about['bytes'])} of {about['dtype']}, "
-            f"{size_words(self.sizes.cache)} of key-value cache for each token",
-            f"storage {rate_words(self.rates.storage)}; memory for weights {size_words(self.memory)}, in which "
-            f"{size_words(self.bytes_kept)} stay",
-        ]
-        if batches:
-            places = [["", "memory", *(f"batch {each.batch}" for each in batches)], *self._places()]
-            lines += ["", _table(self._columns(), batches), "", "tokens/s with the weights in", columns_text(places)]
-        lines.append("")
-        if self.left_out:
-            left_out = ", ".join(map(str, self.left_out))
-            lines.append(f"batch {left_out}: the cache does not fit into the memory that is free")
-        if online is None or offline is None:
-            lines.append("no batch fits into the memory that is free")
-        else:
-            lines += [
-                f"online:  batch {online}, the largest whose tokens come about as fast as those of any",
-                f"offline: batch {offline}, which gives most tokens per second",
-            ]
-        return "\n".join(lines)
-
-    def document(self) -> dict[str, Any]:
-        """Returns the same for programs: bytes, seconds, tokens per second."""
-        online, offline = best(self.estimates)
-        return {
-            **self.about,
-            "memory": self.memory,
-            "bytes_kept": self.bytes_kept,
-            "cache_bytes_per_token": self.sizes.cache,
-            "rates": asdict(self.rates),
-            "online_batch": online,
-            "offline_batch": offline,
-            "batches_that_do_not_fit": self.left_out,
-            "batches": [self._estimate(each) for each in self.estimates],
-        }
-
-    def _columns(self) -> dict[str, Callable[[Estimate], str]]:
-        columns: dict[str, Callable[[Estimate], str]] = {
-            "batch": lambda each: str(each.batch),
-            "reads": lambda each: size_words(each.nvme.bytes_per_step),
-            "reading": lambda each: seconds_words(each.nvme.reading),
-            "computing": lambda each: seconds_words(each.nvme.computing),
-            "bound by": lambda each: each.nvme.bound,
-            "tokens/s": lambda each: _tokens(each.nvme) + ("" if each.nvme.fits else " (does not fit)"),
-            "first token": lambda each: seconds_words(each.nvme.first_token),
-            "cold": lambda each: seconds_words(each.nvme.first_token_cold),
-            "beside weights": lambda each: size_words(each.beside_bytes),
-        }
-        if self.watts is not None:
-            columns["energy/1000"] = lambda each: f"{rounded(self._spent(each.nvme)['joules_per_1000_tokens'], 3)} J"
-        if self.price_per_hour is not None:
-            columns["cost/1000"] = lambda each: f"{self._spent(each.nvme)['cost_per_1000_tokens']:.3g}"
-        return columns
-
-    def _places(self) -> list[list[str]]:
-        def row(name: str, memory: int, found: Iterable[Placement]) -> list[str]:
-            return [name, size_words(memory), *(_tokens(each) if each.fits else "does not fit" for each in found)]
-
-        whole = self.about["bytes"]
-        from_host = [each.cpu_memory for each in self.estimates if each.cpu_memory is not None]
-        no_offload = "no offload" if from_host else "CPU memory, no offload"
-        return [
-            row("NVMe", self.memory, [each.nvme for each in self.estimates]),
-            *([row("CPU memory", whole, from_host)] if from_host else []),
-            row(no_offload, whole, [each.no_offload for each in self.estimates]),
-        ]
-
-    def _estimate(self, each: Estimate) -> dict[str, Any]:
-        found: dict[str, Any] = {name: getattr(each, name) for name in ("batch", "cache_bytes", "beside_bytes")}
+    def shown(each: Estimate) -> dict[str, Any]:
+        found = {name: value for name, value in asdict(each).items() if value is not None}
         for name in ("nvme", "cpu_memory", "no_offload"):
-            placement: Placement | None = getattr(each, name)
-            if placement is not None:
-                more = {"bound": placement.bound, "tokens_per_second": placement.tokens_per_second}
-                found[name] = asdict(placement) | more | self._spent(placement)
-                del found[name]["batch"]
+            if name in found:
+                per_token = 1000 / found[name]["tokens_per_second"]
+                found[name] |= {key: rate * per_token for key, rate in spent.items() if rate is not None}
         return found
 
-    def _spent(self, placement: Placement) -> dict[str, float]:
-        found = {}
-        if self.watts is not None:
-            found["joules_per_1000_tokens"] = per_thousand(self.watts, placement.tokens_per_second)
-        if self.price_per_hour is not None:
-            found["cost_per_1000_tokens"] = per_thousand(self.price_per_hour / 3600, placement.tokens_per_second)
-        return found
+    return {
+        **about,
+        "memory": memory,
+        "bytes_kept": sizes.resident + streamed,
+        "cache_bytes_per_token": sizes.cache,
+        "rates": asdict(rates),
+        "online_batch": online,
+        "offline_batch": offline,
+        "batches_that_do_not_fit": left_out,
+        "batches": [shown(each) for each in estimates],
+    }
 
 
-def _tokens(placement: Placement) -> str:
-    return rounded(placement.tokens_per_second, 3)
+def inference_text(plan: Mapping[str, Any]) -> str:
+    """Returns an ``inference_plan`` as a page for people."""
+    lines = [
+        f"{plan['model']}: {plan['layers']} layers, {size_words(plan['bytes'])} of {plan['dtype']}, "
+        f"{size_words(plan['cache_bytes_per_token'])} of key-value cache for each token",
+        f"storage {rate_words(plan['rates']['storage'])}; memory for weights {size_words(plan['memory'])}, in which "
+        f"{size_words(plan['bytes_kept'])} stay",
+    ]
+    if batches := plan["batches"]:
+        lines += ["", _batches(batches), "", "tokens/s with the weights in", _places(plan, batches)]
+    lines.append("")
+    if plan["batches_that_do_not_fit"]:
+        left_out = ", ".join(map(str, plan["batches_that_do_not_fit"]))
+        lines.append(f"batch {left_out}: the cache does not fit into the memory that is free")
+    if plan["online_batch"] is None:
+        lines.append("no batch fits into the memory that is free")
+    else:
+        lines += [
+            f"online:  batch {plan['online_batch']}, the largest whose tokens come about as fast as those of any",
+            f"offline: batch {plan['offline_batch']}, which gives most tokens per second",
+        ]
+    return "\n".join(lines)
+
+
+def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
+    places = [each["nvme"] for each in batches]
+    columns = {
+        "batch": [str(each["batch"]) for each in batches],
+        "reads": [size_words(each["bytes_per_step"]) for each in places],
+        "reading": [seconds_words(each["reading"]) for each in places],
+        "computing": [seconds_words(each["computing"]) for each in places],
+        "bound by": [each["bound"] for each in places],
+        "tokens/s": [_tokens(each) + ("" if each["fits"] else " (does not fit)") for each in places],
+        "first token": [seconds_words(each["first_token"]) for each in places],
+        "cold": [seconds_words(each["first_token_cold"]) for each in places],
+        "beside weights": [size_words(each["beside_bytes"]) for each in batches],
+    }
+    if "joules_per_1000_tokens" in places[0]:
+        columns["energy/1000"] = [f"{rounded(each['joules_per_1000_tokens'], 3)} J" for each in places]
+    if "cost_per_1000_tokens" in places[0]:
+        columns["cost/1000"] = [f"{each['cost_per_1000_tokens']:.3g}" for each in places]
+    return _table(columns)
+
+
+def _places(plan: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> str:
+    rows = [("NVMe", plan["memory"], "nvme")]
+    if "cpu_memory" in batches[0]:
+        rows += [("CPU memory", plan["bytes"], "cpu_memory"), ("no offload", plan["bytes"], "no_offload")]
+    else:
+        rows.append(("CPU memory, no offload", plan["bytes"], "no_offload"))
+    found = [["", "memory", *(f"batch {each['batch']}" for each in batches)]]
+    for name, memory, key in rows:
+        tokens = [_tokens(each[key]) if each[key]["fits"] else "does not fit" for each in batches]
+        found.append([name, size_words(memory), *tokens])
+    return columns_text(found)
+
+
+def _tokens(placement: Mapping[str, Any]) -> str:
+    return rounded(placement["tokens_per_second"], 3)
 
 
 # Training
@@ -337,11 +321,6 @@ class TrainingWay:
     seconds: float  #: of a step
     fits: bool
     largest_batch: int  #: that fits in memory and on the disk; 0 for none
-
-    @property
-    def written_per_day(self) -> float:
-        """Bytes written if it trains all day."""
-        return self.written / self.seconds * _DAY
 
 
 def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, length: int) -> list[TrainingWay]:
@@ -393,64 +372,60 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
     ]
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What ``nvme-offload plan --train`` shows."""
+def training_plan(
+    about: Mapping[str, Any],
+    model: TrainedModel,
+    memory: int,
+    rate: float,
+    free: int,
+    batches: Sequence[int],
+    length: int,
+) -> dict[str, Any]:
+    """Returns the plan of several batch sizes; see ``ways``."""
+    return {
+        **about,
+        "memory": memory,
+        "rate": rate,
+        "free": free,
+        "sequence_length": length,
+        **asdict(model),
+        "states": model.states,
+        "batches": [
+            {
+                "batch": batch,
+                "ways": [
+                    {**asdict(each), "written_per_day": each.written / each.seconds * _DAY}
+                    for each in ways(model, memory, rate, free, batch, length)
+                ],
+            }
+            for batch in batches
+        ],
+    }
 
-    about: dict[str, Any]
-    model: TrainedModel
-    memory: int  #: bytes
-    rate: float  #: bytes per second
-    free: int  #: bytes of storage
-    batches: Sequence[int]
-    length: int  #: tokens of a sequence
 
-    def text(self) -> str:
-        """Returns the plan as text."""
-        model, length = self.model, self.length
-        lines = [
-            f"{self.about['model']}: {model.parameters / 1e9:.3g} billion parameters of {self.about['dtype']}, "
-            f"{size_words(model.states)} of AdamW's states, {size_words(model.activations * length)} of activations "
-            f"for each sequence of {length} tokens",
-            f"storage {rate_words(self.rate)} read and written at once, {size_words(self.free)} free; "
-            f"memory {size_words(self.memory)}",
-        ]
-        for batch in self.batches:
-            lines += ["", f"batch {batch}", _table(self._columns(batch), self._ways(batch))]
-        return "\n".join(lines)
-
-    def document(self) -> dict[str, Any]:
-        """Returns the same for programs: bytes, seconds."""
-        return {
-            **self.about,
-            "memory": self.memory,
-            "rate": self.rate,
-            "free": self.free,
-            "sequence_length": self.length,
-            **asdict(self.model),
-            "states": self.model.states,
-            "batches": [
-                {
-                    "batch": batch,
-                    "ways": [{**asdict(each), "written_per_day": each.written_per_day} for each in self._ways(batch)],
-                }
-                for batch in self.batches
+def training_text(plan: Mapping[str, Any]) -> str:
+    """Returns a ``training_plan`` as a page for people."""
+    length = plan["sequence_length"]
+    lines = [
+        f"{plan['model']}: {plan['parameters'] / 1e9:.3g} billion parameters of {plan['dtype']}, "
+        f"{size_words(plan['states'])} of AdamW's states, {size_words(plan['activations'] * length)} of activations "
+        f"for each sequence of {length} tokens",
+        f"storage {rate_words(plan['rate'])} read and written at once, {size_words(plan['free'])} free; "
+        f"memory {size_words(plan['memory'])}",
+    ]
+    for each in plan["batches"]:
+        found, tokens = each["ways"], each["batch"] * length
+        columns = {
+            "": [way["name"] for way in found],
+            "memory": [size_words(way["memory"]) for way in found],
+            "read": [size_words(way["read"]) for way in found],
+            "written": [size_words(way["written"]) for way in found],
+            "step": [f"{rounded(way['seconds'], 3)} s" for way in found],
+            "tokens/s": [rounded(tokens / way["seconds"], 3) if way["fits"] else "does not fit" for way in found],
+            "written per day": [
+                f"{rounded(way['written_per_day'] / _TERABYTE, 3)} TB" if way["written"] else "-" for way in found
             ],
+            "largest batch": [str(way["largest_batch"]) for way in found],
         }
-
-    def _columns(self, batch: int) -> dict[str, Callable[[TrainingWay], str]]:
-        return {
-            "": lambda each: each.name,
-            "memory": lambda each: size_words(each.memory),
-            "read": lambda each: size_words(each.read),
-            "written": lambda each: size_words(each.written),
-            "step": lambda each: f"{rounded(each.seconds, 3)} s",
-            "tokens/s": lambda each: rounded(batch * self.length / each.seconds, 3) if each.fits else "does not fit",
-            "written per day": lambda each: (
-                f"{rounded(each.written_per_day / _TERABYTE, 3)} TB" if each.written else "-"
-            ),
-            "largest batch": lambda each: str(each.largest_batch),
-        }
-
-    def _ways(self, batch: int) -> list[TrainingWay]:
-        return ways(self.model, self.memory, self.rate, self.free, batch, self.length)
+        lines += ["", f"batch {each['batch']}", _table(columns)]
+    return "\n".join(lines)

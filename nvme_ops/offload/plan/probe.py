@@ -25,9 +25,8 @@ from nvme_ops.limits import free_memory
 from nvme_ops.memory.ring import InFlight
 from nvme_ops.offload.plan.estimate import Computing, Rates, Sizes, Streamed, TrainedModel
 from nvme_ops.offload.weights.generation import decoder_config
-from nvme_ops.offload.weights.source import Source
-from nvme_ops.offload.weights.stored import StoredTensor
-from nvme_ops.offload.weights.streamed import StreamedModel, plain_class
+from nvme_ops.offload.weights.stored import stored_in
+from nvme_ops.offload.weights.streamed import StreamedModel, places_of, plain_class
 from nvme_ops.storage.session import Session
 from nvme_ops.text import MIB, size_words
 
@@ -43,20 +42,13 @@ _MOST_STEPS = 9
 def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
     """Returns the sizes of a model that ``from_pretrained`` has made, and what describes it."""
     text = decoder_config(model)
-    whole: dict[Source, list[torch.nn.Module]] = {}
-    sliced: dict[Source, int] = {}
-    resident: dict[int, int] = {}
-    for module in model.modules():
-        for value in [*module._parameters.values(), *module._buffers.values()]:
-            if isinstance(value, StoredTensor):
-                whole.setdefault(value.source, []).append(module)
-                if value.dim() == 3 and not isinstance(module, torch.nn.modules.conv._ConvNd):
-                    sliced[value.source] = value.shape[0]
-            elif value is not None:
-                resident[id(value)] = value.nbytes
-    tables = [source for source, users in whole.items() if all(isinstance(each, torch.nn.Embedding) for each in users)]
+    stored, sliced = places_of(model)
+    others = {id(each): each for each in [*model.parameters(), *model.buffers()] if stored_in(each) is None}
+    tables = [
+        source for source, users in stored.items() if all(isinstance(each[0], torch.nn.Embedding) for each in users)
+    ]
     streamed: list[Streamed] = []
-    for source in whole:
+    for source in stored:
         if source in sliced:
             experts = sliced[source]
             used = min(experts, getattr(text, "num_experts_per_tok", None) or experts)
@@ -67,7 +59,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
     between: int = getattr(text, "intermediate_size", None) or 4 * width
     item = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
     sizes = Sizes(
-        model=sum(source.nbytes for source in whole) + sum(resident.values()),
+        model=sum(source.nbytes for source in stored) + sum(each.nbytes for each in others.values()),
         memory=model._nvme_window.nbytes,
         streamed=tuple(streamed),
         tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
@@ -207,6 +199,7 @@ class Layers:
         self._model.eval()
         self._config = config
         self._in_layers = self._begin = 0.0  # seconds
+        self._inside = False
         layers = _layers(self._model, self._count)
         layers[0].register_forward_pre_hook(self._note_begin)
         layers[-1].register_forward_hook(self._note_end)
@@ -238,7 +231,6 @@ class Layers:
         """Times training steps on sequences of ``length`` tokens, for all of the model's ``parameters``."""
         length = min(length, _TOKENS)
         saved = {True: 0, False: 0}  # in the layers, and after them
-        inside = False
         weights = {each.untyped_storage().data_ptr() for each in self._model.parameters()}
         seen = set(weights)
 
@@ -246,18 +238,9 @@ class Layers:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                saved[inside] += storage.nbytes()
+                saved[self._inside] += storage.nbytes()
             return tensor
 
-        def note(begins: bool) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                nonlocal inside
-                inside = begins
-
-            return hook
-
-        layers = _layers(self._model, self._count)
-        hooks = [layers[0].register_forward_pre_hook(note(True)), layers[-1].register_forward_hook(note(False))]
         ids = torch.randint(self._rows, (1, length), device=self._device)
 
         def step() -> None:
@@ -274,8 +257,6 @@ class Layers:
             seconds = _least(lambda: _timed(step, self._device))
         finally:
             self._model.eval()
-            for hook in hooks:
-                hook.remove()
         share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
         layers_more, after_more = self._all / self._count, self._vocabulary / self._rows  # times what was measured
         after = saved[False] * after_more
@@ -310,11 +291,11 @@ class Layers:
 
     def _note_begin(self, *_: Any) -> None:
         _synchronize(self._device)
-        self._begin = time.perf_counter()
+        self._begin, self._inside = time.perf_counter(), True
 
     def _note_end(self, *_: Any) -> None:
         _synchronize(self._device)
-        self._in_layers = time.perf_counter() - self._begin
+        self._in_layers, self._inside = time.perf_counter() - self._begin, False
 
 
 def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:

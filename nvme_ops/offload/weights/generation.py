@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,49 +23,37 @@ class Reached:
     seconds: float  #: of all steps
     waited: float  #: seconds of these in which computing waited for weights
     bytes_read: int  #: by these
-    rate: float  #: bytes per second that storage gives at best
     peak_weights: int  #: bytes
     peak_process: int  #: bytes in CPU memory, of the whole process
 
-    @property
-    def count(self) -> int:
-        """New tokens of all sequences."""
-        return len(self.tokens) * (1 + self.steps)
+    def document(self, rate: float, joules: float | None) -> dict[str, Any]:
+        """Returns it for programs, beside two bounds: if reading were all, and if computing never waited for it.
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all sequences; None when there was one token alone."""
-        return self._each_second(self.seconds)
+        What one token alone does not have, or what is not known, is None: tokens per second, of all sequences; a bound
+        where nothing was read; the share of the lower bound.
 
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes that were read for one token of each sequence."""
-        return self.bytes_read / self.steps if self.steps else 0.0
+        Args:
+            rate: bytes per second that storage gives at best.
+            joules: of the machine meanwhile.
+        """
+        made = len(self.tokens) * self.steps
 
-    @property
-    def rate_reached(self) -> float:
-        """Bytes per second."""
-        return self.bytes_read / self.seconds if self.steps else 0.0
+        def each_second(seconds: float) -> float | None:
+            return made / seconds if made and seconds > 0 else None
 
-    @property
-    def reading_bound(self) -> float | None:
-        """Tokens per second if reading were all; None when nothing was read."""
-        return self._each_second(self.bytes_read / self.rate)
-
-    @property
-    def computing_bound(self) -> float | None:
-        """Tokens per second if computing never waited for weights."""
-        return self._each_second(self.seconds - self.waited)
-
-    @property
-    def share(self) -> float | None:
-        """What was reached of the lower of the two bounds."""
-        bounds = [bound for bound in (self.reading_bound, self.computing_bound) if bound is not None]
-        reached = self.tokens_per_second
-        return reached / min(bounds) if reached is not None and bounds else None
-
-    def _each_second(self, seconds: float) -> float | None:
-        return len(self.tokens) * self.steps / seconds if self.steps and seconds > 0 else None
+        speed, reading, computing = map(each_second, (self.seconds, self.bytes_read / rate, self.seconds - self.waited))
+        bounds = [bound for bound in (reading, computing) if bound is not None]
+        return {
+            **asdict(self),
+            "rate": rate,
+            "tokens_per_second": speed,
+            "bytes_per_step": self.bytes_read / self.steps if self.steps else 0.0,
+            "rate_reached": self.bytes_read / self.seconds if self.steps else 0.0,
+            "reading_bound": reading,
+            "computing_bound": computing,
+            "share_of_bound": speed / min(bounds) if speed is not None and bounds else None,
+            "joules_per_1000_tokens": None if joules is None else 1000 * joules / (len(self.tokens) + made),
+        }
 
 
 class _Watch:
@@ -74,21 +62,14 @@ class _Watch:
     def __init__(self, model: Any, on_token: Callable[[list[int]], object]) -> None:
         self._model, self._on_token = model, on_token
         self._prompt_is_over = False
-        self.count = 0
-        self.first = self.last = 0.0
-        self.at_first: WindowStats = model.stats()
-        self.at_last = self.at_first
+        self.seen: list[tuple[float, WindowStats]] = []  # at each token
 
     def put(self, value: torch.Tensor) -> None:
         """Gets the prompt, and then one token of each sequence at a time."""
-        if not self._prompt_is_over:
-            self._prompt_is_over = True
-            return
-        self.last, self.at_last = time.perf_counter(), self._model.stats()
-        if not self.count:
-            self.first, self.at_first = self.last, self.at_last
-        self.count += 1
-        self._on_token(value.reshape(-1).tolist())
+        if self._prompt_is_over:
+            self.seen.append((time.perf_counter(), self._model.stats()))
+            self._on_token(value.reshape(-1).tolist())
+        self._prompt_is_over = True
 
     def end(self) -> None:
         """Nothing is left to do at the end."""
@@ -107,7 +88,6 @@ def generate(
     batch: int,
     new_tokens: int,
     *,
-    rate: float,
     sample: bool = False,
     on_token: Callable[[list[int]], object] = lambda _: None,
 ) -> Reached:
@@ -118,7 +98,6 @@ def generate(
         prompt: ids of tokens, at least one.
         batch: sequences.
         new_tokens: the most of them for each sequence.
-        rate: bytes per second that the model's storage gives.
         sample: draw tokens at random, as the generation's configuration says, instead of taking the likeliest.
         on_token: called with one token of each sequence as soon as it is known.
 
@@ -141,14 +120,14 @@ def generate(
         pad_token_id=(end[0] if isinstance(end, list) else end) or 0,
         streamer=watch,
     )
+    (first, before), (last, after) = watch.seen[0], watch.seen[-1]
     return Reached(
         tokens=found[:, len(prompt) :].tolist(),
-        first_token=watch.first - begin,
-        steps=watch.count - 1,
-        seconds=watch.last - watch.first,
-        waited=watch.at_last.seconds_waited - watch.at_first.seconds_waited,
-        bytes_read=watch.at_last.bytes_read - watch.at_first.bytes_read,
-        rate=rate,
-        peak_weights=model.stats().peak_bytes,
+        first_token=first - begin,
+        steps=len(watch.seen) - 1,
+        seconds=last - first,
+        waited=after.seconds_waited - before.seconds_waited,
+        bytes_read=after.bytes_read - before.bytes_read,
+        peak_weights=after.peak_bytes,
         peak_process=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )

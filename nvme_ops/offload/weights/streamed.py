@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -190,6 +189,21 @@ def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return found
 
 
+def places_of(
+    model: torch.nn.Module,
+) -> tuple[dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]], dict[Source, int]]:
+    """Returns where stored tensors are, in order, and the number of experts of those of which some are used alone."""
+    sliced: dict[Source, int] = {}
+    stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = {}
+    for module in model.modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if (found := stored_in(value)) is not None:
+                stored.setdefault(found.source, []).append((module, name, found))
+                if found.dim() == 3 and not found._steps and not isinstance(module, torch.nn.modules.conv._ConvNd):
+                    sliced[found.source] = found.shape[0]
+    return stored, sliced
+
+
 def stream(
     model: torch.nn.Module,
     weights: Weights,
@@ -205,15 +219,7 @@ def stream(
     take no gradient. Without ``training`` the model is set to eval mode. Raises ValueError for a budget that is too
     small.
     """
-    sliced: dict[Source, int] = {}
-    stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = OrderedDict()
-    for module in model.modules():
-        for name, value in [*module._parameters.items(), *module._buffers.items()]:
-            if (found := stored_in(value)) is not None:
-                stored.setdefault(found.source, []).append((module, name, found))
-                # weights of experts, of which some are used: not those of a convolution
-                if found.dim() == 3 and not found._steps and not isinstance(module, torch.nn.modules.conv._ConvNd):
-                    sliced[found.source] = found.shape[0]
+    stored, sliced = places_of(model)
     others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
     whole = [source for source in stored if source not in sliced]
     buffers = [source for source in whole if any(name in module._buffers for module, name, _ in stored[source])]
