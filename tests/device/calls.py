@@ -14,26 +14,15 @@ from nvme_ops import aio_handle
 Call = Callable[[aio_handle, torch.Tensor, Path, int], object]
 
 
-def _file_pwrite(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
-    path.touch()
-    with nvme_ops.open(path, "r+", handle=handle) as file:
-        assert file.pwrite(tensor, offset) == tensor.nbytes
+def _of_file(method: str, mode: str) -> Call:
+    def call(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+        if mode == "r+":
+            path.touch()
+        with nvme_ops.open(path, mode, handle=handle) as file:  # type: ignore[arg-type]
+            moved = getattr(file, method)(tensor, offset)
+            assert (moved if isinstance(moved, int) else moved.result()) == tensor.nbytes
 
-
-def _file_pwrite_async(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
-    path.touch()
-    with nvme_ops.open(path, "r+", handle=handle) as file:
-        assert file.pwrite_async(tensor, offset).result() == tensor.nbytes
-
-
-def _file_pread(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
-    with nvme_ops.open(path, handle=handle) as file:
-        assert file.pread(tensor, offset) == tensor.nbytes
-
-
-def _file_pread_async(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
-    with nvme_ops.open(path, handle=handle) as file:
-        assert file.pread_async(tensor, offset).result() == tensor.nbytes
+    return call
 
 
 WRITES: dict[str, Call] = {
@@ -45,8 +34,8 @@ WRITES: dict[str, Call] = {
     "async_pwrite": lambda h, t, path, at: (h.async_pwrite(t, path, at), h.wait()),
     "submit_pwrite": lambda h, t, path, at: h.submit_pwrite(t, path, at).result(),
     "submit_pwritev": lambda h, t, path, at: h.submit_pwritev([t], path, [at]).result(),
-    "File.pwrite": _file_pwrite,
-    "File.pwrite_async": _file_pwrite_async,
+    "File.pwrite": _of_file("pwrite", "r+"),
+    "File.pwrite_async": _of_file("pwrite_async", "r+"),
 }
 READS: dict[str, Call] = {
     "read": lambda h, t, path, at: h.read(t, path, file_offset=at),
@@ -57,11 +46,9 @@ READS: dict[str, Call] = {
     "async_pread": lambda h, t, path, at: (h.async_pread(t, path, at), h.wait()),
     "submit_pread": lambda h, t, path, at: h.submit_pread(t, path, at).result(),
     "submit_preadv": lambda h, t, path, at: h.submit_preadv([t], path, [at]).result(),
-    "File.pread": _file_pread,
-    "File.pread_async": _file_pread_async,
+    "File.pread": _of_file("pread", "r"),
+    "File.pread_async": _of_file("pread_async", "r"),
 }
-each_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-each_read = pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 both_ways = pytest.mark.parametrize("ways", [WRITES, READS], ids=["write", "read"])
 
 # What a tensor of 600 x 500 elements can be written as.

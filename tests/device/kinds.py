@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,79 @@ def whole_pages(offset: int, size: int) -> int:
     return max(0, (offset + size) // PAGE * PAGE - first)
 
 
-class Simulated:
-    """``aio_handle`` and the simulated device."""
+class Device:
+    """What the contract asks of every kind; where one has nothing to do, this does nothing."""
 
     #: What ``empty`` holds.
     unwritten = PrivateDevice.unwritten
     #: Bytes that are moved at once, and of a tensor that is several of them and a little more.
     chunk, odd = CHUNK, 2 * CHUNK + 5
+    count: int
     #: Makes ``handle`` and ``tensor(data)`` in a program of its own.
+    program: str
+    #: A device, data on it, new memory on it, and the bytes that a tensor has at this moment.
+    device: Callable[..., torch.device]
+    tensor: Callable[..., torch.Tensor]
+    empty: Callable[..., torch.Tensor]
+    peek: Callable[[torch.Tensor], torch.Tensor]
+    #: What is allocated on the device.
+    memory: Callable[[], int]
+
+    def handle(self, lanes: int = 1) -> aio_handle:
+        """A handle of this kind."""
+        raise NotImplementedError
+
+    def on(self, default_stream: bool = False, index: int = 0) -> contextlib.AbstractContextManager[Any]:
+        """Makes a device and its default stream, or a new one, this thread's."""
+        raise NotImplementedError
+
+    def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes another device this thread's, with streams that are not the default ones."""
+        raise NotImplementedError
+
+    def current(self) -> Any:
+        """This thread's device and streams."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Waits for what is queued on the stream."""
+
+    def settle(self) -> None:
+        """Waits for what was queued to prepare the test."""
+
+    def keep_busy(self) -> None:
+        """Has the current stream do for a while what it is to do before the next; one that waits to be asked does."""
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """For operations on tensors."""
+        return contextlib.nullcontext()
+
+    def require_pending(self, stream: Any) -> None:
+        """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
+
+    def require_errno(self, error: OSError, expected: int) -> None:
+        """Fails where a failure to write has another errno."""
+        assert error.errno == expected
+
+    def require_pages(self, *ranges: tuple[int, int]) -> None:
+        """Fails where cuFile has moved anything but the whole pages of these ranges of files."""
+
+    def require_only(self, tensor: torch.Tensor) -> None:
+        """Fails where cuFile has touched other memory."""
+
+    def require_registered(self, count: int, size: int) -> None:
+        """Fails unless so many pieces of memory, of so many bytes in all, are pinned."""
+
+    def require_code_for_pinned_twice(self, code: int | None) -> None:
+        """Fails where cuFile would answer otherwise when it is to take memory that it has already."""
+        assert code is None or code > 5000
+
+    def require_route(self, handle: aio_handle) -> None:
+        """Fails where the handle's last transfer did not go through what this kind is about."""
+
+
+class Simulated(Device):
+    """``aio_handle`` and the simulated device, which computes on the host and waits until somebody asks."""
+
     program = (
         "from nvme_ops import aio_handle\n"
         "from tests.private_device import private_device\n"
@@ -61,47 +126,26 @@ class Simulated:
         self.simulated = simulated
         self.count = simulated.count
         self.device, self.tensor, self.empty = simulated.device, simulated.tensor, simulated.empty
-        self.peek = simulated.peek
+        self.peek, self.computing = simulated.peek, simulated.computing  # type: ignore[method-assign]
+        self.synchronize = simulated.synchronize  # type: ignore[method-assign]
+        self.memory = lambda: int(simulated.statistics().device_blocks)
 
     def handle(self, lanes: int = 1) -> aio_handle:
-        """A handle of this kind."""
         return aio_handle(intra_op_parallelism=lanes)
 
     def on(self, default_stream: bool = False, index: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """Makes a device and its default stream, or a new one, this thread's."""
         return self.simulated.on(0 if default_stream else None, index)
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Makes another device this thread's, with streams that are not the default ones."""
         with self.simulated.on(index=1) as stream, self.simulated.on(2), self.simulated.on(stream, 1):
             yield
 
     def current(self) -> Any:
-        """This thread's device and streams."""
         return self.simulated.current_device(), [self.simulated.stream(index) for index in range(self.count)]
 
-    def synchronize(self, stream: Any) -> None:
-        """Waits for what is queued on the stream."""
-        self.simulated.synchronize(stream)
-
-    def settle(self) -> None:
-        """Waits for what was queued to prepare the test; here it is done."""
-
-    def keep_busy(self) -> None:
-        """Has the current stream do for a while what it is to do before the next; here it waits until somebody asks."""
-
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """For operations on tensors: they are computed on the host."""
-        return self.simulated.computing()
-
     def require_pending(self, stream: Any) -> None:
-        """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
         assert not self.simulated.idle(stream)
-
-    def memory(self) -> int:
-        """What is allocated on the device."""
-        return int(self.simulated.statistics().device_blocks)
 
     def held(self) -> contextlib.AbstractContextManager[Any]:
         """Holds up reads until the end of the block."""
@@ -110,19 +154,6 @@ class Simulated:
     def wait_for_held_up(self) -> None:
         """Waits until a read is held up."""
         self.simulated.wait_for_held_up()
-
-    def require_errno(self, error: OSError, expected: int) -> None:
-        """Fails where a failure to write has another errno."""
-        assert error.errno == expected
-
-    def require_pages(self, offset: int, size: int) -> None:
-        """Fails where cuFile has moved anything but the whole pages of this range of a file."""
-
-    def require_only(self, tensor: torch.Tensor) -> None:
-        """Fails where cuFile has touched other memory."""
-
-    def require_route(self, handle: aio_handle) -> None:
-        """Fails where the handle's last transfer did not go through what this kind is about."""
 
 
 class SimulatedCuFile(Simulated):
@@ -143,20 +174,18 @@ class SimulatedCuFile(Simulated):
     def wait_for_held_up(self) -> None:
         self.cufile.wait_for_held_up(Function.READ)
 
-    def require_pages(self, offset: int, size: int) -> None:
+    def require_pages(self, *ranges: tuple[int, int]) -> None:
         now = self.cufile.statistics()
-        assert now.bytes_read + now.bytes_written == whole_pages(offset, size)
+        assert now.bytes_read + now.bytes_written == sum(whole_pages(*each) for each in ranges)
 
     def require_only(self, tensor: torch.Tensor) -> None:
         assert self.cufile.touched_only(tensor)
 
     def require_registered(self, count: int, size: int) -> None:
-        """Fails unless so many pieces of memory, of so many bytes in all, are pinned."""
         now = self.cufile.statistics()
         assert (now.memories, now.memory_bytes) == (count, size)
 
     def require_code_for_pinned_twice(self, code: int | None) -> None:
-        """Fails where cuFile would answer otherwise when it is to take memory that it has already."""
         assert code == ALREADY_PINNED
 
     def require_route(self, handle: aio_handle) -> None:
@@ -175,41 +204,36 @@ class SimulatedCuFileOff(SimulatedCuFile):
         assert self.cufile.calls(Function.REGISTER_MEMORY) == 0
 
     def require_code_for_pinned_twice(self, code: int | None) -> None:
-        assert code is None or code > 5000
+        Device.require_code_for_pinned_twice(self, code)
 
     def require_route(self, handle: aio_handle) -> None:
         assert isinstance(handle, gds_handle)
         assert handle.last_path == "bounce"
 
 
-class Gpu:
-    """A real GPU and one kind of handle; the methods are those of ``Simulated``."""
+class Gpu(Device):
+    """A real GPU and one kind of handle."""
 
-    unwritten = PrivateDevice.unwritten
-    chunk, odd = CHUNK, ODD  # what gds_handle compares its ways with
+    odd = ODD  # what gds_handle compares its ways with
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind, self.folder = kind, folder
         self.count = torch.cuda.device_count()
-        self.device, self.keep_busy, self.settle = gpu, keep_busy, torch.cuda.synchronize
-        self.memory = torch.cuda.memory_allocated
+        self.device, self.memory = gpu, torch.cuda.memory_allocated
+        self.keep_busy, self.settle = keep_busy, torch.cuda.synchronize  # type: ignore[method-assign]
+        self.tensor = lambda data, index=0: data.to(gpu(index))
+        self.peek = lambda tensor: tensor.detach().cpu().view(-1).view(torch.uint8)
+        self.empty = self._empty
         self.program = f"import nvme_ops\ntensor, handle = (lambda data: data.to('cuda')), nvme_ops.{kind.name}()\n"
+
+    def _empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
+        return empty(math.prod(size) * dtype.itemsize, index).fill_(self.unwritten).view(dtype).view(size)
 
     def handle(self, lanes: int = 1) -> aio_handle:
         handle = self.kind.make(intra_op_parallelism=lanes)
         if self.kind is GDS:
             prime(handle, self.folder)
         return handle
-
-    def tensor(self, data: torch.Tensor, index: int = 0) -> torch.Tensor:
-        return data.to(gpu(index))
-
-    def empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
-        return empty(math.prod(size) * dtype.itemsize, index).fill_(self.unwritten).view(dtype).view(size)
-
-    @staticmethod
-    def peek(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu().view(-1).view(torch.uint8)
 
     @contextlib.contextmanager
     def on(self, default_stream: bool = False, index: int = 0) -> Iterator[torch.cuda.Stream]:
@@ -220,39 +244,19 @@ class Gpu:
     def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
         return self.on(index=self.count - 1)
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
     def current(self) -> Any:
         return torch.cuda.current_device(), [torch.cuda.current_stream(index) for index in range(self.count)]
 
     def synchronize(self, stream: Any) -> None:
         stream.synchronize()
 
-    def require_pending(self, stream: Any) -> None:
-        pass
-
     def require_errno(self, error: OSError, expected: int) -> None:
         assert self.kind is GDS or error.errno == expected  # cuFile may tell it in its own way
-
-    def require_pages(self, offset: int, size: int) -> None:
-        pass
-
-    def require_only(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def require_registered(self, count: int, size: int) -> None:
-        pass
-
-    def require_code_for_pinned_twice(self, code: int | None) -> None:
-        assert code is None or code > 5000
 
     def require_route(self, handle: aio_handle) -> None:
         if self.kind is not GDS and isinstance(handle, gds_handle):
             assert handle.last_path == "bounce"
 
-
-Device = Simulated | Gpu
 
 GPUS = [pytest.param(name, marks=on_a_gpu) for name in KINDS]
 

@@ -8,28 +8,41 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import MIB, contents, store
-from tests.device.calls import Call, each_read, each_write
+from tests.device.calls import READS, WRITES
 from tests.device.kinds import PAGE, Device, largest_file, sample, still_works
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 
-@each_read
-def test_a_file_that_is_too_short_or_missing(device: Device, folder: Path, read: Call) -> None:
-    for lanes in (1, 3):
-        handle, there = device.handle(lanes), device.empty(device.odd)
-        path = store(folder / "file", sample(device.odd))
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_file_that_is_too_short_missing_or_none(device: Device, folder: Path, lanes: int) -> None:
+    handle, there, path = device.handle(lanes), device.empty(device.odd), store(folder / "file", sample(device.odd))
+    os.mkfifo(folder / "pipe")
+    reading, writing = os.pipe()
+    for name, read in READS.items():
         with pytest.raises(EOFError, match=f"{path.name}.*{device.odd}"):
             read(handle, there, path, 1)
-        device.require_pages(0, 0)
-        assert device.peek(there).eq(device.unwritten).all()
         with pytest.raises(FileNotFoundError) as caught:
             read(handle, there, folder / "missing", 0)
-        assert str(caught.value.filename) == str(folder / "missing")
+        assert str(caught.value.filename) == str(folder / "missing"), name
         del caught
+    with pytest.raises(IsADirectoryError):
+        handle.read(there, folder)
+    for pipe in (folder / "pipe", reading):
+        with pytest.raises(OSError, match="neither a regular file nor a block device"):
+            handle.read(there, pipe)
+    os.close(reading)
+    os.close(writing)
+    with pytest.raises(OSError, match="descriptor 999"):
+        handle.read(there, 999)
+    for offset in (-1, 2**63 - 1, 2**64):
+        with pytest.raises(ValueError, match="file_offset"):
+            handle.write(device.tensor(sample(device.odd, 1)), path, file_offset=offset)
+    device.require_pages()
+    assert device.peek(there).eq(device.unwritten).all()
+    assert contents(path).equal(sample(device.odd))
     still_works(device, handle, folder)
 
 
@@ -41,25 +54,25 @@ def test_a_file_that_is_cut_under_a_read(device: Device, folder: Path) -> None:
     os.truncate(path, device.odd)
     error = future.exception()
     if error is None:
-        assert torch.equal(device.peek(back), data)
+        assert device.peek(back).equal(data)
     else:
         assert isinstance(error, EOFError)
         assert str(path) in str(error)
     still_works(device, handle, folder)
 
 
-@each_write
-def test_a_file_that_may_not_grow(device: Device, folder: Path, write: Call) -> None:
+@pytest.mark.parametrize("write", WRITES)
+def test_a_file_that_may_not_grow(device: Device, folder: Path, write: str) -> None:
     """RLIMIT_FSIZE also holds inside of a longer file, so writes fail in the middle of a transfer."""
-    chunks = 12 if "async" in str(write) else 3
+    chunks = 12 if "async" in write else 3
     size, limit = chunks * device.chunk + 3, device.chunk + PAGE
     path, sent, handle = store(folder / "file", sample(size, 1)), device.tensor(sample(size)), device.handle()
     with largest_file(limit), pytest.raises(OSError) as caught:  # noqa: PT011  (cuFile may tell it in its own way)
-        write(handle, sent, path, 0)
+        WRITES[write](handle, sent, path, 0)
     device.require_errno(caught.value, errno.EFBIG)
     assert caught.value.filename == str(path)
     del caught
-    assert torch.equal(contents(path)[limit:], sample(size, 1)[limit:])
+    assert contents(path)[limit:].equal(sample(size, 1)[limit:])
     still_works(device, handle, folder)
 
 
@@ -78,29 +91,3 @@ def test_a_full_disk(device: Device, place: Path) -> None:
     del caught
     (place / "file").unlink()
     still_works(device, handle, place)
-
-
-@pytest.mark.parametrize("offset", [-1, 2**63 - 1, 2**64])
-def test_an_offset_that_no_file_has(device: Device, folder: Path, offset: int) -> None:
-    handle, path = device.handle(), store(folder / "file", sample(device.odd))
-    with pytest.raises(ValueError, match="file_offset"):
-        handle.write(device.tensor(sample(device.odd, 1)), path, file_offset=offset)
-    device.require_pages(0, 0)
-    assert torch.equal(contents(path), sample(device.odd))
-
-
-def test_a_file_that_is_no_file(device: Device, folder: Path) -> None:
-    handle, there = device.handle(), device.empty(device.odd)
-    os.mkfifo(folder / "pipe")
-    reading, writing = os.pipe()
-    with pytest.raises(IsADirectoryError):
-        handle.read(there, folder)
-    for pipe in (folder / "pipe", reading):
-        with pytest.raises(OSError, match="neither a regular file nor a block device"):
-            handle.read(there, pipe)
-    os.close(reading)
-    os.close(writing)
-    with pytest.raises(OSError, match="descriptor 999"):
-        handle.read(there, 999)
-    device.require_pages(0, 0)
-    still_works(device, handle, folder)

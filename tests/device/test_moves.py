@@ -10,7 +10,7 @@ import torch
 
 import nvme_ops
 from tests.conftest import MIB, contents, store
-from tests.device.calls import VIEWS, Call, each_read
+from tests.device.calls import READS, VIEWS
 from tests.device.kinds import PAGE, Device, sample
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
@@ -18,49 +18,42 @@ pytest_plugins = ("tests.fake_cufile.fixtures",)
 # Chunks and bytes more, an offset, and lanes; the last size needs every slot, one of them twice.
 SIZES = [(0, 0), (0, 1), (0, PAGE - 1), (0, PAGE), (0, PAGE + 1), (1, -1), (1, 0), (1, 1), (8, MIB + 3)]
 OFFSETS = [0, 1, PAGE - 1, PAGE, 12345]
-TRANSFERS = [(*size, OFFSETS[(number + more) % 5], 1 + 2 * ((number + more) % 2))
-             for number, size in enumerate(SIZES) for more in range(0, 5, 2)]  # fmt: skip
 DTYPES = [torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 DTYPES += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
 
-each_lanes = pytest.mark.parametrize("lanes", [1, 3])
 
-
-@pytest.mark.parametrize(("chunks", "more", "offset", "lanes"), TRANSFERS)
-def test_round_trip(device: Device, folder: Path, chunks: int, more: int, offset: int, lanes: int) -> None:
-    size, before = chunks * device.chunk + more, sample(offset + 10, 1)
-    handle, path, data, back = device.handle(lanes), store(folder / "file", before), sample(size), device.empty(size)
-    handle.sync_pwrite(device.tensor(data), path, offset)
-    assert torch.equal(contents(path), torch.cat([before[:offset], data, before[offset + size :]]))
-    device.require_pages(offset, size)
-    handle.sync_pread(back, path, offset)
-    assert torch.equal(device.peek(back), data)
-
-
-def test_a_write_without_offset_makes_the_whole_file(device: Device, folder: Path) -> None:
-    path, data = store(folder / "file", sample(3 * device.odd, 1)), sample(device.odd)
-    device.handle().write(device.tensor(data), path)
-    assert torch.equal(contents(path), data)
+@pytest.mark.parametrize(("number", "size"), enumerate(SIZES))
+def test_round_trip(device: Device, folder: Path, number: int, size: tuple[int, int]) -> None:
+    bytes_, pages = size[0] * device.chunk + size[1], []
+    for more in range(0, 5, 2):
+        offset, lanes = OFFSETS[(number + more) % 5], 1 + 2 * ((number + more) % 2)
+        before, data, back = sample(offset + 10, 1), sample(bytes_), device.empty(bytes_)
+        handle, path = device.handle(lanes), store(folder / "file", before)
+        handle.sync_pwrite(device.tensor(data), path, offset)
+        assert torch.equal(contents(path), torch.cat([before[:offset], data, before[offset + bytes_ :]])), offset
+        handle.sync_pread(back, path, offset)
+        assert torch.equal(device.peek(back), data), offset
+        pages += [(offset, bytes_)] * 2
+    device.require_pages(*pages)
 
 
 # What tensors can be
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(device: Device, folder: Path, dtype: torch.dtype) -> None:
-    handle, path, data = device.handle(), folder / "file", sample(16 * 12345)
-    data = data % 2 if dtype == torch.bool else data
-    sent = device.tensor(data.view(dtype).view(3, 5, -1))
-    handle.write(sent, path)
-    assert torch.equal(contents(path), data)
-    back = torch.empty_like(sent)
-    handle.read(back, path)
-    assert torch.equal(device.peek(back), data)
-    assert back.dtype == dtype
+def test_dtypes(device: Device, folder: Path) -> None:
+    handle, path = device.handle(), store(folder / "file", sample(2 * 16 * 12345, 1))
+    for dtype in DTYPES:
+        data = sample(16 * 12345) % 2 if dtype == torch.bool else sample(16 * 12345)
+        sent = device.tensor(data.view(dtype).view(3, 5, -1))
+        handle.write(sent, path)
+        assert torch.equal(contents(path), data), dtype  # the whole file
+        back = torch.empty_like(sent)
+        handle.read(back, path)
+        assert torch.equal(device.peek(back), data), dtype
     device.require_route(handle)
 
 
-@each_lanes
+@pytest.mark.parametrize("lanes", [1, 3])
 def test_views(device: Device, folder: Path, lanes: int) -> None:
     handle, path, data = device.handle(lanes), folder / "file", sample(4 * 600 * 500).view(torch.float32).view(600, 500)
     there = device.tensor(data)
@@ -70,11 +63,15 @@ def test_views(device: Device, folder: Path, lanes: int) -> None:
     device.require_route(handle)
 
 
-@each_lanes
+@pytest.mark.parametrize("lanes", [1, 3])
 def test_a_view_is_filled_and_nothing_around_it(device: Device, folder: Path, lanes: int) -> None:
     path, whole = store(folder / "file", sample(device.odd)), device.empty(device.odd + 200)
+    gaps, handle = device.empty(200, 200).t(), device.handle(lanes)
+    with pytest.raises(ValueError, match="buffer must be contiguous"):
+        handle.read(gaps, path)
+    assert device.peek(gaps.t()).eq(device.unwritten).all()
     part = whole[99 : 99 + device.odd]
-    device.handle(lanes).sync_pread(part, path)
+    handle.sync_pread(part, path)
     device.require_only(part)
     there = device.peek(whole)
     assert torch.equal(there[99:-101], sample(device.odd))
@@ -82,35 +79,23 @@ def test_a_view_is_filled_and_nothing_around_it(device: Device, folder: Path, la
     assert there[-101:].eq(device.unwritten).all()
 
 
-def test_a_destination_with_gaps_is_refused(device: Device, folder: Path) -> None:
-    path, gaps = store(folder / "file", sample(40_000)), device.empty(200, 200).t()
-    with pytest.raises(ValueError, match="buffer must be contiguous"):
-        device.handle().read(gaps, path)
-    assert device.peek(gaps.t()).eq(device.unwritten).all()
-    device.require_pages(0, 0)
-
-
-@each_read
-def test_autograd_sees_a_read(device: Device, folder: Path, read: Call) -> None:
-    path, parameter = store(folder / "file", sample(8192)), torch.nn.Parameter(device.empty(2048, dtype=torch.float32))
-    before = parameter._version
-    read(device.handle(), parameter, path, 0)
-    assert parameter._version > before
-    assert parameter.requires_grad
-    assert parameter.is_leaf
-    assert torch.equal(device.peek(parameter), sample(8192))
-
-
-@each_read
-def test_inference_mode(device: Device, folder: Path, read: Call) -> None:
-    path, usual = store(folder / "file", sample(device.odd)), device.empty(device.odd)
-    with torch.inference_mode():
-        made_here, filled_outside = device.empty(device.odd), device.empty(device.odd)
-        device.handle().write(device.tensor(sample(device.odd)), folder / "other", True)
-        for there in (made_here, usual):
-            read(device.handle(), there, path, 0)
-    read(device.handle(), filled_outside, folder / "other", 0)
-    assert all(torch.equal(device.peek(each), sample(device.odd)) for each in (made_here, usual, filled_outside))
+def test_autograd_and_inference_mode(device: Device, folder: Path) -> None:
+    handle, path = device.handle(), store(folder / "file", sample(8192))
+    for name, read in READS.items():
+        parameter = torch.nn.Parameter(device.empty(2048, dtype=torch.float32))
+        before = parameter._version
+        read(handle, parameter, path, 0)
+        assert parameter._version > before, name
+        assert parameter.requires_grad
+        assert torch.equal(device.peek(parameter), sample(8192)), name
+        usual = device.empty(8192)
+        with torch.inference_mode():
+            made_here, filled_outside = device.empty(8192), device.empty(8192)
+            handle.write(device.tensor(sample(8192)), folder / "other", True)
+            for there in (made_here, usual):
+                read(handle, there, path, 0)
+        read(handle, filled_outside, folder / "other", 0)
+        assert all(torch.equal(device.peek(each), sample(8192)) for each in (made_here, usual, filled_outside)), name
 
 
 # What files can be

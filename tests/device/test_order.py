@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import MIB, contents, pattern, run_python, store
-from tests.device.calls import Call, both_ways, each_read, each_write
+from tests.device.calls import READS, WRITES, Call, both_ways
 from tests.device.kinds import Device, Simulated, in_own_process, on_doubles, sample
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
@@ -21,50 +21,41 @@ each_stream = pytest.mark.parametrize(
 
 
 @each_stream
-@each_write
-def test_a_write_comes_after_what_is_queued(
-    device: Device, folder: Path, write: Call, default_stream: bool, lanes: int
-) -> None:
-    handle, path, data = device.handle(lanes), folder / "file", sample(device.odd)
-    new, there = device.tensor(data), device.empty(device.odd)
-    device.settle()
-    with device.on(default_stream) as stream:
-        device.keep_busy()
-        there.copy_(new, non_blocking=True)
-        device.require_pending(stream)
-        write(handle, there, path, 1)
-    assert torch.equal(contents(path)[1:], data)
+def test_a_write_comes_after_what_is_queued(device: Device, folder: Path, default_stream: bool, lanes: int) -> None:
+    handle = device.handle(lanes)
+    for seed, (name, write) in enumerate(WRITES.items()):
+        data, path, there = sample(device.odd, seed), folder / name, device.empty(device.odd)
+        new = device.tensor(data)
+        device.settle()
+        with device.on(default_stream) as stream:
+            device.keep_busy()
+            there.copy_(new, non_blocking=True)
+            device.require_pending(stream)
+            write(handle, there, path, 1)
+        assert torch.equal(contents(path)[1:], data), name
 
 
 @each_stream
-@each_read
-def test_a_read_comes_after_what_is_queued(
-    device: Device, folder: Path, read: Call, default_stream: bool, lanes: int
-) -> None:
-    handle, path = device.handle(lanes), store(folder / "file", sample(device.odd))
-    there, saved = device.tensor(sample(device.odd, 1)), device.empty(device.odd)
-    device.settle()
-    with device.on(default_stream) as stream:
-        device.keep_busy()
-        saved.copy_(there, non_blocking=True)  # still to see what stood there before
-        device.require_pending(stream)
-        read(handle, there, path, 0)
-        assert torch.equal(device.peek(there), sample(device.odd))
-        device.synchronize(stream)
-    assert torch.equal(device.peek(saved), sample(device.odd, 1))
-
-
-@each_read
-def test_data_read_are_there_for_every_stream(device: Device, folder: Path, read: Call) -> None:
-    handle, path, there = device.handle(), store(folder / "file", sample(device.odd)), device.empty(device.odd)
-    copies = [device.empty(device.odd) for _ in range(2)]
-    device.settle()
-    read(handle, there, path, 0)
-    for default_stream, copy in zip((True, False), copies, strict=True):
+def test_a_read_comes_after_what_is_queued(device: Device, folder: Path, default_stream: bool, lanes: int) -> None:
+    """And its bytes are there for every stream."""
+    handle = device.handle(lanes)
+    for seed, (name, read) in enumerate(READS.items()):
+        data, before = sample(device.odd, seed), sample(device.odd, seed + 1)
+        path, there, saved = store(folder / "file", data), device.tensor(before), device.empty(device.odd)
+        device.settle()
         with device.on(default_stream) as stream:
-            copy.copy_(there, non_blocking=True)
+            device.keep_busy()
+            saved.copy_(there, non_blocking=True)  # still to see what stood there before
+            device.require_pending(stream)
+            read(handle, there, path, 0)
+            assert torch.equal(device.peek(there), data), name
             device.synchronize(stream)
-        assert torch.equal(device.peek(copy), sample(device.odd))
+        assert torch.equal(device.peek(saved), before), name
+        for other in (True, False):
+            with device.on(other) as stream:
+                saved.copy_(there, non_blocking=True)
+                device.synchronize(stream)
+            assert torch.equal(device.peek(saved), data), name
 
 
 def test_the_queue_at_the_call_counts(device: Device, folder: Path) -> None:
@@ -100,8 +91,7 @@ def test_the_callers_stream_and_device_stay(device: Device, folder: Path, ways: 
 @on_doubles
 def test_done_comes_no_earlier_than_the_data(device: Simulated, folder: Path) -> None:
     path, there = store(folder / "file", sample(device.odd)), device.empty(device.odd)
-    handle, called = device.handle(), threading.Event()
-    seen: list[bool] = []
+    handle, called, seen = device.handle(), threading.Event(), list[bool]()
 
     def look(_: object) -> None:
         seen.append(torch.equal(device.peek(there), sample(device.odd)))
@@ -121,12 +111,9 @@ def test_done_comes_no_earlier_than_the_data(device: Simulated, folder: Path) ->
 
 def test_a_callback_and_asyncio(device: Device, folder: Path) -> None:
     handle, path, data = device.handle(2), folder / "file", sample(device.odd)
-    there, back = device.tensor(data), device.empty(device.odd)
-    called = threading.Event()
-    future = handle.submit_pwrite(there, path)
-    future.add_done_callback(lambda _: called.set())
+    there, back, called = device.tensor(data), device.empty(device.odd), threading.Event()
+    handle.submit_pwrite(there, path).add_done_callback(lambda _: called.set())
     assert called.wait(60)
-    assert future.result() == device.odd
 
     async def read() -> int:
         return int(await handle.submit_pread(back, path))
@@ -138,25 +125,18 @@ def test_a_callback_and_asyncio(device: Device, folder: Path) -> None:
 # Lifetimes
 
 
-def test_memory_freed_while_a_transfer_uses_it(device: Device, folder: Path) -> None:
+def test_a_dropped_handle_finishes_with_memory_that_was_freed(device: Device, folder: Path) -> None:
     """A tensor's memory must not be given to the next one before the transfer has ended."""
-    handle, futures = device.handle(), []
+    handle, futures = device.handle(2), []
     for number in range(8):
         there = device.tensor(sample(device.odd, number))
         futures.append(handle.submit_pwrite(there, folder / f"file{number}"))
         del there
         device.empty(device.odd)
+    del handle
+    assert all(future.done() for future in futures)
     for number, future in enumerate(futures):
         assert future.result() == device.odd
-        assert torch.equal(contents(folder / f"file{number}"), sample(device.odd, number))
-
-
-def test_a_dropped_handle_finishes(device: Device, folder: Path) -> None:
-    handle, sent = device.handle(2), [device.tensor(sample(device.odd, number)) for number in range(3)]
-    futures = [handle.submit_pwrite(sent[number], folder / f"file{number}") for number in range(3)]
-    del handle, sent
-    assert all(future.done() for future in futures)
-    for number in range(3):
         assert torch.equal(contents(folder / f"file{number}"), sample(device.odd, number))
 
 
@@ -173,5 +153,4 @@ for name in sys.argv[1:]:
 def test_the_interpreter_ends_with_work_pending(device: Device, folder: Path) -> None:
     names = [folder / "one", folder / "two"]
     run_python(device.program + PROGRAM, *names)
-    for name in names:
-        assert torch.equal(contents(name), pattern(17 * MIB))
+    assert all(torch.equal(contents(name), pattern(17 * MIB)) for name in names)

@@ -9,13 +9,11 @@ import torch
 
 from nvme_ops.gds import gds_handle
 from tests.conftest import MIB, contents, store
-from tests.device.kinds import GPUS, PAGE, Gpu, SimulatedCuFile, on_kinds, sample, still_works
+from tests.device.kinds import GPUS, PAGE, Device, on_kinds, sample, still_works
 from tests.gpu.support import code_of_refusal
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_kinds("fake-cufile", "fake-cufile-off", *GPUS[1:])
-
-Device = SimulatedCuFile | Gpu
 
 
 def handle_of(device: Device) -> gds_handle:
@@ -37,36 +35,27 @@ def move_both_ways(device: Device, handle: gds_handle, tensor: torch.Tensor, fol
         assert torch.equal(device.peek(tensor), data)
 
 
-@pytest.mark.parametrize("count", [1, 1000, 2 * MIB + 1])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128], ids=str)
-def test_a_new_tensor(device: Device, folder: Path, dtype: torch.dtype, count: int) -> None:
-    handle, last = handle_of(device), device.count - 1
-    tensor = handle.new_pinned_device_tensor(count, device.empty(3, 3, dtype=dtype, index=last))
-    assert (tensor.shape, tensor.dtype, tensor.device) == ((count,), dtype, device.device(last))
-    assert tensor.is_contiguous()
-    assert tensor.data_ptr() % PAGE == 0
-    assert handle.is_pinned(tensor)
-    device.require_registered(1, tensor.nbytes)
-    move_both_ways(device, handle, tensor, folder)
-    assert handle.free_pinned_device_tensor(tensor) is True
-    assert handle.free_pinned_device_tensor(tensor) is False
-    assert not handle.is_pinned(tensor)
-    device.require_registered(0, 0)
-    move_both_ways(device, handle, tensor, folder)  # it is an ordinary tensor from then on
-
-
-def test_a_tensor_of_ones_own(device: Device, folder: Path) -> None:
-    handle, tensor = handle_of(device), device.empty(device.odd)
-    assert not handle.is_pinned(tensor)
-    assert handle.pin_device_tensor(tensor) is True
-    assert handle.is_pinned(tensor)
-    move_both_ways(device, handle, tensor, folder)
-    assert handle.unpin_device_tensor(tensor) is True
-    assert not handle.is_pinned(tensor)
+def test_a_new_tensor(device: Device, folder: Path, dtype: torch.dtype) -> None:
+    for count in (1, 1000, 2 * MIB + 1):
+        handle, last = handle_of(device), device.count - 1
+        tensor = handle.new_pinned_device_tensor(count, device.empty(3, 3, dtype=dtype, index=last))
+        assert (tensor.shape, tensor.dtype, tensor.device) == ((count,), dtype, device.device(last))
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % PAGE == 0
+        assert handle.is_pinned(tensor)
+        device.require_registered(1, tensor.nbytes)
+        move_both_ways(device, handle, tensor, folder)
+        assert handle.free_pinned_device_tensor(tensor) is True
+        assert handle.free_pinned_device_tensor(tensor) is False
+        assert not handle.is_pinned(tensor)
+        device.require_registered(0, 0)
+        move_both_ways(device, handle, tensor, folder)  # it is an ordinary tensor from then on
 
 
 def test_pinning_twice_counts_once_for_all_handles(device: Device, folder: Path) -> None:
     handle, other, tensor = handle_of(device), handle_of(device), device.empty(device.odd)
+    assert not handle.is_pinned(tensor)
     for pinning in (handle, handle, other):
         assert pinning.pin_device_tensor(tensor) is True
         device.require_registered(1, device.odd)
@@ -94,22 +83,15 @@ def test_a_view_is_pinned_with_its_tensor_and_cannot_unpin_it(device: Device, fo
     assert not handle.is_pinned(tensor)
 
 
-def test_a_tensor_beyond_a_pinned_view_is_not_pinned(device: Device) -> None:
-    handle, whole, size = handle_of(device), device.empty(2 * device.odd), device.odd
-    handle.pin_device_tensor(whole[:size])
-    assert handle.is_pinned(whole[:size])
-    assert not handle.is_pinned(whole)
-    assert not handle.is_pinned(whole[size - 1 : size + 1])
-    assert handle.unpin_device_tensor(whole) is False
-    assert handle.unpin_device_tensor(whole[:size]) is True
-
-
 @pytest.mark.parametrize("start", [0, PAGE])
 def test_a_tensor_around_a_pinned_view(device: Device, folder: Path, start: int) -> None:
     """Pinned, or refused with cuFile's code; what is said of it afterwards is true."""
     handle, whole = handle_of(device), device.empty(2 * device.odd)
     view = whole[start : start + device.odd]
     handle.pin_device_tensor(view)
+    for beyond in (whole, whole[start + device.odd - 1 : start + device.odd + 1]):
+        assert not handle.is_pinned(beyond)
+        assert handle.unpin_device_tensor(beyond) is False
     code = code_of_refusal(handle.pin_device_tensor, whole)
     device.require_code_for_pinned_twice(code)
     pinned = code is None
@@ -121,8 +103,8 @@ def test_a_tensor_around_a_pinned_view(device: Device, folder: Path, start: int)
     assert not handle.is_pinned(view)
 
 
-def test_a_stranger_is_neither_pinned_nor_unpinned(device: Device, folder: Path) -> None:
-    handle, tensor = handle_of(device), device.empty(device.odd)
+def test_what_is_not_pinned_or_cannot_be(device: Device, folder: Path) -> None:
+    handle, tensor, on_host = handle_of(device), device.empty(600, 500), torch.zeros(10)
     strangers = [device.empty(device.odd), device.empty(device.odd, index=device.count - 1), device.empty(0)]
     for pinned in (False, True):
         for stranger in strangers:
@@ -132,11 +114,6 @@ def test_a_stranger_is_neither_pinned_nor_unpinned(device: Device, folder: Path)
         assert handle.is_pinned(tensor) is pinned
         handle.pin_device_tensor(tensor)
     assert handle.unpin_device_tensor(tensor) is True
-    still_works(device, handle, folder)
-
-
-def test_what_cannot_be_pinned_is_named(device: Device) -> None:
-    handle, tensor, on_host = handle_of(device), device.empty(600, 500), torch.zeros(10)
     for call in (handle.pin_device_tensor, handle.unpin_device_tensor, handle.is_pinned):
         for thing in (None, 5, b"bytes", bytearray(4096), [1, 2, 3]):
             with pytest.raises(TypeError, match=rf"must be a torch\.Tensor, not {type(thing).__name__}"):
@@ -144,13 +121,13 @@ def test_what_cannot_be_pinned_is_named(device: Device) -> None:
     for call in (handle.pin_device_tensor, handle.unpin_device_tensor, handle.free_pinned_device_tensor):
         with pytest.raises(ValueError, match="must be a tensor on an accelerator, not on the CPU"):
             call(on_host)
-    for view in (tensor.t(), tensor[:, 1:-1], tensor[::2]):
-        with pytest.raises(ValueError, match="must be contiguous"):
-            handle.pin_device_tensor(view)
-    with pytest.raises(ValueError, match="no elements"):
-        handle.pin_device_tensor(device.empty(0))
-    with pytest.raises(ValueError, match="memory of its own"):
-        handle.pin_device_tensor(torch.empty(10, device="meta"))
+    for wrong, match in (
+        *((view, "must be contiguous") for view in (tensor.t(), tensor[:, 1:-1], tensor[::2])),
+        (device.empty(0), "no elements"),
+        (torch.empty(10, device="meta"), "memory of its own"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            handle.pin_device_tensor(wrong)
     for number in (0, -1):
         with pytest.raises(ValueError, match="num_elem must be at least 1"):
             handle.new_pinned_device_tensor(number, device.empty(1))
@@ -160,6 +137,7 @@ def test_what_cannot_be_pinned_is_named(device: Device) -> None:
         handle.new_pinned_device_tensor(10, "cuda")  # type: ignore[arg-type]
     assert handle.is_pinned(on_host) is False
     device.require_registered(0, 0)
+    still_works(device, handle, folder)
 
 
 def test_pinned_memory_outlives_its_tensor(device: Device) -> None:
@@ -192,8 +170,7 @@ def test_a_tensor_freed_while_transfers_use_it(device: Device, folder: Path, wri
             assert torch.equal(device.peek(tensor), sample(size, 100 + number))
     for number, future in enumerate(futures):
         assert future.result() == size
-        if write:
-            assert torch.equal(contents(folder / f"file{number}"), sample(size, number))
+        assert not write or torch.equal(contents(folder / f"file{number}"), sample(size, number))
     still_works(device, handle, folder)
 
 

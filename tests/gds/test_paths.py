@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
+from nvme_ops.tuning import dictionary
 from tests.conftest import MIB, contents, pattern, store
 from tests.fake_cufile import OLD, PEER_TO_PEER, FakeCuFile, Function, build
 from tests.private_device import PrivateDevice
@@ -28,72 +30,55 @@ SLOW = 1.0  # seconds that nothing else here takes
 both = pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 
 
+def mode(name: str | None) -> None:
+    """Sets ``NVME_OPS_GDS`` in this child."""
+    os.environ.pop("NVME_OPS_GDS", None)
+    os.environ.update({} if name is None else {"NVME_OPS_GDS": name})
+
+
 def uses(handle: gds_handle) -> dict[str, int]:
     return {way: use["transfers"] for way, use in handle.path_statistics()["uses"].items()}
 
 
-def round_trip(device: PrivateDevice, handle: gds_handle, path: Path, size: int = ODD) -> None:
+def round_trip(device: PrivateDevice, handle: gds_handle, path: Path, size: int = ODD, offset: int = 0) -> str:
+    """Writes and reads; why it took this way."""
     back = device.empty(size)
-    handle.write(device.tensor(pattern(size)), path)
-    handle.read(back, path)
-    assert torch.equal(contents(path), pattern(size))
+    handle.write(device.tensor(pattern(size)), path, file_offset=offset)
+    handle.read(back, path, file_offset=offset)
+    assert torch.equal(contents(path)[offset:], pattern(size))
     assert torch.equal(device.peek(back), pattern(size))
+    return str(handle.path_statistics()["why"])
 
 
-def forbid_cufile(cufile: FakeCuFile) -> None:
-    assert cufile.calls(Function.READ) + cufile.calls(Function.WRITE) == 0
+def moved_by_cufile(cufile: FakeCuFile) -> int:
+    return cufile.calls(Function.READ) + cufile.calls(Function.WRITE)
 
 
 # Straight to the device
 
 
-def test_before_the_first_transfer(cufile: FakeCuFile) -> None:
-    handle = gds_handle()
-    assert handle.last_path is None
-    assert handle.path_statistics() == {"last": None, "why": "", "uses": {}}
-
-
-def test_nvidia_fs(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert handle.path_statistics() == {
-        "last": "gds",
-        "why": "cuFile can reach the GPU directly",
-        "uses": {"gds": {"transfers": 2, "bytes": 2 * ODD}},
-    }
-
-
-def test_peer_to_peer_without_nvidia_fs(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    cufile.offer(features=PEER_TO_PEER)
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert uses(handle) == {"gds": 2}
-
-
-@pytest.mark.parametrize("mode", ["auto", "require"])
-def test_less_than_a_page_takes_the_bounce_path(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+@pytest.mark.parametrize("name", [None, "", "require"])
+@pytest.mark.parametrize("peer_to_peer", [False, True])
+def test_straight_to_the_device(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, name: str | None, peer_to_peer: bool
 ) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", mode)
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file", 4095)
-    assert handle.path_statistics()["why"] == "less than a page"
-    assert uses(handle) == {"bounce": 2}
-    forbid_cufile(cufile)
-
-
-def test_handles_count_for_themselves(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    one, other = gds_handle(), gds_handle()
-    round_trip(device, one, folder / "file")
-    assert other.last_path is None
-
-
-def test_a_failed_transfer_is_no_use(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path = gds_handle(), store(folder / "file", pattern(ODD))
+    mode(name)
+    if peer_to_peer:
+        cufile.offer(features=PEER_TO_PEER)
+    handle, other = gds_handle(), gds_handle()
+    assert handle.path_statistics() == {"last": None, "why": "", "uses": {}}
+    round_trip(device, handle, folder / "file")
+    use = {"transfers": 2, "bytes": 2 * ODD}
+    assert handle.path_statistics() == {"last": "gds", "why": "cuFile can reach the GPU directly", "uses": {"gds": use}}
+    assert other.last_path is None  # handles count for themselves
+    calls = moved_by_cufile(cufile)
+    assert round_trip(device, other, folder / "small", 4095) == "less than a page"
+    assert uses(other) == {"bounce": 2}
+    assert moved_by_cufile(cufile) == calls
     cufile.fail(Function.READ, 5044)
     with pytest.raises(OSError, match="5044"):
-        handle.read(device.empty(ODD), path)
-    assert handle.last_path is None
+        handle.read(device.empty(ODD), folder / "file")
+    assert uses(handle) == {"gds": 2}  # a failed transfer is no use
 
 
 # Refused files
@@ -103,171 +88,109 @@ def test_a_failed_transfer_is_no_use(cufile: FakeCuFile, device: PrivateDevice, 
 def test_a_refused_file_takes_the_bounce_path(
     cufile: FakeCuFile, device: PrivateDevice, folder: Path, code: int
 ) -> None:
+    """Not for ever."""
     handle = gds_handle()
-    cufile.fail(Function.REGISTER_FILE, code, count=-1)
+    cufile.fail(Function.REGISTER_FILE, code, count=2)
+    why = round_trip(device, handle, folder / "file")
+    assert (uses(handle), moved_by_cufile(cufile)) == ({"bounce": 2}, 0)
+    assert f"registering the file with cuFile: cuFile error {code}" in why
+    assert ("CUFILE_EXPERIMENTAL_FS=1" in why) is (code in (5027, 5030))
     round_trip(device, handle, folder / "file")
-    statistics = handle.path_statistics()
-    assert uses(handle) == {"bounce": 2}
-    assert f"registering the file with cuFile: cuFile error {code}" in statistics["why"]
-    if code in (5027, 5030):
-        assert "CUFILE_EXPERIMENTAL_FS=1" in statistics["why"]
-    forbid_cufile(cufile)
+    assert uses(handle) == {"bounce": 2, "gds": 2}
 
 
-def test_a_refusal_is_not_for_ever(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle = gds_handle()
-    cufile.fail(Function.REGISTER_FILE, 5027)
-    round_trip(device, handle, folder / "file")
-    assert uses(handle) == {"bounce": 1, "gds": 1}
-    assert handle.last_path == "gds"
-
-
-@pytest.mark.parametrize("code", [5027, 5030])
 @both
 def test_a_refused_file_raises_where_gds_is_required(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch, write: bool, code: int
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool
 ) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
+    mode("require")
     handle, path = gds_handle(), store(folder / "file", pattern(ODD))
-    cufile.fail(Function.REGISTER_FILE, code)
-    with pytest.raises(RuntimeError, match=f"NVME_OPS_GDS=require, but .*cuFile error {code}") as caught:
-        (handle.write if write else handle.read)(device.tensor(pattern(ODD)), path)
-    assert str(path) in str(caught.value)
+    for code in (5027, 5030):
+        cufile.fail(Function.REGISTER_FILE, code)
+        with pytest.raises(RuntimeError, match=f"NVME_OPS_GDS=require, but .*cuFile error {code}") as caught:
+            (handle.write if write else handle.read)(device.tensor(pattern(ODD)), path)
+        assert str(path) in str(caught.value)
     del caught
     round_trip(device, handle, path)
     assert uses(handle) == {"gds": 2}
+    with pytest.raises(RuntimeError, match=r"NVME_OPS_GDS=require, but .* 'buffered'"):
+        gds_handle(cache="buffered").write(device.tensor(pattern(ODD)), path)
 
 
-def test_one_refused_file_of_a_list(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_one_refused_file_of_a_list_and_one_without_a_name(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path
+) -> None:
     handle, names = gds_handle(), [folder / f"file{i}" for i in range(3)]
-    sent = [device.tensor(pattern(ODD, i)) for i in range(3)]
+    sent, back = [device.tensor(pattern(ODD, i)) for i in range(3)], device.empty(ODD)
     cufile.fail(Function.REGISTER_FILE, 5030, first=2)
     assert handle.submit_pwritev(sent, names).result() == 3 * ODD
-    for i in range(3):
-        assert torch.equal(contents(names[i]), pattern(ODD, i))
+    assert all(torch.equal(contents(names[i]), pattern(ODD, i)) for i in range(3))
     assert uses(handle) == {"gds": 2, "bounce": 1}
-
-
-def test_a_file_without_a_name(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    """cuFile does not take one that was unlinked."""
-    path, back = store(folder / "file", pattern(ODD)), device.empty(ODD)
-    fd = os.open(path, os.O_RDWR)
-    path.unlink()
-    handle = gds_handle()
+    fd = os.open(names[2], os.O_RDWR)
+    names[2].unlink()  # cuFile takes none that was unlinked
     handle.read(back, fd)
     os.close(fd)
-    assert torch.equal(device.peek(back), pattern(ODD))
+    assert torch.equal(device.peek(back), pattern(ODD, 2))
     assert "cuFile error 5031" in handle.path_statistics()["why"]
 
 
 def test_a_buffered_handle(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle = gds_handle(cache="buffered")
-    round_trip(device, handle, folder / "file")
-    assert "cache mode is 'buffered'" in handle.path_statistics()["why"]
+    assert "cache mode is 'buffered'" in round_trip(device, gds_handle(cache="buffered"), folder / "file")
     assert cufile.calls(Function.REGISTER_FILE) == 0
-
-
-def test_a_buffered_handle_where_gds_is_required(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    with pytest.raises(RuntimeError, match=r"NVME_OPS_GDS=require, but .* 'buffered'"):
-        gds_handle(cache="buffered").write(device.tensor(pattern(ODD)), folder / "file")
 
 
 # NVME_OPS_GDS
 
 
-def test_required_and_there(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("no nvidia-fs", "nvidia-fs driver is not loaded"),
+        ("no properties", "cuFile error 5002"),
+        ("an old library", "nvidia-fs is not loaded .*modprobe nvidia-fs"),
+    ],
+)
+def test_required_and_not_there(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, libraries: Path, what: str, match: str
 ) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert uses(handle) == {"gds": 2}
-
-
-def test_required_and_not_there(cufile: FakeCuFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    cufile.offer()
+    if what == "no nvidia-fs":
+        cufile.offer()
+    elif what == "no properties":
+        cufile.fail(Function.SET_FLAG, 5022, count=-1)  # or the way it opens would tell
+        cufile.fail(Function.PROPERTIES, 5002)
+        assert "does not tell its properties: cuFile error 5002" in round_trip(device, gds_handle(), folder / "file")
+    else:  # which cannot be told to do without compatibility mode, but tells what it found
+        os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(build(libraries, OLD))
+    mode("require")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"NVME_OPS_GDS=require, but .*nvidia-fs driver is not loaded"):
+        with pytest.raises(RuntimeError, match=f"NVME_OPS_GDS=require, but .*{match}"):
             gds_handle()
 
 
-def test_properties_that_cannot_be_had(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cufile.fail(Function.SET_FLAG, 5022, count=-1)  # or the way it opens would tell
-    cufile.fail(Function.PROPERTIES, 5002)
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert "cuFile does not tell its properties: cuFile error 5002" in handle.path_statistics()["why"]
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    with pytest.raises(RuntimeError, match="cuFile error 5002"):
-        gds_handle()
-
-
-def test_an_old_library_without_nvidia_fs(cufile: FakeCuFile, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be told to do without compatibility mode, but tells what it found."""
-    monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(build(libraries, OLD)))
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    with pytest.raises(RuntimeError, match=r"nvidia-fs is not loaded .*modprobe nvidia-fs"):
-        gds_handle()
-
-
-def test_off_never_loads_cufile(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_off_never_loads_cufile(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
     unloaded = Path(shutil.copy(cufile.path, folder / "libcufile.so.0"))
-    monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(unloaded))
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
+    os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(unloaded)
+    mode("off")
     handle = gds_handle()
-    round_trip(device, handle, folder / "file", 17 * MIB)
-    assert handle.path_statistics()["why"] == "NVME_OPS_GDS=off"
+    assert round_trip(device, handle, folder / "file", 17 * MIB) == "NVME_OPS_GDS=off"
     assert uses(handle) == {"bounce": 2}
     assert str(unloaded) not in Path("/proc/self/maps").read_text()
 
 
-def test_off_beside_a_handle_that_uses_cufile(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    using = gds_handle()
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    off = gds_handle()
-    round_trip(device, off, folder / "off")
-    round_trip(device, using, folder / "using")
-    assert (uses(off), uses(using)) == ({"bounce": 2}, {"gds": 2})
-
-
-def test_the_mode_is_read_when_the_handle_is_made(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    off = gds_handle()
-    monkeypatch.setenv("NVME_OPS_GDS", "require")
-    require = gds_handle()
-    monkeypatch.delenv("NVME_OPS_GDS")
-    round_trip(device, off, folder / "file")
-    assert off.path_statistics()["why"] == "NVME_OPS_GDS=off"
-    cufile.fail(Function.REGISTER_FILE, 5027)
-    with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require"):
-        require.write(device.tensor(pattern(ODD)), folder / "file")
-
-
-def test_an_empty_mode_is_auto(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "")
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert uses(handle) == {"gds": 2}
-
-
-def test_an_unknown_mode(cufile: FakeCuFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "maybe")
+def test_the_mode_is_read_when_the_handle_is_made(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    handles = {}
+    for name in (None, "off", "require"):
+        mode(name)
+        handles[name] = gds_handle()
+    mode("maybe")
     with pytest.raises(ValueError, match="NVME_OPS_GDS='maybe' is not one of auto, require, off"):
         gds_handle()
+    for name in (None, "off"):
+        round_trip(device, handles[name], folder / "file")
+    assert (uses(handles["off"]), uses(handles[None])) == ({"bounce": 2}, {"gds": 2})
+    cufile.fail(Function.REGISTER_FILE, 5027)
+    with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require"):
+        handles["require"].write(device.tensor(pattern(ODD)), folder / "file")
 
 
 # Compatibility mode or the bounce path
@@ -277,12 +200,14 @@ def test_small_transfers_bounce_until_the_ways_are_measured(
     cufile: FakeCuFile, device: PrivateDevice, folder: Path
 ) -> None:
     cufile.offer()
-    handle = gds_handle()
-    round_trip(device, handle, folder / "file")
-    assert uses(handle) == {"bounce": 2}
-    assert "nvidia-fs driver is not loaded" in handle.path_statistics()["why"]
-    assert "not measured yet" in handle.path_statistics()["why"]
-    forbid_cufile(cufile)
+    handle = gds_handle(intra_op_parallelism=2)
+    why = round_trip(device, handle, folder / "file")
+    assert (uses(handle), moved_by_cufile(cufile)) == ({"bounce": 2}, 0)
+    assert "nvidia-fs driver is not loaded" in why
+    assert "not measured yet" in why
+    for _ in range(3):  # right whatever the way
+        round_trip(device, handle, folder / "other", TELLING + 4095, 777)
+    assert set(uses(handle)) == {"bounce", "compat"}
 
 
 class Contest:
@@ -291,74 +216,47 @@ class Contest:
     def __init__(self, cufile: FakeCuFile, device: PrivateDevice, path: Path, write: bool) -> None:
         cufile.offer()
         self.cufile, self.device, self.path, self.write = cufile, device, path, write
-        self.handle = gds_handle()
-        self.data = pattern(TELLING)
-        self.there = device.tensor(self.data)
-        store(path, self.data)
+        self.handle, self.there = gds_handle(), device.tensor(pattern(TELLING))
+        store(path, pattern(TELLING))
 
-    def run(self) -> str:
-        """Moves the tensor; the way it took."""
-        (self.handle.sync_pwrite if self.write else self.handle.sync_pread)(self.there, self.path)
-        return str(self.handle.last_path)
-
-    def run_slow_bounce(self) -> str:
+    def run(self, slow: str = "") -> str:
+        """Moves the tensor, slowly where it takes this way; the way it took."""
+        submit = self.handle.submit_pwrite if self.write else self.handle.submit_pread
+        if slow == "compat":
+            self.cufile.fail(Function.WRITE if self.write else Function.READ, delay=SLOW)
+        if slow != "bounce":
+            submit(self.there, self.path).result()
+            return str(self.handle.last_path)
         with self.device.held():
-            submit = self.handle.submit_pwrite if self.write else self.handle.submit_pread
             future = submit(self.there, self.path)
             self.device.wait_for_held_up()
             time.sleep(SLOW)
         assert future.result() == TELLING
         return str(self.handle.last_path)
 
-    def run_slow_compat(self) -> str:
-        self.cufile.fail(Function.WRITE if self.write else Function.READ, delay=SLOW)
-        return self.run()
-
 
 @both
-def test_the_bounce_path_wins(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
+def test_the_faster_way_wins(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
     contest = Contest(cufile, device, folder / "file", write)
-    assert [contest.run(), contest.run_slow_compat(), contest.run(), contest.run()] == [
-        "bounce",
-        "compat",
-        "bounce",
-        "bounce",
-    ]
-    why = contest.handle.path_statistics()["why"]
-    assert "nvidia-fs driver is not loaded" in why
-    assert "GB/s" in why
-
-
-@both
-def test_compatibility_mode_wins(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
-    contest = Contest(cufile, device, folder / "file", write)
-    assert [contest.run_slow_bounce(), contest.run(), contest.run(), contest.run()] == [
-        "bounce",
-        "compat",
-        "compat",
-        "compat",
-    ]
-    small, back = contest.data[:ODD], device.empty(ODD)
-    move = contest.handle.write if write else contest.handle.read
-    move(device.tensor(small) if write else back, contest.path)
+    ways = [contest.run("bounce"), contest.run(), contest.run(), contest.run()]
+    assert ways == ["bounce", "compat", "compat", "compat"]
+    small, back = pattern(TELLING)[:ODD], device.empty(ODD)
+    (contest.handle.write if write else contest.handle.read)(device.tensor(small) if write else back, contest.path)
     assert contest.handle.last_path == "compat"  # from now on small ones follow
     assert torch.equal(contents(contest.path)[:ODD], small)
     assert write or torch.equal(device.peek(back), small)
-
-
-def test_reads_and_writes_are_measured_apart(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    contest = Contest(cufile, device, folder / "file", False)
-    assert [contest.run(), contest.run()] == ["bounce", "compat"]
-    contest.write = True
-    assert [contest.run(), contest.run()] == ["bounce", "compat"]
+    store(contest.path, pattern(TELLING))
+    contest.write = not write
+    assert [contest.run(), contest.run()] == ["bounce", "compat"]  # reads and writes are measured apart
 
 
 def test_the_slower_way_gets_another_chance(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
     contest = Contest(cufile, device, folder / "file", False)
-    contest.run()
-    contest.run_slow_compat()
-    ways = [contest.run() for _ in range(TRY_AGAIN)]
-    assert ways == ["bounce"] * (TRY_AGAIN - 1) + ["compat"]
+    assert [contest.run(), contest.run("compat")] == ["bounce", "compat"]
+    why = contest.handle.path_statistics()["why"]
+    assert "nvidia-fs driver is not loaded" in why
+    assert [contest.run() for _ in range(TRY_AGAIN)] == ["bounce"] * (TRY_AGAIN - 1) + ["compat"]
+    assert "GB/s" in contest.handle.path_statistics()["why"]
 
 
 def test_a_refused_file_is_no_measurement(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
@@ -367,13 +265,23 @@ def test_a_refused_file_is_no_measurement(cufile: FakeCuFile, device: PrivateDev
     assert [contest.run() for _ in range(4)] == ["bounce", "bounce", "bounce", "compat"]
 
 
-def test_the_data_are_right_whatever_the_way(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    cufile.offer()
-    handle, size = gds_handle(intra_op_parallelism=2), TELLING + 4095
-    for seed in range(3):
-        data, back = pattern(size, seed), device.empty(size)
-        handle.sync_pwrite(device.tensor(data), folder / "file", 777)
-        handle.sync_pread(back, folder / "file", 777)
-        assert torch.equal(contents(folder / "file")[777:], data)
-        assert torch.equal(device.peek(back), data)
-    assert set(uses(handle)) == {"bounce", "compat"}
+@pytest.mark.parametrize("kind", [gds_handle, aio_handle])
+def test_an_adaptive_handle_tries_both_ways_and_keeps_the_better_one(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, kind: type[aio_handle]
+) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    dictionary.forget()
+    data = pattern(20 * MIB)
+    path = store(folder / "file", data)
+    with kind.adaptive(folder) as handle:
+        for _ in range(24):
+            tensor = device.empty(len(data))
+            handle.sync_pread(tensor, path)
+            assert device.peek(tensor).equal(data)
+        (found,) = [one for one in handle.learned() if one.place == "device"]
+        assert [tried.bounce for tried in found.tools].count(True) == (kind is gds_handle)
+        if isinstance(handle, gds_handle):
+            assert uses(handle).keys() == {"gds", "bounce"}
+            assert sum(uses(handle).values()) == 24
+            assert not found.exploring
+    assert "device" in {one.place for one in kind.adaptive(folder).learned()}

@@ -20,7 +20,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from tests.conftest import MIB, REPOSITORY, pattern
+from tests.conftest import MIB, REPOSITORY
 
 on_a_gpu = [
     pytest.mark.gpu,
@@ -51,14 +51,6 @@ def stream_for(default_stream: bool, index: int = 0) -> torch.cuda.Stream:
 def keep_busy() -> None:
     """Queues a kernel on the current stream that ends well after the next call has begun."""
     torch.cuda._sleep(SPIN)
-
-
-def still_works(handle: aio_handle, folder: Path) -> None:
-    path, back = folder / "afterwards", empty(ODD)
-    handle.write(pattern(ODD, 9).to(gpu()), path)
-    handle.async_pread(back, path)
-    assert handle.wait() == 1
-    assert torch.equal(back.cpu(), pattern(ODD, 9))
 
 
 @dataclass(frozen=True)

@@ -23,41 +23,15 @@ PAGE = 4096
 WAYS = {"gds", "compat", "bounce"}
 
 
-@pytest.fixture
-def off(monkeypatch: pytest.MonkeyPatch) -> gds_handle:
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    return gds_handle(intra_op_parallelism=2)
-
-
 # Which way, and what is said of it
 
 
-def test_nothing_is_said_before_the_first_transfer(off: gds_handle) -> None:
-    assert off.last_path is None
-    assert off.path_statistics()["uses"] == {}
-
-
-def test_off_takes_the_bounce_path(off: gds_handle, folder: Path) -> None:
-    off.write(empty(TELLING), folder / "file")
-    assert off.path_statistics() == {
-        "last": "bounce",
-        "why": "NVME_OPS_GDS=off",
-        "uses": {"bounce": {"transfers": 1, "bytes": TELLING}},
-    }
-
-
-def test_the_mode_is_that_of_the_time_when_the_handle_was_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_takes_the_bounce_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_GDS", "off")
-    handle = gds_handle()
-    monkeypatch.setenv("NVME_OPS_GDS", "auto")
+    handle = gds_handle(intra_op_parallelism=2)
     handle.write(empty(TELLING), folder / "file")
-    assert handle.path_statistics()["why"] == "NVME_OPS_GDS=off"
-
-
-def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "maybe")
-    with pytest.raises(ValueError, match="NVME_OPS_GDS='maybe' is not one of auto, require, off"):
-        gds_handle()
+    uses = {"bounce": {"transfers": 1, "bytes": TELLING}}
+    assert handle.path_statistics() == {"last": "bounce", "why": "NVME_OPS_GDS=off", "uses": uses}
 
 
 def test_each_transfer_has_a_way_and_a_reason(cufile: None, folder: Path) -> None:
@@ -131,17 +105,16 @@ def test_a_file_in_memory_has_its_reason_too(cufile: None) -> None:
         path.unlink(missing_ok=True)
 
 
+REQUIRE = """
+import sys, torch, nvme_ops
+handle = nvme_ops.gds_handle()
+handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
+print(handle.last_path)
+"""
+
+
 def test_require_takes_gpudirect_storage_or_says_why_not(cufile: None, folder: Path) -> None:
-    done = run_limited(
-        """
-        import sys, torch, nvme_ops
-        handle = nvme_ops.gds_handle()
-        handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
-        print(handle.last_path)
-        """,
-        folder / "file",
-        NVME_OPS_GDS="require",
-    )
+    done = run_limited(REQUIRE, folder / "file", NVME_OPS_GDS="require")
     if done.returncode == 0:
         assert done.stdout.strip() == "gds"
         assert contents(folder / "file").eq(1).all()
@@ -156,15 +129,7 @@ def test_require_does_not_leave_gpudirect_storage_for_a_file_without_direct_io(w
     if not place.is_dir() or takes_direct_io(place):
         pytest.skip("/dev/shm takes O_DIRECT, or is not there")
     path = place / f"nvme_ops-test-{threading.get_native_id()}"
-    done = run_limited(
-        """
-        import sys, torch, nvme_ops
-        handle = nvme_ops.gds_handle()
-        handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
-        """,
-        path,
-        NVME_OPS_GDS="require",
-    )
+    done = run_limited(REQUIRE, path, NVME_OPS_GDS="require")
     path.unlink(missing_ok=True)
     assert "RuntimeError: NVME_OPS_GDS=require, but the file system has no direct I/O" in done.stderr
 
@@ -174,36 +139,26 @@ def test_require_does_not_leave_gpudirect_storage_for_a_file_without_direct_io(w
 
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 12345])
 @pytest.mark.parametrize("more", [0, 1, PAGE - 1, PAGE, PAGE + 1])
-def test_whole_pages_and_what_is_around_them(gds: gds_handle, way: str, folder: Path, offset: int, more: int) -> None:
+@pytest.mark.parametrize("start", [1, 256, 4095])
+def test_whole_pages_and_what_is_around_them(
+    gds: gds_handle, way: str, folder: Path, offset: int, more: int, start: int
+) -> None:
+    """In the file, and in memory that is aligned or not."""
     size = TELLING + 2 * PAGE + more
-    before = pattern(size + 20000, 1)
-    path, data = store(folder / "file", before), pattern(size)
-    gds.write(data.to(gpu()), path, file_offset=offset)
-    assert gds.last_path == way
-    stored = contents(path)
-    assert torch.equal(stored[offset : offset + size], data)
-    assert torch.equal(stored[:offset], before[:offset])
-    assert torch.equal(stored[offset + size :], before[offset + size :])
-    back = empty(size + 200)
-    gds.read(back[100:-100], path, file_offset=offset)
-    assert gds.last_path == way
-    there = back.cpu()
-    assert torch.equal(there[100:-100], data)
-    assert there[:100].eq(0).all()
-    assert there[-100:].eq(0).all()
-
-
-@pytest.mark.parametrize("start", [1, 255, 256, 512, 4095])
-def test_memory_that_is_not_aligned(gds: gds_handle, folder: Path, start: int) -> None:
-    path, data = folder / "file", pattern(ODD)
-    whole = empty(ODD + 2 * PAGE)
-    part = whole[start : start + ODD]
+    before, data = pattern(size + 20000, 1), pattern(size)
+    path, whole = store(folder / "file", before), empty(size + start + 200)
+    part = whole[start : start + size]
     part.copy_(data)
-    gds.write(part, path)
-    assert torch.equal(contents(path), data)
-    part.zero_()
-    gds.read(part, path)
-    assert torch.equal(part.cpu(), data)
+    gds.write(part, path, file_offset=offset)
+    assert gds.last_path == way
+    assert torch.equal(contents(path), torch.cat([before[:offset], data, before[offset + size :]]))
+    whole.zero_()
+    gds.read(part, path, file_offset=offset)
+    assert gds.last_path == way
+    there = whole.cpu()
+    assert torch.equal(there[start:-200], data)
+    assert there[:start].eq(0).all()
+    assert there[-200:].eq(0).all()
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 8])

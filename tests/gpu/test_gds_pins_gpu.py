@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from nvme_ops import gds_handle
+from tests.device.kinds import Gpu, still_works
 from tests.gpu.fixtures import cufile
-from tests.gpu.support import code_of_refusal, gpu, on_a_gpu, run_well, still_works
+from tests.gpu.support import GDS, code_of_refusal, gpu, on_a_gpu, run_well
 
 pytestmark = on_a_gpu
 
@@ -45,7 +46,7 @@ def test_more_than_may_be_pinned(cufile: None, folder: Path) -> None:
     assert handle.unpin_device_tensor(tensor) is (code is None)
     del tensor
     torch.cuda.empty_cache()
-    still_works(handle, folder)
+    still_works(Gpu(GDS, folder), handle, folder)
 
 
 def test_expandable_segments_can_be_pinned_or_are_refused(cufile: None, folder: Path) -> None:

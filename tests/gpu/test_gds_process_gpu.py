@@ -48,26 +48,17 @@ def test_it_never_hangs(folder: Path, mode: str, experimental: str) -> None:
 
 
 def test_nothing_is_written_to_the_working_folder(cufile: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the settings variable is not invented."""
     monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
     place = folder / "working"
     place.mkdir()
-    program = f"{USE}\nos.chdir(sys.argv[2])\nuse(sys.argv[1])\n"
-    run_well(program, folder / "file", place, CUFILE_LOGFILE_PATH="")
+    program = f"{USE}\nos.chdir(sys.argv[2])\nuse(sys.argv[1])\nprint(os.environ.get('CUFILE_ENV_PATH_JSON', 'unset'))"
+    assert run_well(program, folder / "file", place, CUFILE_LOGFILE_PATH="").strip() == "unset"
     assert list(place.iterdir()) == []
 
 
-def test_a_log_that_was_asked_for_is_left_alone(cufile: None, folder: Path) -> None:
-    log = folder / "cufile.log"
-    printed = run_well(
-        f"{USE}\nuse(sys.argv[1])\nprint(os.environ['CUFILE_LOGFILE_PATH'])\n",
-        folder / "file",
-        CUFILE_LOGFILE_PATH=str(log),
-    )
-    assert printed.strip() == str(log)
-
-
-def test_the_users_settings_are_left_alone(cufile: None, folder: Path) -> None:
-    settings = folder / "cufile.json"
+def test_the_users_settings_and_log_are_left_alone(cufile: None, folder: Path) -> None:
+    settings, log = folder / "cufile.json", folder / "cufile.log"
     settings.write_text(json.dumps({"logging": {"level": "ERROR", "dir": str(folder)}}))
     before = settings.read_bytes()
     program = f"""{USE}
@@ -75,21 +66,16 @@ import ctypes
 use(sys.argv[1])
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
-print(os.environ.get("CUFILE_ENV_PATH_JSON", "unset"), (getenv(b"CUFILE_ENV_PATH_JSON") or b"unset").decode())
+for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
+    print(os.environ.get(name, "unset"), (getenv(name.encode()) or b"unset").decode())
 """
-    printed = run_well(program, folder / "file", CUFILE_ENV_PATH_JSON=str(settings))
-    assert printed.split() == [str(settings)] * 2
+    given = {"CUFILE_ENV_PATH_JSON": str(settings), "CUFILE_LOGFILE_PATH": str(log)}
+    assert run_well(program, folder / "file", **given).split() == [str(settings)] * 2 + [str(log)] * 2
     assert settings.read_bytes() == before
 
 
-def test_the_settings_variable_is_not_invented(cufile: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUFILE_ENV_PATH_JSON", raising=False)
-    program = f"{USE}\nuse(sys.argv[1])\nprint(os.environ.get('CUFILE_ENV_PATH_JSON', 'unset'))\n"
-    assert run_well(program, folder / "file").strip() == "unset"
-
-
-def test_the_driver_is_opened_once(cufile: None, folder: Path) -> None:
-    run_well(
+def test_the_driver_is_opened_once_from_one_copy_of_the_library(cufile: None, folder: Path) -> None:
+    printed = run_well(
         f"""{USE}
 from nvme_ops.op_builder import GDSBuilder, cufile
 first = use(sys.argv[1])
@@ -98,15 +84,6 @@ gds = GDSBuilder().load()
 assert gds.open_driver(cufile.libraries()) == gds.open_driver([])
 del first
 assert use(sys.argv[1]).last_path
-""",
-        folder / "file",
-    )
-
-
-def test_one_copy_of_the_library_is_loaded(cufile: None, folder: Path) -> None:
-    printed = run_well(
-        f"""{USE}
-use(sys.argv[1])
 copies = {{line.split()[-1] for line in open("/proc/self/maps") if "/libcufile.so" in line}}
 print(len(copies))
 """,

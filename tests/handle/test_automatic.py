@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_share
-from tests.conftest import MIB, HandleFactory, in_threads, pattern, round_trip, store
+from tests.conftest import MIB, HandleFactory, in_threads, pattern, store
 
 LARGE = 64 * MIB
 
@@ -39,21 +37,18 @@ def test_a_large_read_that_is_cached_has_a_second_lane(
         assert handle.statistics().cached_bytes == size * cached
         assert torch.equal(back, data)
         assert handle.submit_pread(back, path).result() == size
-        assert handle.get_intra_op_parallelism() == handle.get_thread_count() == 1
 
 
-def test_many_tensors_are_divided_too(make_handle: HandleFactory, folder: Path) -> None:
+def test_many_tensors_are_divided_too(handle: aio_handle, folder: Path) -> None:
     data = pattern(LARGE + 5 * MIB)
-    path = store(folder / "file", data)
-    back = torch.zeros_like(data)
+    path, back = store(folder / "file", data), torch.zeros_like(data)
     parts = list(back.split(3 * MIB + 77))
-    offsets = [3 * MIB * i + 77 * i for i in range(len(parts))]
-    handle = make_handle()
-    for _ in range(3):  # cold, then cached
-        back.zero_()
+    offsets = [(3 * MIB + 77) * i for i in range(len(parts))]
+    for _ in range(2):  # cold, then cached
         assert handle.submit_preadv(parts, path, offsets).result() == data.numel()
         assert torch.equal(back, data)
         path.read_bytes()
+        back.zero_()
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -73,59 +68,15 @@ def test_small_reads_in_a_row_go_through_the_page_cache(make_handle: HandleFacto
         assert handle.statistics().cached_bytes == 8 * 4096  # from the third on
 
 
-@pytest.fixture
-def cached(folder: Path) -> Path:
-    path = store(folder / "file", pattern(LARGE))
+def test_threads_divide_their_reads_at_once(handle: aio_handle, folder: Path) -> None:
+    data = pattern(LARGE)
+    path = store(folder / "file", data)
     path.read_bytes()
-    return path
-
-
-def test_threads_read_at_once(make_handle: HandleFactory, cached: Path) -> None:
-    handle, data = make_handle(), pattern(LARGE)
 
     def work(number: int) -> None:
-        back = torch.zeros_like(data)
-        for _ in range(3):
-            back.zero_()
-            handle.submit_pread(back, cached).result() if number % 2 else handle.read(back, cached)
+        for _ in range(2):
+            back = torch.zeros_like(data)
+            handle.submit_pread(back, path).result() if number % 2 else handle.read(back, path)
             assert torch.equal(back, data)
 
-    in_threads(work, 4)
-
-
-def test_a_handler_that_forks_in_a_divided_read(make_handle: HandleFactory, folder: Path, cached: Path) -> None:
-    handle, data, back = make_handle(), pattern(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
-    handle.sync_pread(back, cached)
-    children: list[int] = []
-
-    def fork(*_: object) -> None:
-        children.append(os.fork())
-        if children[-1] == 0:
-            signal.alarm(30)
-            torch.set_num_threads(1)
-
-    before = signal.signal(signal.SIGALRM, fork)
-    try:
-        for attempt in itertools.count():
-            back.zero_()
-            signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.001 * (attempt % 8))
-            try:
-                handle.sync_pread(back, cached)
-            except RuntimeError as error:
-                assert "only the parent" in str(error)  # noqa: PT017
-            if children:
-                break
-        if children[-1] == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            status = 1
-            try:
-                round_trip(handle, folder / "child")
-                status = 0
-            finally:
-                os._exit(status)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert torch.equal(back, data)
-    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
-    round_trip(handle, folder / "parent")
+    in_threads(work, 3)

@@ -96,15 +96,11 @@ def test_io_uring_forbidden_after_it_was_probed(folder: Path) -> None:
     in_child(sandboxed)
 
 
-def few_contexts() -> None:
+@pytest.mark.alone
+def test_aio_contexts_used_up(folder: Path) -> None:
     usable("libaio")
     if int(Path("/proc/sys/fs/aio-max-nr").read_text()) > 1 << 20:
         pytest.skip("fs.aio-max-nr is too large to use up")
-
-
-@pytest.mark.alone
-def test_aio_contexts_used_up(folder: Path) -> None:
-    few_contexts()
 
     def starved() -> None:
         named = aio_handle(backend="libaio")
@@ -118,16 +114,11 @@ def test_aio_contexts_used_up(folder: Path) -> None:
         round_trip(named, folder / "file")
 
     in_child(starved)
-
-
-@pytest.mark.alone
-def test_aio_contexts_used_up_before_the_probe() -> None:
-    few_contexts()
     program = """
     import pytest, nvme_ops
     from nvme_ops._native import native
     from tests.handle.test_environment import use_up_aio
-    contexts = use_up_aio()
+    contexts = use_up_aio()  # before the probe
     reason = native().backends()["libaio"]
     assert reason and "aio-max-nr" in reason, reason
     with pytest.raises(RuntimeError, match="the libaio backend is not usable") as refused:

@@ -16,7 +16,6 @@ import torch
 from tests.conftest import KIB, MIB, HandleFactory, LoopDevice, _command
 
 SIZE = 8 * MIB
-ROUNDS = 20
 
 
 @pytest.fixture(params=["folder", "xfs"])
@@ -61,21 +60,15 @@ def read_file(place: Path) -> Iterator[Path]:
     reader.join()
 
 
-def check(path: Path, parts: list[tuple[int, torch.Tensor]], descriptor: int) -> tuple[int, int]:
-    """How many parts a plain reader sees otherwise than they were written, and how many times fsync reports EIO."""
-    failed = 0
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        failed = 1
-    return sum(os.pread(descriptor, len(data), offset) != data.numpy().tobytes() for offset, data in parts), failed
-
-
-def write_beside_a_reader(handle: object, path: Path, rounds: int, spread: str) -> None:
-    """Checks after each round that the file is what was written, to everybody."""
-    chance = random.Random(1)
-    wrong = failed = 0
-    descriptor = os.open(path, os.O_RDWR)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spread", ["one", "adjacent", "with gaps"])
+def test_unaligned_writes_beside_a_sequential_reader(
+    make_handle: HandleFactory, read_file: Path, spread: str, rounds: int
+) -> None:
+    """After each round the file is what was written, to everybody, and no fsync fails."""
+    chance, handle = random.Random(1), make_handle(intra_op_parallelism=2)
+    descriptor = os.open(read_file, os.O_RDWR)
     try:
         for _ in range(rounds):
             offset, size = chance.randrange(2 * MIB), chance.randrange(100, 5 * MIB)
@@ -88,24 +81,9 @@ def write_beside_a_reader(handle: object, path: Path, rounds: int, spread: str) 
                 if spread == "with gaps":
                     offset += -offset % 4096
             for start, data in parts:
-                handle.async_pwrite(data, path, start)  # type: ignore[attr-defined]
-            handle.wait()  # type: ignore[attr-defined]
-            found = check(path, parts, descriptor)
-            wrong, failed = wrong + found[0], failed + found[1]
+                handle.async_pwrite(data, read_file, start)
+            handle.wait()
+            os.fsync(descriptor)
+            assert all(os.pread(descriptor, len(data), start) == data.numpy().tobytes() for start, data in parts)
     finally:
         os.close(descriptor)
-    assert (wrong, failed) == (0, 0)
-
-
-@pytest.mark.parametrize("spread", ["one", "adjacent", "with gaps"])
-def test_unaligned_writes_beside_a_sequential_reader(make_handle: HandleFactory, read_file: Path, spread: str) -> None:
-    write_beside_a_reader(make_handle(intra_op_parallelism=2), read_file, ROUNDS, spread)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("spread", ["one", "with gaps"])
-def test_a_thousand_unaligned_writes_beside_a_sequential_reader(
-    make_handle: HandleFactory, read_file: Path, spread: str
-) -> None:
-    write_beside_a_reader(make_handle(), read_file, 1000, spread)

@@ -1,11 +1,13 @@
-"""``IoFuture``: results, failures, callbacks, asyncio, and many at once."""
+"""``IoFuture``: results, failures, cancellation, callbacks, asyncio, concurrent.futures, and thousands at once."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import errno
 import gc
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,18 @@ import torch
 from nvme_ops import IoFuture, aio_handle
 from tests.conftest import MIB, HandleFactory, LoopDevice, contents, pattern, store
 
-LONG = 192 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
+LONG = 96 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
 
 
 @pytest.fixture
-def pending(make_handle: HandleFactory, folder: Path):
+def pending(folder: Path) -> Iterator[IoFuture]:
     """A future whose transfer goes on for a while, and its handle."""
-    handle, path = make_handle(block_size=4096, queue_depth=1, cache="direct"), folder / "long"
+    handle, path = aio_handle(block_size=4096, queue_depth=1, cache="direct"), folder / "long"
     with path.open("wb") as file:
         file.truncate(LONG)
     future = handle.submit_pread(torch.ones(LONG, dtype=torch.uint8), path)
     yield future
-    future.result()
+    assert future.result() == LONG
 
 
 @pytest.fixture
@@ -45,54 +47,44 @@ def test_result_is_the_bytes_moved(handle: aio_handle, folder: Path) -> None:
     assert isinstance(written, IoFuture)
     assert written.result() == written.result(0) == len(data)
     assert written.done()
+    assert not written.running()
     assert written.exception() is None
     back = torch.zeros(100_000, dtype=torch.uint8)
-    assert handle.submit_pread(tensor=back, file=path, file_offset=7).result(timeout=60) == 100_000
+    future = handle.submit_pread(tensor=back, file=path, file_offset=7)
+    handle.async_pread(back[:10], path)
+    assert handle.wait() == 1  # futures do not count
+    assert future.result(timeout=60) == 100_000
+    handle.submit_pread(back, path, 7).result()
     assert torch.equal(back, data[7:100_007])
     assert handle.submit_pread(back[:0], path).result() == 0
 
 
-def test_timeout(pending: IoFuture) -> None:
+def test_while_it_goes_on(pending: IoFuture) -> None:
     for wait in (pending.result, pending.exception):
         for timeout in (0, 0.001, -1):
-            with pytest.raises(TimeoutError, match="has not ended"):
+            with pytest.raises(TimeoutError):
                 wait(timeout)
-    assert not pending.done()
-    assert repr(pending) == "<IoFuture: pending>"
     with pytest.raises(TypeError):
         pending.result("soon")  # type: ignore[arg-type]
+    assert (pending.cancel(), pending.cancelled()) == (False, False)
+    assert pending.running()
+    assert repr(pending) == "<IoFuture: pending>"
     pending.result(1e12)
     assert repr(pending) == "<IoFuture: done>"
 
 
-def test_wait_does_not_count_futures(handle: aio_handle, folder: Path) -> None:
-    path = store(folder / "file", pattern(MIB))
-    futures = [handle.submit_pread(torch.zeros(MIB, dtype=torch.uint8), path) for _ in range(3)]
-    handle.async_pread(torch.zeros(10), path)
-    assert handle.wait() == 1
-    assert [future.result() for future in futures] == [MIB] * 3
-    assert handle.wait() == 0
-
-
-def test_failure(failing, unraisable: list[Any]) -> None:
+def test_a_failure_is_raised_each_time_and_told_if_nobody_asks(failing, unraisable: list[Any]) -> None:
     future = failing()
     caught = future.exception()
-    assert isinstance(caught, OSError)
     assert caught.errno == errno.EIO
-    assert future.exception() is caught
     for _ in range(2):
         with pytest.raises(OSError, match="read of 512 bytes at offset 1048576: Input/output error") as raised:
             future.result()
         assert raised.value is caught
-    assert future.done()
     del future, caught, raised
     gc.collect()
     assert unraisable == []
-
-
-def test_a_failure_nobody_asked_for(failing, unraisable: list[Any]) -> None:
-    future = failing()
-    called = threading.Event()
+    future, called = failing(), threading.Event()
     future.add_done_callback(lambda _: called.set())
     assert called.wait(60)
     del future
@@ -101,29 +93,48 @@ def test_a_failure_nobody_asked_for(failing, unraisable: list[Any]) -> None:
     assert [error.errno for error in unraisable] == [errno.EIO]
 
 
-def test_callbacks(pending: IoFuture) -> None:
+def test_a_transfer_that_is_to_be_cancelled_ends_early(make_handle: HandleFactory, folder: Path) -> None:
+    handle, path = make_handle(block_size=4096, queue_depth=1, cache="direct"), folder / "long"
+    with path.open("wb") as file:
+        file.truncate(LONG)
+    target = torch.ones(LONG, dtype=torch.uint8)
+    future = handle.submit_pread(target, path)
+    waiting = handle.submit_pread(torch.ones(4096, dtype=torch.uint8), path)
+    future.request_cancel()
+    with pytest.raises(OSError, match="the transfer: Operation canceled") as caught:
+        future.result()
+    assert caught.value.errno == errno.ECANCELED
+    assert int(target[-1]) == 1, "it was not begun"
+    assert waiting.result() == 4096
+    waiting.request_cancel()
+    assert waiting.result() == 4096
+
+
+def test_whoever_cancels_knows_of_it(handle: aio_handle, folder: Path, unraisable: list[Any]) -> None:
+    handle.submit_pwrite(pattern(64 * MIB), folder / "file").request_cancel()
+    handle.close()
+    gc.collect()
+    assert not unraisable
+
+
+# Callbacks
+
+
+def test_callbacks(pending: IoFuture, unraisable: list[Any]) -> None:
     calls: list[tuple[IoFuture, threading.Thread]] = []
-    ended = threading.Event()
+    ended, late = threading.Event(), threading.Event()
     for _ in range(3):
         pending.add_done_callback(lambda future: calls.append((future, threading.current_thread())))
-    pending.add_done_callback(lambda future: ended.set())
+    pending.add_done_callback(lambda _: 1 // 0)
+    pending.add_done_callback(lambda _: ended.set())
     assert calls == []
     pending.result()
     assert ended.wait(60)
-    late = threading.Event()
-    pending.add_done_callback(lambda future: late.set())
+    pending.add_done_callback(lambda _: late.set())
     assert late.wait(60)
     assert [future for future, _ in calls] == [pending] * 3
     assert threading.main_thread() not in {thread for _, thread in calls}
-
-
-def test_an_exception_in_a_callback(handle: aio_handle, folder: Path, unraisable: list[Any]) -> None:
-    future, ended = handle.submit_pwrite(torch.zeros(4), folder / "file"), threading.Event()
-    future.add_done_callback(lambda _: 1 // 0)
-    future.add_done_callback(lambda _: ended.set())
-    assert ended.wait(60)
     assert [type(error) for error in unraisable] == [ZeroDivisionError]
-    assert future.result() == 16
 
 
 def test_a_callback_may_use_the_handle(handle: aio_handle, folder: Path) -> None:
@@ -144,60 +155,26 @@ def test_a_callback_may_use_the_handle(handle: aio_handle, folder: Path) -> None
         assert (back == i).all()
 
 
-def test_asyncio(handle: aio_handle, folder: Path) -> None:
+# Among others' futures
+
+
+def test_asyncio(handle: aio_handle, failing, folder: Path) -> None:
     tensors = [pattern(10_000 + i, i) for i in range(50)]
 
-    async def main() -> None:
-        moved = await asyncio.gather(*(write(i) for i in range(50)))
-        assert moved == [10_000 + i for i in range(50)]
-        for i, tensor in enumerate(tensors):
-            back = torch.zeros_like(tensor)
-            assert await handle.submit_pread(back, folder / str(i)) == len(tensor)
-            assert torch.equal(back, tensor)
-        with pytest.raises(EOFError):
-            await handle.submit_pread(torch.zeros(10**6), folder / "0")
+    async def one(future: IoFuture) -> int:
+        return await future
 
-    async def write(i: int) -> int:
-        return await handle.submit_pwrite(tensors[i], folder / str(i))
+    async def main() -> None:
+        moved = await asyncio.gather(*(one(handle.submit_pwrite(each, folder / str(len(each)))) for each in tensors))
+        assert moved == [len(each) for each in tensors]
+        for each in tensors:
+            back = torch.zeros_like(each)
+            assert await handle.submit_pread(back, folder / str(len(each))) == len(each)
+            assert torch.equal(back, each)
+        errors: list[Any] = await asyncio.gather(*(one(failing()) for _ in range(5)), return_exceptions=True)
+        assert [error.errno for error in errors] == [errno.EIO] * 5
 
     asyncio.run(main())
-
-
-def test_a_transfer_that_is_to_be_cancelled_ends_early(make_handle: HandleFactory, folder: Path) -> None:
-    handle, path = make_handle(block_size=4096, queue_depth=1, cache="direct"), folder / "long"
-    with path.open("wb") as file:
-        file.truncate(LONG)
-    target = torch.ones(LONG, dtype=torch.uint8)
-    future = handle.submit_pread(target, path)
-    waiting = handle.submit_pread(torch.ones(4096, dtype=torch.uint8), path)
-    future.request_cancel()
-    with pytest.raises(OSError, match="the transfer: Operation canceled") as caught:
-        future.result()
-    assert caught.value.errno == errno.ECANCELED
-    assert int(target[-1]) == 1, "it was not begun"
-    assert waiting.result() == 4096
-    future.request_cancel()
-
-
-def test_cancelling_what_has_ended_changes_nothing(handle: aio_handle, folder: Path, unraisable: list[Any]) -> None:
-    future = handle.submit_pwrite(pattern(1000), folder / "file")
-    assert future.result() == 1000
-    future.request_cancel()
-    assert future.result() == 1000
-    handle.submit_pwrite(pattern(64 * MIB), folder / "file").request_cancel()
-    handle.close()
-    gc.collect()
-    assert not unraisable, "whoever cancels it knows of it"
-
-
-def test_asyncio_failure(failing) -> None:
-    async def main() -> list[Any]:
-        async def one() -> int:
-            return await failing()
-
-        return await asyncio.gather(*(one() for _ in range(5)), return_exceptions=True)
-
-    assert [error.errno for error in asyncio.run(main())] == [errno.EIO] * 5
 
 
 def test_asyncio_timeout_and_cancellation(pending: IoFuture) -> None:
@@ -217,14 +194,13 @@ def test_asyncio_timeout_and_cancellation(pending: IoFuture) -> None:
         assert not pending.done()
 
     asyncio.run(main())
-    assert pending.result() == LONG
 
 
 def test_an_event_loop_that_closes_first(pending: IoFuture, unraisable: list[Any]) -> None:
-    async def main() -> None:
-        async def wait() -> None:
-            await pending
+    async def wait() -> None:
+        await pending
 
+    async def main() -> None:
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -236,10 +212,23 @@ def test_an_event_loop_that_closes_first(pending: IoFuture, unraisable: list[Any
     assert unraisable == []
 
 
+def test_concurrent_futures_takes_them_among_its_own(tmp_path: Path) -> None:
+    handle, data = aio_handle(), pattern(1 << 20)
+    writes = [handle.submit_pwrite(data, tmp_path / str(number)) for number in range(10)]
+    done, left = concurrent.futures.wait(writes, timeout=60)
+    assert (done, left) == (set(writes), set())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        mixed: list[Any] = [handle.submit_pread(data, tmp_path / str(number)) for number in range(10)]
+        mixed.append(pool.submit(int, "7"))
+        assert {each.result() for each in concurrent.futures.as_completed(mixed, timeout=60)} == {1 << 20, 7}
+    failing = handle.submit_pread(torch.zeros(10), tmp_path / "nosuch")
+    done, _ = concurrent.futures.wait([failing], timeout=60, return_when=concurrent.futures.FIRST_EXCEPTION)
+    assert isinstance(done.pop().exception(), FileNotFoundError)
+
+
 def test_thousands_at_once(make_handle: HandleFactory, folder: Path) -> None:
-    handle, count = make_handle(queue_depth=32, intra_op_parallelism=2), 5000
-    data = torch.arange(count * 128).view(count, 128)
-    path = folder / "file"
+    handle, count = make_handle(queue_depth=32, intra_op_parallelism=2), 2000
+    data, path = torch.arange(count * 128).view(count, 128), store(folder / "file", pattern(0))
     futures = [handle.submit_pwrite(row, path, i * 1024) for i, row in enumerate(data)]
     assert sum(future.result() for future in futures) == count * 1024
     assert torch.equal(contents(path).view(torch.int64), data.view(-1))

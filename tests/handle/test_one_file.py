@@ -1,24 +1,27 @@
-"""One call moves one file, whatever becomes of its name meanwhile."""
+"""A call moves one file, whatever becomes of its name meanwhile, and memory that stays where it is until the end."""
 
 from __future__ import annotations
 
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import KIB, HandleFactory, in_child, pattern, store
+import nvme_ops
+from tests.conftest import KIB, MIB, HandleFactory, in_child, pattern, store
 
 SIZE = 512 * KIB
+LARGE = 8 * MIB
 
 
 @pytest.fixture
-def replaced(folder: Path) -> tuple[Path, Callable[[], None]]:
-    """A file that another thread replaces all the time, by one full of 1, of 2, ...; and how to end that."""
+def replaced(folder: Path) -> Iterator[Path]:
+    """A file that another thread replaces all the time, by one full of 1, of 2, ..."""
     path, stop = folder / "file", threading.Event()
     for number in (1, 2):
         store(folder / f"old{number}", torch.full((SIZE,), number, dtype=torch.uint8))
@@ -35,49 +38,28 @@ def replaced(folder: Path) -> tuple[Path, Callable[[], None]]:
 
     thread = threading.Thread(target=replace)
     thread.start()
-
-    def end() -> None:
-        stop.set()
-        thread.join()
-
-    return path, end
+    yield path
+    stop.set()
+    thread.join()
 
 
-def test_a_read_never_mixes_two_files(make_handle: HandleFactory, replaced: tuple[Path, Callable[[], None]]) -> None:
-    path, end = replaced
-    handle, back = make_handle(block_size=65536, intra_op_parallelism=4), torch.zeros(SIZE, dtype=torch.uint8)
-    mixed = 0
-    try:
-        for _ in range(150):
-            handle.sync_pread(back, path)
-            mixed += int(back.min() != back.max())
-    finally:
-        end()
-    assert mixed == 0
-
-
-def test_many_parts_named_in_any_order_are_one_file_each(
-    make_handle: HandleFactory, replaced: tuple[Path, Callable[[], None]], folder: Path
-) -> None:
-    path, end = replaced
-    handle, back = make_handle(intra_op_parallelism=2), torch.zeros(16, 4096, dtype=torch.uint8)
+def test_a_read_never_mixes_two_files(make_handle: HandleFactory, replaced: Path, folder: Path) -> None:
+    """Nor does one of many parts, named in any order."""
+    handle = make_handle(block_size=65536, intra_op_parallelism=4)
+    back, rows = torch.zeros(SIZE, dtype=torch.uint8), torch.zeros(16, 4096, dtype=torch.uint8)
     other = store(folder / "other", torch.zeros(SIZE, dtype=torch.uint8))
-    mixed = 0
-    try:
-        for _ in range(150):
-            handle.submit_preadv(back, [path, other] * 8, [i * 4096 for i in range(16)]).result()
-            mixed += int(back[::2].min() != back[::2].max())
-            assert not back[1::2].any()
-    finally:
-        end()
-    assert mixed == 0
+    for _ in range(150):
+        handle.sync_pread(back, replaced)
+        assert back.min() == back.max()
+        handle.submit_preadv(rows, [replaced, other] * 8, [i * 4096 for i in range(16)]).result()
+        assert rows[::2].min() == rows[::2].max()
+        assert not rows[1::2].any()
 
 
 def test_a_write_goes_to_the_file_that_it_found(make_handle: HandleFactory, folder: Path) -> None:
     """Nothing is made under a name that was removed while the call was under way."""
     handle, data = make_handle(block_size=4096, queue_depth=1, intra_op_parallelism=4), pattern(SIZE)
-    lost = 0
-    for round_ in range(60):
+    for round_ in range(40):
         path = folder / f"file{round_}"
         path.write_bytes(b"")
         with path.open("rb") as file:
@@ -86,14 +68,12 @@ def test_a_write_goes_to_the_file_that_it_found(make_handle: HandleFactory, fold
                 pass
             path.unlink()
             assert future.result() == SIZE
-            lost += file.read() != data.numpy().tobytes()
+            assert file.read() == data.numpy().tobytes()
         assert not path.exists()
-    assert lost == 0
 
 
 def test_calls_by_descriptor_share_one_of_ours(make_handle: HandleFactory, folder: Path) -> None:
-    data = pattern(1500 * 100).view(1500, 100)
-    path = folder / "file"
+    data, path = pattern(1500 * 100).view(1500, 100), folder / "file"
 
     def cramped() -> None:
         handle = make_handle(cache="direct")
@@ -108,12 +88,86 @@ def test_calls_by_descriptor_share_one_of_ours(make_handle: HandleFactory, folde
     assert path.read_bytes() == data.numpy().tobytes()
 
 
-def test_a_descriptor_that_names_another_file_by_now(make_handle: HandleFactory, folder: Path) -> None:
-    handle, backs = make_handle(), [torch.zeros(5000, dtype=torch.uint8) for _ in range(20)]
-    for number in range(20):
-        descriptor = os.open(store(folder / str(number), pattern(5000, number)), os.O_RDONLY)
-        handle.async_pread(backs[number], descriptor)
-        os.close(descriptor)  # the next one gets its number
-    assert handle.wait() == 20
-    for number, back in enumerate(backs):
-        assert torch.equal(back, pattern(5000, number))
+# Memory
+
+
+@pytest.fixture
+def slow(make_handle: HandleFactory) -> nvme_ops.aio_handle:
+    """A handle that is at it for a while."""
+    return make_handle(block_size=4096, queue_depth=1, cache="direct")
+
+
+def sevens(count: int) -> list[torch.Tensor]:
+    """What gets the address of memory that was freed too early."""
+    return [torch.full((LARGE,), 7, dtype=torch.uint8) for _ in range(count)]
+
+
+def test_a_storage_freed_while_it_is_moved(slow: nvme_ops.aio_handle, folder: Path) -> None:
+    """As FSDP frees the memory of parameters."""
+    data = pattern(LARGE)
+    path = store(folder / "file", data)
+    for _ in range(3):
+        read, written = torch.zeros_like(data), data.clone()
+        future = slow.submit_pread(read, path)
+        slow.async_pwrite(written, folder / "copy")
+        for tensor in (read, written):
+            tensor.untyped_storage().resize_(0)
+        others = sevens(4)
+        assert (future.result(), slow.wait()) == (LARGE, 1)
+        assert all(bool((other == 7).all()) for other in others)
+        assert read.untyped_storage().nbytes() == 0
+        assert (folder / "copy").read_bytes() == data.numpy().tobytes()
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, lambda like: nvme_ops.empty(len(like), dtype=like.dtype)])
+def test_memory_that_becomes_shared_meanwhile(slow: nvme_ops.aio_handle, folder: Path, make) -> None:
+    path = store(folder / "file", pattern(LARGE))
+    tensor = make(pattern(LARGE)).fill_(1)
+    futures = [slow.submit_pread(tensor[part : part + LARGE // 2], path, part) for part in (0, LARGE // 2)]
+    tensor.share_memory_()
+    others = [*sevens(2), *(nvme_ops.empty(LARGE, dtype=torch.uint8).fill_(7) for _ in range(2))]
+    assert [future.result() for future in futures] == [LARGE // 2] * 2
+    assert all(bool((other == 7).all()) for other in others)
+    assert tensor.is_shared()
+
+
+def test_a_storage_is_afterwards_what_it_was(slow: nvme_ops.aio_handle, folder: Path) -> None:
+    path, data = store(folder / "file", pattern(LARGE)), pattern(LARGE)
+    tensor, shared = torch.zeros_like(data), torch.zeros_like(data).share_memory_()
+    lazy = torch._lazy_clone(tensor)
+    futures = [slow.submit_pread(one, path) for one in (tensor, shared, tensor)]
+    assert shared.is_shared()
+    slow.sync_pwrite(lazy, folder / "copy")
+    for future in futures:
+        future.result()
+    assert torch.equal(torch._lazy_clone(tensor), data)
+    assert torch.equal(tensor, data)
+    assert not lazy.any()
+    tensor.untyped_storage().resize_(2 * LARGE)
+    tensor.untyped_storage().resize_(0)
+
+
+def test_what_cannot_be_held_cannot_be_resized_meanwhile(slow: nvme_ops.aio_handle, folder: Path) -> None:
+    """A copy-on-write storage: its bytes are not its own."""
+    source = pattern(LARGE)
+    lazy = torch._lazy_clone(source)
+    future = slow.submit_pwrite(lazy, folder / "file")
+    with pytest.raises(RuntimeError, match="not resizable"):
+        lazy.untyped_storage().resize_(0)
+    assert future.result() == LARGE
+    lazy.untyped_storage().resize_(0)
+    assert (folder / "file").read_bytes() == source.numpy().tobytes()
+
+
+def test_a_finaliser_that_asks_for_the_transfer_that_ends_it(slow: nvme_ops.aio_handle, folder: Path) -> None:
+    asked = []
+
+    class Memory(bytearray):
+        def __del__(self) -> None:
+            asked.append(future.done())
+
+    memories: list[Any] = [Memory(100) for _ in range(40)]
+    future = slow.submit_pwritev(memories, folder / "file", range(0, 4000, 100))
+    del memories
+    assert future.result() == 4000
+    assert asked == [True] * 40

@@ -1,8 +1,11 @@
-"""Any size at any offset arrives whole, and nothing around it changes."""
+"""Any size at any offset arrives whole, in every cache mode, and nothing around it changes."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +18,13 @@ from nvme_ops import aio_handle
 from tests.conftest import GIB, MIB, HandleFactory, contents, pattern, store
 
 BLOCK = 65536
-SIZES = [0, 1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 4097]
+SIZES = [1, 511, 512, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 4097]
 OFFSETS = [0, 1, 512, 4097, BLOCK - 1]
+BLOCKS = [1, 512, 4096, 5000, 65536, 100_001, MIB, 1 << 40]
+MODES = ["auto", "direct", "buffered"]
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-@pytest.mark.parametrize("size", SIZES)
-def test_whole_files(make_handle: HandleFactory, folder: Path, size: int, lanes: int) -> None:
-    handle, data, path = make_handle(block_size=BLOCK, intra_op_parallelism=lanes), pattern(size), folder / "file"
-    assert handle.sync_pwrite(data, path) == 1
-    assert path.stat().st_size == size
-    assert torch.equal(contents(path), data)
-    back = torch.zeros_like(data)
-    assert handle.sync_pread(back, path) == 1
-    assert torch.equal(back, data)
-
-
-@pytest.mark.parametrize("cache", ["auto", "direct", "buffered"])
+@pytest.mark.parametrize("cache", MODES)
 @pytest.mark.parametrize("skew", [0, 1])
 def test_sizes_at_offsets(make_handle: HandleFactory, folder: Path, cache: str, skew: int) -> None:
     handle, path = make_handle(block_size=BLOCK, queue_depth=4, cache=cache), folder / "file"
@@ -39,20 +32,62 @@ def test_sizes_at_offsets(make_handle: HandleFactory, folder: Path, cache: str, 
     buffer = handle.new_cpu_locked_tensor(8 * BLOCK + 512, old)
     expected = old.clone()
     store(path, old)
-    for i, size in enumerate(SIZES[1:]):
+    for i, size in enumerate(SIZES):
         for offset in OFFSETS:
             piece = buffer[skew : skew + size]
             piece.copy_(new[i : i + size])
             handle.async_pwrite(piece, path, offset)
             handle.wait()
             expected[offset : offset + size] = piece
-            piece.zero_()
-            handle.sync_pread(piece, path, offset)
+            handle.sync_pread(piece.zero_(), path, offset)
             assert torch.equal(piece, expected[offset : offset + size])
     assert torch.equal(contents(path), expected)
 
 
-@pytest.mark.parametrize("offset", [4 * GIB - 1, 4 * GIB, 5 * GIB + 4097])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_round_trips(make_handle: HandleFactory, folder: Path, data: st.DataObject) -> None:
+    """Whatever is written is read back, whatever else was there stays, in any combination of everything."""
+    draw = data.draw
+    size = draw(st.one_of(st.integers(0, 9000), st.integers(0, 3 * MIB)), "size")
+    offset = draw(st.one_of(st.none(), st.integers(0, 9000), st.integers(0, 3 * MIB)), "offset")
+    skew = draw(st.sampled_from([0, 1, 7, 64, 512, 4096]), "skew")
+    before = draw(st.integers(0, 4 * MIB), "old size")
+    pooled, validate = draw(st.booleans(), "pooled"), draw(st.booleans(), "validate")
+    writer, reader = (
+        make_handle(
+            block_size=draw(st.sampled_from(BLOCKS if size < 100_000 else BLOCKS[4:]), "block_size"),
+            queue_depth=draw(st.integers(1, 40), "queue_depth"),
+            single_submit=draw(st.booleans(), "single_submit"),
+            overlap_events=draw(st.booleans(), "overlap_events"),
+            intra_op_parallelism=draw(st.integers(1, 5), "lanes"),
+            cache=draw(st.sampled_from(MODES), "cache"),
+        )
+        for _ in range(2)
+    )
+    path, start = folder / "file", offset or 0
+    expected = pattern(max(before, start + size), 1)
+    expected[before:].zero_()
+    path.write_bytes(expected[:before].numpy().tobytes())
+    room = writer.new_cpu_locked_tensor(size + skew, expected) if pooled else expected.new_empty(size + skew)
+    source = room[skew:]
+    source.copy_(pattern(size))
+    expected[start : start + size] = source
+    if offset is None:  # the tensor is the whole file
+        expected = expected[:size]
+    elif size == 0:  # writing nothing makes no file longer
+        expected = expected[:before]
+    writer.pwrite(source, path, validate, False, offset)
+    assert torch.equal(contents(path), expected)
+    room.zero_()
+    if start + size <= len(expected):
+        lead = draw(st.integers(0, min(start, 5000)), "lead")
+        target = expected.new_zeros(lead + size + skew)[skew:]
+        reader.pread(target, path, validate, False, start - lead)
+        assert torch.equal(target, expected[start - lead : start + size])
+
+
+@pytest.mark.parametrize("offset", [4 * GIB - 1, 5 * GIB + 4097])
 def test_offsets_beyond_32_bits(make_handle: HandleFactory, folder: Path, offset: int) -> None:
     handle, data, path = make_handle(intra_op_parallelism=2), pattern(2 * MIB + 5), folder / "sparse"
     handle.sync_pwrite(data, path, offset)
@@ -63,12 +98,12 @@ def test_offsets_beyond_32_bits(make_handle: HandleFactory, folder: Path, offset
     assert torch.equal(back, torch.cat([torch.zeros(10, dtype=torch.uint8), data]))
 
 
-def test_more_than_2_gib_at_once(make_handle: HandleFactory, folder: Path) -> None:
+def test_more_than_2_gib_at_once(folder: Path) -> None:
     """A sparse file with marks on both sides of 2 GiB, in one request as large as the system allows."""
     if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 * GIB:
         pytest.skip("less than 8 GiB of free memory")
     path, size, mark = folder / "sparse", 2 * GIB + 64 * MIB + 13, pattern(100_000)
-    handle = make_handle(block_size=1 << 40)
+    handle = aio_handle(block_size=1 << 40)
     places = [0, 2 * GIB - 50_000, size - len(mark)]
     with path.open("wb") as file:
         file.truncate(size)
@@ -76,73 +111,40 @@ def test_more_than_2_gib_at_once(make_handle: HandleFactory, folder: Path) -> No
         handle.sync_pwrite(mark, path, place)
     buffer = handle.new_cpu_locked_tensor(size, mark)
     assert handle.submit_pread(buffer, path).result() == size
-    for place in places:
-        assert torch.equal(buffer[place : place + len(mark)], mark)
-    assert not buffer[len(mark) : places[1] : 512].any()
+    assert all(torch.equal(buffer[place : place + len(mark)], mark) for place in places)
+    assert not buffer[len(mark) : places[1] : 4096].any()
 
 
-def test_a_write_makes_the_tensor_the_whole_file(make_handle: HandleFactory, folder: Path) -> None:
-    handle, path = make_handle(), folder / "file"
-    for size in (3 * MIB, 2 * MIB, 5000, 4096, 1, 0, 2 * MIB + 1):
-        data = pattern(size, size)
-        handle.sync_pwrite(data, path)
-        assert path.stat().st_size == size
-        assert torch.equal(contents(path), data)
-    handle.async_pwrite(data[:10], path)
-    handle.wait()
-    assert path.stat().st_size == 10
-    assert handle.submit_pwrite(data[:3], path).result() == 3
-    assert path.stat().st_size == 3
-    handle.submit_pwritev([data[:2]], [path]).result()
-    assert path.stat().st_size == 2
-
-
-@pytest.mark.parametrize("offset", [0, 1, 4096])
-def test_a_write_at_an_offset_keeps_the_rest(make_handle: HandleFactory, folder: Path, offset: int) -> None:
-    handle, path, old, data = make_handle(), folder / "file", pattern(20_000, 1), pattern(5000)
-    store(path, old)
-    handle.sync_pwrite(data, path, offset)
-    expected = old.clone()
-    expected[offset : offset + len(data)] = data
-    assert torch.equal(contents(path), expected)
+def test_without_an_offset_every_write_makes_the_whole_file(handle: aio_handle, folder: Path) -> None:
+    path = store(folder / "file", pattern(100))
+    writes: list[Callable[[torch.Tensor], object]] = [
+        lambda data: handle.write(data, path),
+        lambda data: handle.sync_pwrite(data, path),
+        lambda data: (handle.async_pwrite(data, path), handle.wait()),
+        lambda data: handle.submit_pwrite(data, path).result(),
+        lambda data: handle.submit_pwritev([data], [path]).result(),
+    ]
+    for size, write in enumerate(writes):
+        write(pattern(50 - size))
+        assert torch.equal(contents(path), pattern(50 - size))
 
 
 def test_handles_write_their_parts_of_one_file(make_handle: HandleFactory, folder: Path) -> None:
     """DeepNVMe's partitioned tensors: the parts meet inside a sector, and all are under way at once."""
-    data, path, size = pattern(4_000_007), folder / "file", 500_003
-    handles = [make_handle(block_size=BLOCK, intra_op_parallelism=2) for _ in range(0, len(data), size)]
-    starts = list(range(0, len(data), size))
-    for handle, start in zip(handles, starts, strict=True):
-        handle.async_pwrite(data[start : start + size], path, start)
-    assert [handle.wait() for handle in handles] == [1] * len(handles)
+    data, path = pattern(4_000_007), folder / "file"
+    parts = data.split(500_003)
+    handles = [make_handle(block_size=BLOCK, intra_op_parallelism=2) for _ in parts]
+    for number, (handle, part) in enumerate(zip(handles, parts, strict=True)):
+        handle.async_pwrite(part, path, number * 500_003)
+    assert {handle.wait() for handle in handles} == {1}
     assert torch.equal(contents(path), data)
-    back = torch.zeros_like(data)
-    for handle, start in zip(handles, starts, strict=True):
-        handle.async_pread(back[start : start + size], path, start)
-    assert [handle.wait() for handle in handles] == [1] * len(handles)
-    assert torch.equal(back, data)
-
-
-@pytest.mark.parametrize("single_submit", [False, True])
-@pytest.mark.parametrize("overlap_events", [False, True])
-@pytest.mark.parametrize("depth", [1, 2, 100])
-def test_every_way_to_keep_the_queue_full(
-    make_handle: HandleFactory, folder: Path, single_submit: bool, overlap_events: bool, depth: int
-) -> None:
-    handle = make_handle(4096, depth, single_submit, overlap_events, cache="direct")
-    data, path = pattern(MIB + 777), folder / "file"
-    back = torch.zeros_like(data)
-    handle.sync_pwrite(data, path)
-    handle.sync_pread(back, path)
-    assert torch.equal(back, data)
 
 
 def test_buffers_beside_tensors(handle: aio_handle, folder: Path) -> None:
     path, data = folder / "file", pattern(10_000).numpy().tobytes()
     assert handle.sync_pwrite(data, path) == 1
     assert path.read_bytes() == data
-    array = np.zeros(2500, dtype=np.float32)
-    block = bytearray(10_000)
+    array, block = np.zeros(2500, dtype=np.float32), bytearray(10_000)
     handle.async_pread(array, path)  # type: ignore[arg-type]
     handle.async_pread(memoryview(block)[10:], path, 10)
     assert handle.wait() == 2
@@ -151,48 +153,76 @@ def test_buffers_beside_tensors(handle: aio_handle, folder: Path) -> None:
     block.clear()  # nothing holds on to it
 
 
-BLOCKS = [1, 512, 4096, 5000, 65536, 100_001, MIB, 1 << 40]
+# The page cache
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_round_trips(make_handle: HandleFactory, folder: Path, data: st.DataObject) -> None:
-    """Whatever is written is read back, whatever else was there stays, in any combination of everything."""
-    draw = data.draw
-    size = draw(st.one_of(st.integers(0, 9000), st.integers(0, 3 * MIB)), "size")
-    offset = draw(st.one_of(st.integers(0, 9000), st.integers(0, 3 * MIB)), "offset")
-    skew = draw(st.sampled_from([0, 1, 7, 64, 512, 4096]), "skew")
-    before = draw(st.integers(0, 4 * MIB), "old size")
-    pooled = draw(st.booleans(), "pooled")
-    writer, reader = (
-        make_handle(
-            block_size=draw(st.sampled_from(BLOCKS if size < 100_000 else BLOCKS[4:]), "block_size"),
-            queue_depth=draw(st.integers(1, 40), "queue_depth"),
-            single_submit=draw(st.booleans(), "single_submit"),
-            overlap_events=draw(st.booleans(), "overlap_events"),
-            intra_op_parallelism=draw(st.integers(1, 5), "lanes"),
-            cache=draw(st.sampled_from(["auto", "direct", "buffered"]), "cache"),
-        )
-        for _ in range(2)
-    )
-    path = folder / "file"
-    expected = pattern(max(before, offset + size), 1)
-    expected[before:].zero_()
-    path.write_bytes(expected[:before].numpy().tobytes())
-    room = writer.new_cpu_locked_tensor(size + skew, expected) if pooled else expected.new_empty(size + skew)
-    source = room[skew:]
-    source.copy_(pattern(size))
-    expected[offset : offset + size] = source
-    if size == 0:
-        expected = expected[:before]  # writing nothing makes no file longer
-    writer.sync_pwrite(source, path, offset)
-    assert torch.equal(contents(path), expected)
-    room.zero_()
-    if offset + size <= len(expected):
-        lead = draw(st.integers(0, min(offset, 5000)), "lead")
-        target = expected.new_zeros(lead + size + skew)[skew:]
-        reader.sync_pread(target, path, offset - lead)
-        assert torch.equal(target, expected[offset - lead : offset + size])
+@pytest.mark.parametrize("cache", MODES)
+@pytest.mark.parametrize("skew", [0, 1])
+def test_a_read_sees_what_was_just_written_to_the_cache(
+    make_handle: HandleFactory, folder: Path, cache: str, skew: int
+) -> None:
+    handle, path = make_handle(cache=cache, block_size=65536), folder / "file"
+    back = handle.new_cpu_locked_tensor(MIB + 10, torch.empty(0, dtype=torch.uint8))[skew : skew + MIB]
+    for i in range(5):
+        path.write_bytes(pattern(MIB, i).numpy().tobytes())  # dirty, not synced
+        handle.sync_pread(back, path)
+        assert torch.equal(back, pattern(MIB, i))
+        with path.open("r+b") as file:
+            file.seek(123_456)
+            file.write(b"changed")
+        handle.sync_pread(back, path)
+        assert bytes(back[123_456:123_463].tolist()) == b"changed"
+
+
+@pytest.mark.parametrize("cache", MODES)
+def test_a_file_partly_in_the_cache(make_handle: HandleFactory, folder: Path, cache: str) -> None:
+    data = pattern(4 * MIB + 99)
+    path = store(folder / "file", data)
+    fd = os.open(path, os.O_RDWR)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    for offset in (0, 70_000, MIB, MIB + 4096, 3 * MIB + 1, 4 * MIB):
+        os.pread(fd, 4096, offset)
+    os.pwrite(fd, data[2 * MIB : 2 * MIB + 5].numpy().tobytes(), 2 * MIB)  # one dirty page
+    for lanes in (1, 3):
+        back = torch.zeros_like(data)
+        make_handle(cache=cache, block_size=65536, intra_op_parallelism=lanes).sync_pread(back, path)
+        assert torch.equal(back, data)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("cache", MODES)
+def test_the_cache_sees_what_was_written_past_it(make_handle: HandleFactory, folder: Path, cache: str) -> None:
+    handle, path = make_handle(cache=cache), store(folder / "file", pattern(MIB, 1))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
+        assert view[:] == pattern(MIB, 1).numpy().tobytes()  # all cached
+        for i, (size, offset) in enumerate([(MIB, 0), (4096, 4096), (100_000, 333), (1, 5000), (512, 512)]):
+            data = pattern(size, i + 10)
+            handle.sync_pwrite(data, path, offset)
+            assert view[offset : offset + size] == data.numpy().tobytes()
+
+
+def resident(path: Path) -> int:
+    """Pages of the file in the page cache, by mincore(2)."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
+        pages = (ctypes.c_ubyte * ((size + 4095) // 4096))()
+        anchor = ctypes.c_char.from_buffer(view)
+        address = ctypes.c_void_p(ctypes.addressof(anchor))
+        assert not ctypes.CDLL(None).mincore(address, ctypes.c_size_t(size), pages)
+        del anchor
+        return sum(page & 1 for page in pages)
+
+
+def test_only_buffered_reads_fill_the_cache(make_handle: HandleFactory, folder: Path) -> None:
+    path, back = store(folder / "file", pattern(MIB)), torch.zeros(MIB, dtype=torch.uint8)
+    if resident(path):
+        pytest.skip("the file system keeps the file in its cache")
+    for cache, pages in (("auto", 0), ("direct", 0), ("buffered", 256)):
+        make_handle(cache=cache).sync_pread(back, path)
+        assert resident(path) == pages
+
+
+# Which file
 
 
 def test_a_relative_path_is_one_of_the_folder_at_the_call(
@@ -212,12 +242,15 @@ def test_a_relative_path_is_one_of_the_folder_at_the_call(
     assert caught.value.filename == "relative0"
 
 
-def test_a_descriptor_may_be_closed_after_the_call(make_handle: HandleFactory, folder: Path) -> None:
-    handle, data = make_handle(), pattern(100_000)
-    futures = []
-    for i in range(20):
-        fd = os.open(folder / f"file{i}", os.O_RDWR | os.O_CREAT)
-        futures.append(handle.submit_pwrite(data, fd))
-        os.close(fd)
-    assert [future.result() for future in futures] == [100_000] * 20
-    assert all((folder / f"file{i}").read_bytes() == data.numpy().tobytes() for i in range(20))
+def test_a_descriptor_that_is_closed_after_the_call_and_names_another_file(handle: aio_handle, folder: Path) -> None:
+    backs = [torch.zeros(5000, dtype=torch.uint8) for _ in range(20)]
+    for number, back in enumerate(backs):
+        path = store(folder / str(number), pattern(5000, number))
+        for mode, use in ((os.O_RDONLY, handle.async_pread), (os.O_WRONLY | os.O_CREAT, handle.async_pwrite)):
+            fd = os.open(path if mode == os.O_RDONLY else folder / f"copy{number}", mode)
+            use(back if mode == os.O_RDONLY else pattern(5000, number), fd)
+            os.close(fd)  # the next one gets its number
+    assert handle.wait() == 40
+    for number, back in enumerate(backs):
+        assert torch.equal(back, pattern(5000, number))
+        assert torch.equal(contents(folder / f"copy{number}"), back)

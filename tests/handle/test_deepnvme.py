@@ -1,0 +1,254 @@
+"""Programs written for DeepNVMe run here: every method, argument, default and return value that they use."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import aio_handle, gds_handle
+from nvme_ops._native import native
+from nvme_ops.op_builder import AsyncIOBuilder
+from nvme_ops.pin_memory import pin_handle
+from tests.conftest import BACKENDS, HandleFactory, contents, pattern, store
+
+SIZE = 100_003  # a multiple of nothing
+
+# What follows ``.def(`` and ``"name"_a`` in csrc/aio/py_lib/py_ds_aio.cpp, csrc/gds/py_lib/py_ds_gds.cpp and
+# csrc/pin_memory/py_ds_pin_memory.cpp of DeepSpeed 0.19.8: a method, its arguments in order, defaults behind a colon.
+BOTH = """
+__init__ block_size:1048576 queue_depth:128 single_submit:False overlap_events:False intra_op_parallelism:1
+get_block_size
+get_queue_depth
+get_single_submit
+get_overlap_events
+get_intra_op_parallelism
+get_alignment
+read buffer filename validate file_offset:0
+write buffer filename validate file_offset:0
+pread buffer filename validate async file_offset:0
+pwrite buffer filename validate async file_offset:0
+sync_pread buffer filename file_offset:0
+sync_pwrite buffer filename file_offset:0
+async_pread buffer filename file_offset:0
+async_pwrite buffer filename file_offset:0
+async_pwrite buffer fd file_offset:0
+new_cpu_locked_tensor num_elem example_tenosr
+free_cpu_locked_tensor tensor
+is_pinned buffer
+wait
+"""
+GDS = """
+new_pinned_device_tensor num_elem example_tenosr
+free_pinned_device_tensor tensor
+pin_device_tensor tensor
+unpin_device_tensor tensor
+"""
+PIN = """
+__init__
+new_cpu_locked_tensor num_elem example_tensor
+free_cpu_locked_tensor locked_tensor
+free_cpu_locked_tensor_by_ptr address
+is_pinned buffer
+"""
+# Arguments that DeepSpeed's callers also give by position, where the name is another one here.
+OTHER_NAMES = {"async": "async_op", "example_tenosr": "example_tensor", "fd": "filename"}
+# Of these a write without an offset makes the tensor the whole file; DeepSpeed's 0 leaves an old tail in place.
+# The number of lanes has two names here, neither of which is given by default.
+OTHER_DEFAULTS = {"file_offset": None, "intra_op_parallelism": None}
+
+
+@pytest.mark.parametrize(("kind", "table"), [(aio_handle, BOTH), (gds_handle, BOTH + GDS), (pin_handle, PIN)])
+def test_deepspeeds_keywords_positions_and_defaults(kind: type, table: str) -> None:
+    for method, *arguments in map(str.split, filter(None, table.split("\n"))):
+        signature = inspect.signature(getattr(kind, method) if method != "__init__" else kind)
+        names = [argument.partition(":")[0] for argument in arguments]
+        own = [] if method == "__init__" else [None]
+        signature.bind(*own, **dict.fromkeys(names))
+        signature.bind(*own, **{name: None for name in arguments if ":" not in name})
+        bound = signature.bind(*own, *names).arguments
+        assert [name for name in bound if name != "self"] == [OTHER_NAMES.get(name, name) for name in names], method
+        for name, colon, default in (argument.partition(":") for argument in arguments):
+            if colon:
+                expected = OTHER_DEFAULTS.get(name, default)
+                assert str(signature.parameters[name].default) == str(expected), (method, name)
+
+
+def test_load_gives_one_module_with_everything() -> None:
+    module = AsyncIOBuilder().load(verbose=False)
+    assert AsyncIOBuilder().load() is module is native()
+    assert module.aio_handle is nvme_ops.aio_handle
+    names = ["tensor", "filename", "block_size", "queue_depth", "single_submit", "overlap_events", "validate"]
+    assert list(inspect.signature(module.aio_read).parameters) == names
+    assert list(inspect.signature(module.aio_write).parameters) == names
+    assert tuple(native().backends()) == BACKENDS
+    assert native().backends()["threads"] is None
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+def test_a_handle_says_how_it_was_made(lanes: int) -> None:
+    """FastFileWriter asserts that its buffer is a multiple of the alignment."""
+    by_position = aio_handle(4096, 7, True, False, lanes)
+    by_keyword = aio_handle(block_size=4096, queue_depth=7, single_submit=True, overlap_events=False, num_threads=lanes)
+    for handle in (by_position, by_keyword, aio_handle(4096, 7, True, False, lanes, num_threads=lanes)):
+        assert (handle.get_block_size(), handle.get_queue_depth()) == (4096, 7)
+        assert (handle.get_single_submit(), handle.get_overlap_events()) == (True, False)
+        assert handle.get_intra_op_parallelism() == handle.get_thread_count() == lanes
+        assert handle.get_alignment() == 512 * lanes
+    assert aio_handle().get_intra_op_parallelism() == 1
+    with pytest.raises(ValueError, match=r"two names for one number"):
+        aio_handle(intra_op_parallelism=2, num_threads=3)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_calls_return_and_count(make_handle: HandleFactory, folder: Path, lanes: int) -> None:
+    handle, path, data = make_handle(intra_op_parallelism=lanes), folder / "file", pattern(SIZE)
+    assert handle.wait() == 0
+    assert handle.write(data, str(path), True) == 0
+    back, part = torch.zeros_like(data), torch.zeros(20, dtype=torch.uint8)
+    assert handle.read(back, str(path), True) == 0
+    assert torch.equal(back, data)
+    assert handle.write(buffer=data[:10], filename=str(path), validate=False, file_offset=5) == 0
+    assert handle.read(buffer=part, filename=str(path), validate=False, file_offset=1) == 0
+    assert torch.equal(part, torch.cat([data[1:5], data[:10], data[15:21]]))
+    assert handle.sync_pwrite(data, str(path)) == 1
+    others = [torch.zeros_like(data) for _ in range(4)]
+    for other in others:
+        assert handle.async_pread(other, str(path)) == 0
+    assert handle.sync_pread(back.zero_(), str(path), 0) == 5
+    assert all(torch.equal(tensor, data) for tensor in [back, *others])
+    assert handle.async_pwrite(data, str(path), 0) == 0
+    assert handle.pwrite(data, str(path), False, False, 0) == 2
+    assert handle.pwrite(data, str(path), True, True) == 0
+    assert handle.wait() == 1
+    assert handle.pread(buffer=part, filename=str(path), validate=False, async_op=True, file_offset=7) == 0
+    assert handle.pread(back.zero_(), str(path), True, **{"async": True}) == 0
+    assert handle.wait() == 2
+    assert torch.equal(back, data)
+    assert torch.equal(part, data[7:27])
+    assert handle.pread(back, str(path), True, **{"async": False}) == handle.pwrite(data, str(path), True, False) == 1
+    assert handle.wait() == 0
+
+
+def test_async_is_said_once_and_as_a_bool(folder: Path) -> None:
+    handle, path, back = aio_handle(), str(store(folder / "file", pattern(10))), torch.zeros(10)
+    wrong: Any = "false"
+    for call in (handle.pread, handle.pwrite):
+        with pytest.raises(TypeError, match="both async_op"):
+            call(back, path, False, False, **{"async": True})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'asynchronous'"):
+            call(back, path, asynchronous=True)
+        with pytest.raises(TypeError, match="async must be a bool"):
+            call(back, path, **{"async": wrong})
+        with pytest.raises(TypeError, match="async_op must be a bool"):
+            call(back, path, False, wrong)
+    for validating in (handle.pread, handle.pwrite, handle.read, handle.write):
+        with pytest.raises(TypeError, match="validate must be a bool"):
+            validating(back, path, wrong)
+    assert handle.wait() == 0
+
+
+def test_a_descriptor_as_a_keyword(handle: aio_handle, folder: Path) -> None:
+    path, data = store(folder / "file", pattern(SIZE, 1)), pattern(1000)
+    with path.open("r+b") as file:
+        assert handle.async_pwrite(buffer=data, fd=file.fileno(), file_offset=5) == 0
+        assert handle.async_pwrite(data[:3], fd=file.fileno()) == 0
+        assert handle.wait() == 2
+        os.fsync(file.fileno())  # still open
+        with pytest.raises(TypeError, match="both a filename and an fd"):
+            handle.async_pwrite(data, str(path), fd=file.fileno())
+    assert torch.equal(contents(path), torch.cat([data[:3], pattern(SIZE, 1)[3:5], data, pattern(SIZE, 1)[1005:]]))
+    others: list[Any] = [None, "1", 1.5, True]
+    for other in others:
+        with pytest.raises(TypeError, match="fd"):
+            handle.async_pwrite(data, fd=other)
+    assert handle.wait() == 0
+
+
+def test_fast_file_writer(make_handle: HandleFactory, folder: Path) -> None:
+    """DeepSpeed's FastFileWriter: an O_DIRECT descriptor, pinned buffers, an unaligned tail at the end."""
+    handle = make_handle(block_size=65536, queue_depth=8, single_submit=False, overlap_events=True, num_threads=2)
+    data, path = pattern(3 * 65536 + 777), folder / "file"
+    buffer = handle.new_cpu_locked_tensor(65536, torch.empty(0, dtype=torch.uint8))
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT | os.O_TRUNC, 0o644)
+    for start in range(0, len(data), 65536):
+        piece = buffer.narrow(0, 0, min(65536, len(data) - start))
+        piece.copy_(data[start : start + 65536])
+        assert handle.async_pwrite(piece, fd, start) == 0
+        assert handle.wait() == 1
+    os.close(fd)
+    assert handle.free_cpu_locked_tensor(buffer) is True
+    assert torch.equal(contents(path), data)
+
+
+def test_partition_swapper(make_handle: HandleFactory, folder: Path) -> None:
+    """DeepSpeed's swappers: narrow views of one pinned buffer, many files, counts asserted."""
+    handle = make_handle(block_size=4096, queue_depth=4, single_submit=True, overlap_events=False, num_threads=1)
+    aligned, used, count = 2048, 2000, 8
+    buffer = handle.new_cpu_locked_tensor(num_elem=aligned * count, example_tenosr=torch.empty(0))
+    views = [buffer.narrow(0, i * aligned, used) for i in range(count)]
+    assert all(handle.is_pinned(view) for view in views)
+    for i, view in enumerate(views):
+        assert handle.async_pwrite(view.fill_(i), str(folder / f"{i}.tensor.swp")) == 0
+    assert handle.wait() == count
+    buffer.fill_(-1)
+    for i, view in enumerate(views):
+        assert handle.async_pread(view, str(folder / f"{i}.tensor.swp")) == 0
+    assert handle.wait() == count
+    assert all(bool((view == i).all()) for i, view in enumerate(views))
+    assert (buffer.view(count, aligned)[:, used:] == -1).all()
+
+
+def test_aio_read_and_aio_write(folder: Path) -> None:
+    data, path = pattern(SIZE), folder / "file"
+    back = torch.zeros_like(data)
+    assert native().aio_write(data, str(path), 65536, 8, False, True, True) == 0
+    assert native().aio_read(back, str(path), 65536, 8, True, False, True) == 0
+    assert torch.equal(back, data)
+
+
+def test_memcpy() -> None:
+    memcpy = native().deepspeed_memcpy
+    source = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4)
+    raw, leaf = torch.zeros(24 * 8, dtype=torch.uint8), torch.zeros(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    strided = torch.zeros(4, 3, 2, dtype=torch.float64).permute(2, 1, 0)
+    for target in (leaf, strided):
+        assert memcpy(dest=target, src=source) == 0
+        assert torch.equal(target, source)
+    assert memcpy(raw, source.permute(2, 0, 1)) == 0
+    assert torch.equal(raw.view(torch.float64).view(4, 2, 3), source.permute(2, 0, 1))
+    with pytest.raises(ValueError, match="dest has 16 bytes and src has 12"):
+        memcpy(torch.zeros(4), torch.zeros(3))
+    with pytest.raises(ValueError, match="contiguous"):
+        memcpy(torch.zeros(4, 4).t(), torch.zeros(16))
+    with pytest.raises(TypeError, match="src"):
+        memcpy(torch.zeros(4), [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "queue_depth"),
+    [(1 << 31, 4), (1 << 40, 1 << 20), ((1 << 63) - 1, (1 << 63) - 1), (65537, 1 << 33)],
+)
+def test_a_larger_block_times_depth_than_32_bits(
+    make_handle: HandleFactory, folder: Path, block_size: int, queue_depth: int
+) -> None:
+    handle, data = make_handle(block_size=block_size, queue_depth=queue_depth), pattern(5 * 1048576 + 1)
+    back = torch.zeros_like(data)
+    handle.sync_pwrite(data, folder / "file")
+    handle.sync_pread(back, folder / "file")
+    assert torch.equal(back, data)
+
+
+def test_a_path_may_be_anything_that_names_a_file(handle: aio_handle, folder: Path) -> None:
+    path, data = folder / "größe \udcff.bin", pattern(1000)
+    for name in (path, str(path), os.fsencode(path)):
+        store(path, torch.zeros(1000, dtype=torch.uint8))
+        back = torch.zeros_like(data)
+        handle.sync_pwrite(data, name)
+        handle.sync_pread(back, name)
+        assert torch.equal(back, data)

@@ -1,0 +1,205 @@
+"""``submit_preadv`` and ``submit_pwritev``: many requests in one call; those that follow each other are one run."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nvme_ops
+from nvme_ops import aio_handle
+from nvme_ops._native import native
+from tests.conftest import MIB, HandleFactory, contents, pattern, store
+
+SIZES = st.lists(st.one_of(st.integers(0, 9000), st.sampled_from([0, 512, 4096, 70_000, MIB])), min_size=1, max_size=60)
+
+
+def places(sizes: list[int], start: int) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=start))[:-1]
+
+
+def same(some: Any, others: Any) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=SIZES, start=st.sampled_from([0, 1, 512, 4096, 5000]), gap=st.integers(-1, 60), seed=st.integers(0, 99))
+def test_parts_of_any_size(backend: str, folder: Path, sizes: list[int], start: int, gap: int, seed: int) -> None:
+    """Some in ordinary memory and some in huge pages, with a gap in the file somewhere."""
+    handle, path = aio_handle(backend=backend, block_size=65536, intra_op_parallelism=1 + seed % 3), folder / "file"
+    expected = pattern(start + sum(sizes) + 10_000, seed)
+    store(path, expected)
+    offsets = [offset + (100 if index > gap >= 0 else 0) for index, offset in enumerate(places(sizes, start))]
+    tensors = [pattern(size, seed + index) for index, size in enumerate(sizes)]
+    for index in range(seed % 2, len(tensors), 2):
+        tensors[index] = nvme_ops.empty(sizes[index], dtype=torch.uint8).copy_(tensors[index])
+    assert handle.submit_pwritev(tensors, path, offsets).result() == sum(sizes)
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        expected[offset : offset + len(tensor)] = tensor
+    assert torch.equal(contents(path), expected)
+    backs = [tensor.clone().zero_() if index % 3 else nvme_ops.empty(len(tensor), dtype=torch.uint8)
+             for index, tensor in enumerate(tensors)]  # fmt: skip
+    assert handle.submit_preadv(tensors=backs, files=path, file_offsets=offsets).result() == sum(sizes)
+    assert same(backs, tensors)
+
+
+@pytest.mark.parametrize("cache", ["auto", "direct", "buffered"])
+def test_thousands_of_small_parts(make_handle: HandleFactory, folder: Path, cache: str) -> None:
+    handle, path = make_handle(cache=cache, intra_op_parallelism=2), folder / "file"
+    tensors = [pattern(4100, index % 250) for index in range(3000)]
+    offsets = places([4100] * 3000, 72)
+    handle.submit_pwritev(tensors, path, offsets).result()
+    assert torch.equal(contents(path)[72:], torch.cat(tensors))
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    backs = [torch.zeros_like(tensor) for tensor in tensors]
+    handle.submit_preadv(backs, path, offsets).result()
+    assert same(backs, tensors)
+
+
+def test_one_file_for_each(handle: aio_handle, folder: Path) -> None:
+    tensors, paths = [pattern(1000 * i, i) for i in range(20)], [folder / str(i) for i in range(20)]
+    for path in paths:
+        store(path, torch.zeros(30_000, dtype=torch.uint8))
+    assert handle.submit_pwritev(tensors, paths).result() == sum(map(len, tensors))
+    assert same(map(contents, paths), tensors)  # each is its whole file
+    backs = [torch.zeros_like(tensor) for tensor in tensors]
+    handle.submit_preadv(tuple(backs), tuple(map(str, paths))).result()
+    assert same(backs, tensors)
+
+
+def test_files_named_several_times(handle: aio_handle, folder: Path) -> None:
+    path, other = store(folder / "file", pattern(100_000)), store(folder / "other", pattern(100_000, 1))
+    fd = os.open(path, os.O_RDONLY)
+    backs, offsets = torch.zeros(6, 1000, dtype=torch.uint8), [0, 10, 50_000, 99_000, 3, 4]
+    files: list[Any] = [path, other, path, str(path), os.fsencode(other), fd]
+    assert handle.submit_preadv(backs, files, offsets).result() == 6000
+    os.close(fd)
+    assert same(backs, [pattern(100_000, int(i in (1, 4)))[at : at + 1000] for i, at in enumerate(offsets)])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rows_and_a_tensor_of_offsets(make_handle: HandleFactory, folder: Path, dtype: torch.dtype) -> None:
+    handle, rows, width = make_handle(intra_op_parallelism=2), 500, 1024
+    data = pattern(rows * width).view(rows, width)
+    path, order = store(folder / "file", data.view(-1)), torch.randperm(rows)
+    back = torch.zeros(rows, width, dtype=torch.uint8)
+    assert handle.submit_preadv(back, path, (order * width).to(dtype)).result() == rows * width
+    assert torch.equal(back, data[order])
+    shaped = torch.zeros(rows, 4, 8, 8, dtype=torch.float32)
+    handle.submit_preadv(shaped[: rows // 2], str(path), range(0, rows // 2 * width, width)).result()
+    assert torch.equal(shaped[: rows // 2].view(rows // 2, -1).view(torch.uint8), data[: rows // 2])
+
+
+def test_nothing(handle: aio_handle, folder: Path) -> None:
+    path = store(folder / "file", pattern(100))
+    assert handle.submit_preadv([], path, []).result() == 0
+    assert handle.submit_pwritev([], []).result() == 0
+    assert handle.submit_preadv(torch.zeros(0, 10), path, []).result() == 0
+    assert handle.submit_preadv(torch.zeros(3, 0), path, [0, 1, 100]).result() == 0
+
+
+def test_arguments_that_do_not_fit(folder: Path) -> None:
+    handle, path, two = aio_handle(), store(folder / "file", pattern(100)), [torch.zeros(1), torch.zeros(1)]
+    refused: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (ValueError, "file_offsets has 1 entries for 2 tensors", (two, path, [0])),
+        (ValueError, "file_offsets has 3 entries for 2 tensors", (two, path, torch.zeros(3, dtype=torch.int64))),
+        (ValueError, "files has 1 entries for 2 tensors", (two, [path])),
+        (ValueError, "file_offsets is needed", (two, path)),
+        (ValueError, "at least one dimension", (torch.tensor(1.0), path, [0])),
+        (ValueError, "contiguous", (torch.zeros(4, 4).t(), path, [0] * 4)),
+        (ValueError, "file_offset must not be negative: -1", (two, path, [0, -1])),
+        (TypeError, "tensors must be", ([torch.zeros(1), None], path, [0, 0])),
+        (TypeError, "integer", (two, path, torch.tensor([0.0, 4.0]))),
+        *((TypeError, "", each) for each in ((None, path, [0]), (5, path, [0]), (two, 1.5, [0, 0]), (two, path, 5))),
+        (TypeError, "", (two, path, [0, "1"])),
+    ]
+    for error, match, arguments in refused:
+        with pytest.raises(error, match=match):
+            handle.submit_preadv(*arguments)
+    for later, arguments in (
+        (EOFError, (two, path, [96, 100])),
+        (FileNotFoundError, (two, [path, folder / "missing"])),
+    ):
+        with pytest.raises(later):
+            handle.submit_preadv(*arguments).result()
+
+
+def test_one_bad_request_fails_the_call(make_handle: HandleFactory, make_device) -> None:
+    device, handle = make_device(4 * MIB), make_handle(cache="direct", intra_op_parallelism=2)
+    with device.image.open("r+b") as image:
+        image.truncate(MIB)
+    rows = torch.zeros(64, 4096, dtype=torch.uint8)
+    offsets = [i * 4096 for i in range(63)] + [2 * MIB]
+    with pytest.raises(OSError, match="at offset 2097152: Input/output error") as caught:
+        handle.submit_preadv(rows, device.path, offsets).result()
+    assert caught.value.errno == errno.EIO
+    assert handle.submit_preadv(rows[:63], device.path, offsets[:63]).result() == 63 * 4096
+
+
+def test_arguments_that_change_while_they_are_looked_at(handle: aio_handle, folder: Path) -> None:
+    path, offsets = store(folder / "file", pattern(1000)), list[Any]()
+    tensors = [torch.zeros(10, dtype=torch.uint8) for _ in range(50)]
+
+    class Index:
+        def __index__(self) -> int:
+            offsets.clear()
+            tensors.clear()
+            return 0
+
+    offsets += [Index() for _ in range(50)]
+    kept = list(tensors)
+    assert handle.submit_preadv(tensors, path, offsets).result() == 500
+    assert all(torch.equal(tensor, pattern(1000)[:10]) for tensor in kept)
+
+
+# Functions of the native module that take thousands of tensors at once
+
+
+def test_tensors_that_share_memory_are_found() -> None:
+    """Of interleaved columns it is said too, as safetensors does: their areas overlap."""
+    overlapping = native().overlapping
+    memory, square = torch.zeros(100), torch.zeros(4, 4)
+    apart = [memory[:10], torch.zeros(10), memory[10:20], memory[90:]]
+    for tensors in ([], apart, [square[:2], square[2:]], [square[0].expand(5, 4), square[1]], [memory, memory[2:2]]):
+        assert overlapping(tensors) is None
+    assert overlapping([*apart, memory[19:30]]) == (2, 4)
+    assert overlapping([*apart, memory[89:91]]) == (4, 3)
+    assert overlapping([memory, memory]) == overlapping([square[:, 0], square[:, 1]]) == (0, 1)
+    for error, wrong in ((TypeError, [torch.zeros(1), 3]), (ValueError, [torch.eye(3).to_sparse()]), (TypeError, 3)):
+        with pytest.raises(error):
+            overlapping(wrong)
+
+
+def test_tensors_are_moved_within_their_storage_and_not_out_of_it() -> None:
+    move, memory = native().set_storage_offsets, torch.arange(12)
+    tensors = [memory[:3].data, memory[:4].view(2, 2).data]
+    move(tensors, [9, 5])
+    assert tensors[0].tolist() == [9, 10, 11]
+    assert tensors[1].tolist() == [[5, 6], [7, 8]]
+    wrong: Any = ["1"]
+    for offsets, error in (([-1], ValueError), ([10], ValueError), ([2**63 - 1], ValueError), ([], ValueError),
+                           (wrong, TypeError), ([2**64], OverflowError)):  # fmt: skip
+        with pytest.raises(error):
+            move(tensors[:1], offsets)
+    with pytest.raises(ValueError, match="does not fit"):
+        move([torch.zeros(4, 4).t()], [0])
+    assert tensors[0].tolist() == [9, 10, 11]
+
+
+def test_loaded_tensors_are_no_views_of_each_other(tmp_path: Path) -> None:
+    """One memory holds them, but to change one must not spoil the gradients of another."""
+    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "model.safetensors")
+    for mmap in (True, False):
+        first, second = nvme_ops.load(tmp_path / "model.safetensors", mmap=mmap).values()
+        loss = (first.requires_grad_() * first).sum()
+        second.add_(1)
+        loss.backward()
+        assert first.grad.tolist() == [2, 2, 2]
