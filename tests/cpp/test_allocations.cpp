@@ -12,13 +12,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Bytes;
-using support::directory;
-using support::extent;
-using support::job_of;
-using support::Memory;
-using support::never;
-using support::pattern;
+using namespace support;
 
 namespace {
 

@@ -14,10 +14,7 @@
 
 using namespace nvme_ops;
 using std::chrono::milliseconds;
-using support::Bytes;
-using support::directory;
-using support::Memory;
-using support::pattern;
+using namespace support;
 
 namespace {
 
@@ -159,17 +156,6 @@ TEST(a_storm_of_signals_loses_nothing) {
     ::setitimer(ITIMER_PROF, &calm, nullptr);
   });
   ::sigaction(SIGPROF, &before, nullptr);
-}
-
-TEST(a_queue_is_closed_with_nothing_leaked) {
-  on_every_backend([](const Backend& backend) {
-    const auto count = [] {
-      return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
-    };
-    const auto before = count();
-    for (int i = 0; i < 20; ++i) backend.open({8, 2, false});
-    CHECK_EQUAL(count(), before);
-  });
 }
 
 TEST(backends_are_chosen_by_name) {

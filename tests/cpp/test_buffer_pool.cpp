@@ -11,8 +11,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::between;
-using support::Random;
+using namespace support;
 
 namespace {
 
@@ -188,13 +187,6 @@ TEST(contains_knows_what_is_live) {
   pool().release(memory);
   CHECK(!pool().contains(memory, 1), "released memory not to be contained");
   pool().trim();
-}
-
-TEST(a_stranger_released_changes_nothing) {
-  std::byte local{};
-  pool().release(&local);
-  pool().release(nullptr);
-  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
 }
 
 TEST(more_than_there_is_raises) {

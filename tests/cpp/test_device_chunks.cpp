@@ -42,15 +42,6 @@ TEST(strangers_share_a_chunk_too) {
   CHECK(!judge.joins(chunks[0][0], chunks[0][1]) && !judge.joins(chunks[0][1], chunks[0][2]), "three runs");
 }
 
-TEST(a_large_part_is_cut_at_pages_of_the_file) {
-  const auto chunks = all({{0, 0, 10 * kChunk, 123, 0}});
-  CHECK_EQUAL(chunks.size(), std::size_t{11});
-  for (std::size_t i = 1; i < chunks.size(); ++i) {
-    CHECK_EQUAL((123 + chunks[i][0].from) % kPageSize, std::uint64_t{0});
-    CHECK_EQUAL(chunks[i][0].place, std::uint64_t{0});
-  }
-}
-
 TEST(many_small_files_are_not_open_at_once) {
   std::vector<DevicePart> parts;
   for (std::size_t i = 0; i < 100; ++i) parts.push_back({i, 0, 10, 0, i});

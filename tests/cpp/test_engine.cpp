@@ -9,14 +9,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Bytes;
-using support::directory;
-using support::engine_options;
-using support::extent;
-using support::job_of;
-using support::Memory;
-using support::never;
-using support::pattern;
+using namespace support;
 
 namespace {
 
@@ -53,114 +46,6 @@ void take_rings_away() {
 }
 
 }  // namespace
-
-TEST(a_blocking_call_moves_everything) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend));
-    const std::string path = directory() / "blocking";
-    for (const std::size_t bytes : {0U, 1U, 511U, 4096U, 100000U, (5U << 20) + 7}) {
-      const Bytes data = pattern(bytes, bytes);
-      Memory source(bytes, 64), target(bytes, 100);
-      source.set(data);
-      const auto write = job_of(Op::Write, {extent(path, Op::Write, source)});
-      engine.run(write, never);
-      check_moved(write, bytes);
-      support::evict(path);
-      const auto read = job_of(Op::Read, {extent(path, Op::Read, target)});
-      engine.run(read, never);
-      check_moved(read, bytes);
-      check_equal(target, data);
-      CHECK_EQUAL(engine.staging_bytes(), std::size_t{0});
-    }
-  });
-}
-
-TEST(lanes_share_a_call) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend, 100000, 4, 4));
-    const std::string path = directory() / "lanes";
-    const Bytes data = pattern((6 << 20) + 123, 1);
-    Memory source(data.size(), 3), target(data.size(), 5);
-    source.set(data);
-    const auto write = job_of(Op::Write, {extent(path, Op::Write, source, 1001)});
-    engine.submit(write);
-    wait(*write, never);
-    check_moved(write, data.size());
-    const auto read = job_of(Op::Read, {extent(path, Op::Read, target, 1001)});
-    engine.submit(read);
-    wait(*read, never);
-    check_moved(read, data.size());
-    check_equal(target, data);
-  });
-}
-
-TEST(many_extents_move_in_one_call) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend, 1 << 20, 32, 3));
-    const std::string path = directory() / "extents";
-    const std::size_t count = 1000, bytes = 4096;
-    const Bytes data = pattern(count * bytes, 1);
-    support::write_file(path, data);
-    support::evict(path);
-    const Memory target(data.size());
-    const auto file = support::shared(path, Op::Read);
-    for (const bool all_lanes : {false, true}) {
-      std::memset(target.data(), 0, target.size());
-      std::vector<Extent> extents;
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::size_t place = i * 617 % count;
-        extents.push_back({file, target.data() + place * bytes, bytes, place * bytes, false});
-      }
-      const auto job = job_of(Op::Read, std::move(extents));
-      all_lanes ? engine.submit(job) : engine.run(job, never);
-      wait(*job, never);
-      check_moved(job, data.size());
-      check_equal(target, data);
-    }
-  });
-}
-
-TEST(neighbouring_extents_share_pages) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend, 8192, 16, 4));
-    const std::string path = directory() / "neighbours";
-    const Bytes data = pattern(300000, 9);
-    Memory source(data.size(), 8);
-    source.set(data);
-    const auto file = support::shared(path, Op::Write, Cache::Auto);
-    std::vector<Extent> extents;
-    for (std::size_t from = 0, bytes = 0; from < data.size(); from += bytes) {
-      bytes = std::min<std::size_t>(1 + from % 9973, data.size() - from);
-      extents.push_back({file, source.data() + from, bytes, from, false});
-    }
-    const auto job = job_of(Op::Write, std::move(extents));
-    engine.submit(job);
-    wait(*job, never);
-    check_moved(job, data.size());
-    CHECK(support::read_file(path) == data, "every extent's bytes in their place");
-  });
-}
-
-TEST(an_engine_that_goes_finishes_its_work) {
-  on_every_backend([](const Backend& backend) {
-    const Bytes data = pattern(3 << 20, 1);
-    Memory source(data.size(), 1);
-    source.set(data);
-    std::vector<std::shared_ptr<Job>> jobs;
-    {
-      Engine engine(engine_options(backend, 32768, 2, 2));
-      for (int i = 0; i < 4; ++i) {
-        const std::string path = directory() / ("pending" + std::to_string(i));
-        jobs.push_back(job_of(Op::Write, {extent(path, Op::Write, source)}));
-        engine.submit(jobs.back());
-      }
-    }
-    for (int i = 0; i < 4; ++i) {
-      check_moved(jobs[static_cast<std::size_t>(i)], data.size());
-      CHECK(support::read_file(directory() / ("pending" + std::to_string(i))) == data, "the whole file written");
-    }
-  });
-}
 
 TEST(threads_share_an_engine) {
   on_every_backend([](const Backend& backend) {
@@ -205,29 +90,6 @@ TEST(a_file_cut_while_it_is_read_is_an_end_of_file) {
     const auto job = job_of(Op::Read, {extent(path, Op::Read, target)});
     engine.run(job, never);
     check_moved(job, 5000);
-  });
-}
-
-TEST(a_failing_job_leaves_the_others_alone) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend, 16384, 4, 1));
-    const std::string good = directory() / "good", bad = directory() / "bad";
-    const Bytes data = pattern(1 << 20, 1);
-    support::write_file(good, data);
-    support::evict(good);
-    const Memory first(data.size(), 8), lost(data.size(), 8), last(data.size(), 8);
-    support::write_file(bad, data);
-    std::vector<std::shared_ptr<Job>> jobs{job_of(Op::Read, {extent(good, Op::Read, first)}),
-                                           job_of(Op::Read, {extent(bad, Op::Read, lost)}),
-                                           job_of(Op::Read, {extent(good, Op::Read, last)})};
-    CHECK_EQUAL(::truncate(bad.c_str(), 5), 0);
-    for (const auto& job : jobs) engine.submit(job);
-    for (const auto& job : jobs) wait(*job, never);
-    check_moved(jobs[0], data.size());
-    CHECK_FAILURE(jobs[1]->outcome()->failure(), EndOfFile, 0, "");
-    check_moved(jobs[2], data.size());
-    check_equal(first, data);
-    check_equal(last, data);
   });
 }
 
@@ -294,23 +156,6 @@ TEST(a_backend_that_cannot_open_is_passed_over) {
   check_moved(job, data.size());
 }
 
-TEST(validation_finds_the_first_difference) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend));
-    const std::string path = directory() / "validated";
-    const Bytes data = pattern(300000, 1);
-    Memory source(data.size(), 8);
-    source.set(data);
-    const auto job = job_of(Op::Write, {extent(path, Op::Write, source, 50)});
-    const FileHold open(job->extents().front().file);
-    job->keep_extents();
-    engine.run(job, never);
-    validate(engine, *job, never);
-    source.data()[200000] ^= std::byte{1};
-    CHECK_FAILURE(check::failure_of([&] { validate(engine, *job, never); }), Mismatch, EIO, "at offset 200050");
-  });
-}
-
 TEST(many_jobs_survive_a_ring_taken_away) {
   if (!probe(kIoUring).usable) {
     check::skipped("io_uring: " + probe(kIoUring).reason);
@@ -347,81 +192,6 @@ TEST(many_jobs_survive_a_ring_taken_away) {
     }
     check_moved(jobs.back(), data.size());
   }
-}
-
-TEST(a_ring_taken_away_is_replaced) {
-  if (!probe(kIoUring).usable) {
-    check::skipped("io_uring: " + probe(kIoUring).reason);
-    return;
-  }
-  const std::string path = directory() / "ring";
-  const Bytes data = pattern(300000, 1);
-  support::write_file(path, data);
-  for (const bool single_submit : {false, true}) {
-    const check::Context context(single_submit ? "single_submit" : "batches");
-    EngineOptions options = engine_options(kIoUring);
-    options.single_submit = single_submit;
-    Engine engine(options);
-    const Memory target(data.size(), 8);
-    const auto transfer = [&] {
-      const auto job = job_of(Op::Read, {extent(path, Op::Read, target)});
-      engine.run(job, never);
-      return job;
-    };
-    check_moved(transfer(), data.size());
-    take_rings_away();
-    CHECK_FAILURE(transfer()->outcome()->failure(), System, EOPNOTSUPP, "bytes at offset");
-    check_moved(transfer(), data.size());
-    check_equal(target, data);
-  }
-}
-
-TEST(jobs_may_share_a_file) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend, 16384, 4, 3));
-    const std::string path = directory() / "shared";
-    const Bytes data = pattern(400000, 1);
-    support::write_file(path, data);
-    for (int round = 0; round < 10; ++round) {
-      std::vector<std::unique_ptr<Memory>> memories;
-      std::vector<std::shared_ptr<Job>> jobs;
-      auto file = support::shared(path, Op::Read);
-      for (int i = 0; i < 4; ++i) {
-        memories.push_back(std::make_unique<Memory>(data.size(), 8));
-        jobs.push_back(job_of(Op::Read, {{file, memories.back()->data(), data.size(), 0, false}}));
-      }
-      file.reset();
-      for (const auto& job : jobs) engine.submit(job);
-      for (const auto& job : jobs) wait(*job, never);
-      for (const auto& job : jobs) check_moved(job, data.size());
-      for (const auto& memory : memories) check_equal(*memory, data);
-    }
-  });
-}
-
-TEST(a_job_that_ended_has_closed_its_files) {
-  on_every_backend([](const Backend& backend) {
-    const auto open_files = [] {
-      return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), std::filesystem::directory_iterator());
-    };
-    const auto before = open_files();
-    {
-      Engine engine(engine_options(backend, 16384, 4, 3));
-      const std::string path = directory() / "closed";
-      const Memory memory(100001, 8);
-      std::vector<std::shared_ptr<Job>> jobs;
-      for (const bool all_lanes : {true, false}) {
-        const auto start = open_files();
-        for (const Op op : {Op::Write, Op::Read, Op::Read, Op::Write}) {
-          jobs.push_back(job_of(op, {extent(path, op, memory)}));
-          all_lanes ? engine.submit(jobs.back()) : engine.run(jobs.back(), never);
-          wait(*jobs.back(), never);
-          CHECK(open_files() <= start + 4, "no more than a ring for each lane opened");
-        }
-      }
-    }
-    CHECK_EQUAL(open_files(), before);
-  });
 }
 
 TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {

@@ -13,14 +13,7 @@
 using namespace nvme_ops;
 using fake::Script;
 using fake::Verdict;
-using support::Bytes;
-using support::directory;
-using support::engine_options;
-using support::extent;
-using support::job_of;
-using support::Memory;
-using support::never;
-using support::pattern;
+using namespace support;
 
 namespace {
 
@@ -120,24 +113,6 @@ std::function<Verdict(const Request&, bool)> counted(
 
 }  // namespace
 
-TEST(a_perfect_kernel_is_used_well) {
-  each_way([](Op op, bool all_lanes) {
-    Bench bench;
-    bench.must_succeed(op, all_lanes);
-    CHECK_EQUAL(bench.script().opened, all_lanes ? 2UL : 1UL);
-  });
-  Script& script = fake::new_script();
-  Engine engine(engine_options(fake::kFake, 1 << 20, 4, 1));
-  const Memory memory(4 << 20, 8);
-  const std::string path = directory() / "large";
-  const auto job = job_of(Op::Write, {extent(path, Op::Write, memory)});
-  engine.run(job, never);
-  const bool direct = File::open(path, Op::Write, Cache::Direct)->direct_possible();
-  if (direct) {
-    CHECK(script.registered > 0 && script.through_registered > 0, "large staging blocks to be registered");
-  }
-}
-
 TEST(an_error_in_mid_request_is_one_failure) {
   each_way([](Op op, bool all_lanes) {
     for (const unsigned long at : {1UL, 7UL, 15UL}) {
@@ -171,18 +146,6 @@ TEST(short_transfers_go_on_where_they_ended) {
       bench.must_succeed(op, all_lanes);
     }
   });
-}
-
-// Whatever the file system: NFS and FUSE may end a direct read at any byte.
-TEST(a_read_that_ends_before_the_wanted_bytes_goes_on) {
-  for (const std::uint64_t bytes : {1U, 100U, 488U}) {
-    const check::Context context("short by " + std::to_string(bytes));
-    Bench bench;
-    bench.script().judge = counted([bytes](unsigned long count, const Request&, bool direct) {
-      return direct && count <= 8 ? Verdict{bytes} : Verdict{};
-    });
-    bench.must_succeed(Op::Read, false);
-  }
 }
 
 TEST(nothing_moved_is_a_failure) {
@@ -369,27 +332,5 @@ TEST(a_fault_of_one_job_is_not_another_jobs) {
         CHECK_EQUAL(support::difference(memories[i]->data(), data.data(), data.size()), data.size());
       }
     }
-  }
-}
-
-// A full disk: what the kernel itself says in mid transfer.
-TEST(a_file_that_may_not_grow_fails_on_every_backend) {
-  ::signal(SIGXFSZ, SIG_IGN);
-  for (const Backend* backend : support::usable_backends()) {
-    const check::Context context(std::string("backend ") + backend->name);
-    Engine engine(engine_options(*backend));
-    const std::string path = directory() / "limited";
-    support::write_file(path, {});
-    const Memory memory(600000, 8);
-    Extent limited = extent(path, Op::Write, memory);
-    limited.prepared = true;  // so that nothing is preallocated
-    const auto job = job_of(Op::Write, {limited});
-    rlimit before{};
-    ::getrlimit(RLIMIT_FSIZE, &before);
-    const rlimit tight{200000, before.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &tight);
-    engine.run(job, never);
-    ::setrlimit(RLIMIT_FSIZE, &before);
-    CHECK_FAILURE(job->outcome()->failure(), System, EFBIG, "write");
   }
 }

@@ -2,7 +2,6 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/uio.h>
 
 #include "base/limits.h"
 #include "check.h"
@@ -10,9 +9,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Bytes;
-using support::directory;
-using support::pattern;
+using namespace support;
 
 namespace {
 
@@ -179,63 +176,6 @@ TEST(a_deleted_file_can_be_adopted_and_read_back) {
   CHECK(file->buffered() >= 0, "a second descriptor without the name");
   const auto reader = file->reader(Cache::Direct);
   CHECK_EQUAL(reader->size(), std::uint64_t{5000});
-}
-
-namespace {
-
-std::uint64_t read_cached(File& file, std::byte* memory, std::uint64_t offset, std::uint64_t bytes) {
-  Residency unknown;
-  if (!file.resident(unknown, offset, bytes, offset + bytes)) return 0;
-  const iovec vector{memory, bytes};
-  return file.read_cached(&vector, 1, offset);
-}
-
-}  // namespace
-
-TEST(what_is_in_the_page_cache_is_read_from_it) {
-  const std::string path = directory() / "cached";
-  const Bytes data = pattern(1 << 20, 7);
-  support::write_file(path, data);
-  const auto file = File::open(path, Op::Read, Cache::Auto);
-  if (!file->direct_possible()) {
-    check::skipped("no direct I/O in TMPDIR: everything goes through the cache");
-    return;
-  }
-  const support::Memory memory(data.size(), 3);
-  CHECK_EQUAL(read_cached(*file, memory.data(), 0, data.size()), data.size());
-  CHECK_EQUAL(support::difference(memory.data(), data.data(), data.size()), data.size());
-  CHECK_EQUAL(read_cached(*file, memory.data(), 4095, 2), std::uint64_t{2});
-  CHECK_EQUAL(read_cached(*file, memory.data(), data.size() - 1, 1), std::uint64_t{1});
-  support::evict(path);
-  if (read_cached(*file, memory.data(), 0, 4096) > 0) {
-    check::skipped("this file system keeps its pages");
-    return;
-  }
-  char byte;
-  ::posix_fadvise(file->buffered(), 0, 0, POSIX_FADV_RANDOM);
-  CHECK_EQUAL(::pread(file->buffered(), &byte, 1, 8192), ssize_t{1});
-  CHECK_EQUAL(read_cached(*file, memory.data(), 8192, 4096), std::uint64_t{4096});
-  CHECK_EQUAL(read_cached(*file, memory.data(), 0, data.size()), std::uint64_t{0});
-}
-
-TEST(a_file_that_has_grown_is_looked_at_again) {
-  const std::string path = directory() / "growing";
-  support::write_file(path, pattern(1000, 1));
-  const auto file = File::open(path, Op::Read, Cache::Auto);
-  support::write_file(path, pattern(5000, 2));
-  file->prepare(Op::Read, 0, 5000, false);
-  CHECK_EQUAL(file->size(), std::uint64_t{5000});
-}
-
-TEST(a_file_that_was_cut_is_trusted_until_it_is_not) {
-  const std::string path = directory() / "shrinking";
-  support::write_file(path, pattern(5000, 1));
-  const auto file = File::open(path, Op::Read, Cache::Auto);
-  support::write_file(path, pattern(1000, 2));
-  file->prepare(Op::Read, 0, 5000, false);
-  file->distrust_size();
-  const auto failure = check::failure_of([&] { file->prepare(Op::Read, 0, 5000, false); });
-  CHECK_FAILURE(failure, EndOfFile, 0, "1000");
 }
 
 TEST(closing_closes_once) {

@@ -59,16 +59,6 @@ TEST(listeners_added_while_it_settles_are_not_lost) {
   }
 }
 
-TEST(a_job_ends_with_its_last_share) {
-  Job job(Op::Read, {});
-  job.expect_shares(3);
-  job.end_share(1);
-  job.end_share(2);
-  CHECK(!job.outcome()->done(), "no result before the last share");
-  job.end_share(4);
-  CHECK_EQUAL(job.outcome()->bytes(), std::uint64_t{7});
-}
-
 TEST(the_first_failure_counts) {
   Job job(Op::Read, {});
   job.expect_shares(2);

@@ -5,8 +5,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::between;
-using support::Random;
+using namespace support;
 
 namespace {
 
@@ -108,15 +107,6 @@ TEST(pieces_tile_any_range_in_any_layout) {
   }
 }
 
-TEST(an_aligned_range_goes_in_place_block_by_block) {
-  const Layout layout{true, 512, 512, 4096, true};
-  for (const Op op : {Op::Read, Op::Write}) {
-    const Piece piece = next_piece(op, layout, 0x1000, 8192, 10 << 20, 1 << 20, kStaging);
-    CHECK(piece.route == Route::InPlace, "the aligned body to go straight to the caller's memory");
-    CHECK_EQUAL(piece.bytes, std::uint64_t{1} << 20);
-  }
-}
-
 TEST(blocks_beyond_32_bits_are_cut_to_what_one_call_moves) {
   const std::uint64_t bytes = std::uint64_t{9} << 30;
   for (const bool direct : {true, false}) {
@@ -125,13 +115,6 @@ TEST(blocks_beyond_32_bits_are_cut_to_what_one_call_moves) {
       CHECK_EQUAL(next_piece(op, layout, 0x1000, 0, bytes, UINT64_MAX, kStaging).bytes, kMaxTransfer);
     }
   }
-}
-
-TEST(a_misaligned_read_reads_its_sectors) {
-  const Piece piece = next_piece(Op::Read, {true, 512, 512, 4096, true}, 0x1001, 1000, 100, 1 << 20, kStaging);
-  CHECK(piece.route == Route::Staged, "staging for memory that is not aligned");
-  CHECK_EQUAL(piece.lead, 1000U % 512);
-  CHECK_EQUAL(piece.length, 1024U);
 }
 
 TEST(a_read_reaches_alignment_and_then_goes_in_place) {

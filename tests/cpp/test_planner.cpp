@@ -8,10 +8,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Bytes;
-using support::directory;
-using support::extent;
-using support::Memory;
+using namespace support;
 
 namespace {
 
@@ -69,6 +66,16 @@ struct Planned {
     planner.finish_shares();
     return moved;
   }
+
+  // The number of requests.
+  std::size_t move_all(std::uint64_t most = UINT64_MAX) {
+    std::size_t requests = 0;
+    while (planner.busy()) {
+      planner.plan();
+      requests += move(most).size();
+    }
+    return requests;
+  }
 };
 
 // Returns whether files here are read directly, unless the page cache has them, which can be told and changed.
@@ -91,12 +98,7 @@ TEST(no_more_is_planned_than_may_be_in_flight) {
   planned.planner.plan();
   CHECK_EQUAL(planned.planner.ready().size(), std::size_t{kDepth});
   CHECK(planned.planner.busy() && !planned.planner.all_planned(), "more to come");
-  std::size_t requests = 0;
-  while (planned.planner.busy()) {
-    planned.planner.plan();
-    requests += planned.move().size();
-  }
-  CHECK_EQUAL(requests, std::size_t{10});
+  CHECK_EQUAL(planned.move_all(), std::size_t{10});
   CHECK_EQUAL(job->outcome()->bytes(), 10 * kBlock);
 }
 
@@ -106,10 +108,7 @@ TEST(what_falls_short_is_planned_again_until_it_is_whole) {
   support::write_file(directory() / "short", data);
   const Memory memory(data.size(), 24);
   const auto job = planned.add(Op::Read, {extent(directory() / "short", Op::Read, memory)});
-  while (planned.planner.busy()) {
-    planned.planner.plan();
-    planned.move(10000);
-  }
+  planned.move_all(10000);
   CHECK(job->outcome()->done() && !job->outcome()->failure(), "the job to end well");
   CHECK_EQUAL(job->outcome()->bytes(), data.size());
   CHECK_EQUAL(support::difference(memory.data(), data.data(), data.size()), data.size());
@@ -126,10 +125,7 @@ TEST(the_urgent_is_planned_first_and_carries_its_priority) {
   for (const Request& request : planned.move()) priorities.push_back(request.priority);
   CHECK_EQUAL(priorities.size(), std::size_t{kDepth});
   CHECK(std::is_sorted(priorities.begin(), priorities.end()), "demand first");
-  while (planned.planner.busy()) {
-    planned.planner.plan();
-    planned.move();
-  }
+  planned.move_all();
 }
 
 TEST(an_urgent_share_that_comes_later_is_next) {
@@ -143,10 +139,7 @@ TEST(an_urgent_share_that_comes_later_is_next) {
   planned.planner.plan();
   const std::vector<Request> requests = planned.move();
   CHECK(!requests.empty() && requests.front().priority == Priority::Demand, "the urgent one first");
-  while (planned.planner.busy()) {
-    planned.planner.plan();
-    planned.move();
-  }
+  planned.move_all();
 }
 
 TEST(without_a_queue_everything_fails_and_nothing_is_left) {
@@ -185,10 +178,7 @@ TEST(what_is_known_of_one_extent_is_not_believed_of_the_next) {
   const Memory first(data.size()), second(data.size());
   planned.add(Op::Read, {extent(directory() / "cold", Op::Read, first, 0, Cache::Auto),
                          extent(directory() / "cached", Op::Read, second, 0, Cache::Auto)});
-  while (planned.planner.busy()) {
-    planned.planner.plan();
-    planned.move();
-  }
+  planned.move_all();
   CHECK_EQUAL(planned.counters.cached_bytes.value(), data.size());
   CHECK_EQUAL(support::difference(second.data(), data.data(), data.size()), data.size());
 }
@@ -219,19 +209,13 @@ TEST(half_of_a_large_read_that_is_cached_is_given_to_another_lane) {
     if (now.cold) support::evict(path);
     const Memory memory(data.size() - now.skip);
     const auto job = planned.add(Op::Read, {extent(path, Op::Read, memory, now.skip, now.cache)}, {}, now.tool);
-    const auto move_all = [&] {
-      while (planned.planner.busy()) {
-        planned.planner.plan();
-        planned.move();
-      }
-    };
-    move_all();
+    planned.move_all();
     CHECK_EQUAL(planned.helped.size(), std::size_t{now.divided});
     if (now.divided) {
       CHECK(!job->outcome()->done(), "the job to wait for the other half");
       CHECK_EQUAL(planned.counters.read_bytes.value(), kDividedBytes / 2 + kMaxEdge);
       planned.planner.add(std::move(planned.helped));
-      move_all();
+      planned.move_all();
       CHECK_EQUAL(planned.counters.cached_bytes.value(), data.size());
     }
     CHECK_EQUAL(job->outcome()->bytes(), memory.size());

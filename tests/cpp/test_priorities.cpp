@@ -9,10 +9,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::directory;
-using support::engine_options;
-using support::extent;
-using support::Memory;
+using namespace support;
 
 namespace {
 
@@ -97,22 +94,4 @@ TEST(a_write_back_that_failed_gives_its_admission_back) {
     check::finishes("a write-back", [&] { wait(*write, support::never); });
     CHECK_EQUAL(write->outcome()->failure().has_value(), round % 2 == 0);
   }
-}
-
-TEST(statistics_count_what_was_moved) {
-  fake::new_script();
-  Memory memory(10 * kBlock);
-  Engine engine(engine_options(fake::kFake, kBlock, kDepth, 2));
-  const auto write = job_of(Op::Write, "counted", memory, Priority::Demand);
-  engine.submit(write);
-  wait(*write, support::never);
-  const auto read = job_of(Op::Read, "counted", memory, Priority::Demand);
-  engine.run(read, support::never);
-  const Statistics found = engine.statistics();
-  CHECK_EQUAL(found.written_bytes, 10 * kBlock);
-  CHECK_EQUAL(found.read_bytes, 10 * kBlock);
-  CHECK(found.requests >= 20, "a request for each block, got " << found.requests);
-  CHECK(found.in_flight_max >= 1 && found.in_flight_max <= kDepth, "depth up to 8, got " << found.in_flight_max);
-  CHECK(found.in_flight_sum >= found.requests, "at least one in flight with each");
-  CHECK(found.kernel_nanoseconds > 0 && found.queued_nanoseconds > 0, "time to have passed");
 }

@@ -10,11 +10,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::between;
-using support::Bytes;
-using support::Memory;
-using support::one_in;
-using support::Random;
+using namespace support;
 
 namespace {
 
@@ -32,19 +28,6 @@ struct Plan {
   std::vector<std::size_t> skews;
   std::vector<std::vector<std::uint64_t>> parts;  // of each range, where its memory is scattered
   bool fast_memory, by_descriptor, all_lanes;
-
-  std::string described(unsigned long seed) const {
-    std::string text =
-        "seed " + std::to_string(seed) + ", " + backend->name + ", cache " + std::to_string(static_cast<int>(cache)) +
-        ", block " + std::to_string(options.block_size) + ", depth " + std::to_string(options.queue_depth) +
-        ", lanes " + std::to_string(all_lanes ? options.lanes : 0) + (options.single_submit ? ", single" : "") +
-        (options.overlap_events ? ", overlap" : "") + ", file " + std::to_string(file_bytes) + " " + path + ", ranges";
-    for (std::size_t i = 0; i < ranges.size(); ++i) {
-      text += " " + std::to_string(ranges[i].offset) + "+" + std::to_string(ranges[i].bytes) + "/" +
-              std::to_string(skews[i]) + "/" + std::to_string(parts[i].size());
-    }
-    return text;
-  }
 };
 
 // Often on a boundary, where mistakes are.
@@ -223,7 +206,7 @@ void many(const std::string& folder, unsigned long iterations) {
     Random random(seed);
     script_mischief(seed);
     const Plan plan = random_plan(random, backends, folder);
-    const check::Context context(plan.described(seed));
+    const check::Context context("seed " + std::to_string(seed) + ", " + plan.backend->name);
     round_trip(random, plan, seed);
   }
 }

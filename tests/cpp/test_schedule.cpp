@@ -51,12 +51,6 @@ std::size_t count(const std::string& text, char name) {
 
 }  // namespace
 
-TEST(an_empty_schedule_has_nothing) {
-  Shares shares;
-  CHECK(shares.empty(), "nothing in it");
-  CHECK(shares.next() == nullptr, "nothing to plan");
-}
-
 TEST(shares_of_one_priority_take_turns) {
   Shares shares;
   add(shares, 'a', Priority::Demand, 40);

@@ -8,8 +8,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::directory;
-using support::pattern;
+using namespace support;
 
 namespace {
 
@@ -23,15 +22,6 @@ struct Counted {
 };
 
 }  // namespace
-
-TEST(nothing_is_opened_before_it_is_held) {
-  Counted counted;
-  CHECK_EQUAL(counted.opened.load(), 0);
-  CHECK(!std::filesystem::exists(counted.path), "no file created yet");
-  counted.file.hold();
-  CHECK_EQUAL(counted.file.release(), 0);
-  CHECK(std::filesystem::exists(counted.path), "the file created");
-}
 
 TEST(the_last_holder_closes_and_the_next_one_opens_again) {
   Counted counted;
@@ -67,19 +57,6 @@ TEST(an_extent_is_prepared_once) {
   counted.file.prepare(&prepared, Op::Write, 0, 100, true);
   CHECK_EQUAL(std::filesystem::file_size(counted.path), 1000U);
   CHECK_EQUAL(counted.file.release(), 0);
-}
-
-TEST(what_could_not_be_prepared_is_not) {
-  Counted counted;
-  support::write_file(counted.path, pattern(1000, 1));
-  SharedFile file(counted.path, [](const std::string& name) { return File::open(name, Op::Read, Cache::Auto); });
-  const FileHold hold({std::shared_ptr<void>(), &file});
-  for (int i = 0; i < 2; ++i) {
-    bool prepared = false;
-    const auto failure = check::failure_of([&] { file.prepare(&prepared, Op::Read, 900, 101, false); });
-    CHECK_FAILURE(failure, EndOfFile, 0, "which has 1000 bytes");
-    CHECK(!prepared, "to be told so");
-  }
 }
 
 TEST(a_hold_ends_once) {

@@ -81,12 +81,6 @@ TEST(one_extent_is_shared_evenly) {
   }
 }
 
-TEST(many_small_extents_are_shared_evenly) {
-  const std::vector<Share> shares = split(job_with(std::vector<std::uint64_t>(1000, 4096), 0, 0), 4);
-  CHECK_EQUAL(shares.size(), std::size_t{4});
-  for (const Share& share : shares) CHECK_EQUAL(share.last - share.first + 1, std::size_t{250});
-}
-
 TEST(what_is_smaller_than_an_edge_stays_whole) {
   CHECK_EQUAL(split(job_with({1}, 0, 5), 8).size(), std::size_t{1});
   CHECK_EQUAL(split(job_with({4096}, 0, 0), 8).size(), std::size_t{1});

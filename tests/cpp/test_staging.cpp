@@ -11,8 +11,7 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::between;
-using support::Random;
+using namespace support;
 
 namespace {
 

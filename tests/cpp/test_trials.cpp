@@ -42,13 +42,6 @@ bool has(const std::vector<Tool>& tools, const Tool& wanted) {
 
 }  // namespace
 
-TEST(one_tool_needs_no_trial) {
-  Trials trials(1, 1, 3);
-  CHECK(!trials.exploring(), "there is nothing to find out");
-  CHECK(use(trials, {1}, 3000) == std::vector<std::size_t>(3000, 0), "always this one");
-  CHECK_EQUAL(trials.explorations(), 1U);
-}
-
 TEST(the_best_tool_is_found_within_twenty_uses) {
   Random random(1);
   for (int round = 0; round < 200; ++round) {
@@ -92,12 +85,6 @@ TEST(what_the_first_use_of_all_costs_is_not_counted) {
   CHECK_EQUAL(trials.chosen(), 0U);
 }
 
-TEST(a_turn_is_so_many_uses) {
-  Trials trials(2, 4, 2);
-  const auto used = use(trials, {1, 2}, 9);
-  CHECK(used == (std::vector<std::size_t>{0, 0, 0, 0, 0, 1, 1, 1, 1}), "one after the other");
-}
-
 TEST(a_bad_turn_ends_early) {
   Trials trials(3, 4, 2);
   const auto used = use(trials, {1, 3, 0.9}, 50);
@@ -130,12 +117,6 @@ TEST(what_another_process_has_begun_is_not_waited_for) {
   use(trials, {1, 0.5}, 20);
   CHECK(!trials.exploring(), "it has ended");
   CHECK_EQUAL(trials.chosen(), 1U);
-}
-
-TEST(nothing_that_can_be_measured_leaves_the_first_tool) {
-  Trials trials(3, 1, 3);
-  for (int i = 0; i < 100; ++i) trials.lose(trials.choose());
-  CHECK_EQUAL(trials.chosen(), 0U);
 }
 
 TEST(a_tool_whose_use_failed_or_says_nothing_is_not_dropped) {

@@ -28,18 +28,6 @@ TEST(tasks_run_in_order_on_one_thread) {
   CHECK(thread != std::this_thread::get_id(), "a thread of the worker's own");
 }
 
-TEST(stopping_runs_what_was_posted_and_a_later_post_starts_again) {
-  Worker worker;
-  worker.stop();
-  std::atomic<int> ran{0};
-  for (int round = 1; round <= 50; ++round) {
-    for (int i = 0; i < 4; ++i) worker.post([&ran] { ++ran; });
-    worker.stop();
-    CHECK_EQUAL(ran.load(), round * 4);
-  }
-  worker.stop();
-}
-
 TEST(tasks_may_post_tasks) {
   std::atomic<int> ran{0};
   Worker worker;
