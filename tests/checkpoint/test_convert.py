@@ -1,10 +1,18 @@
-"""``nvme-checkpoint convert``: between the formats, equal values, in bounded memory."""
+"""``nvme-checkpoint convert``: equal values in another format, in bounded memory, whatever comes between."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import shutil
+import signal
+import time
+import zipfile
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +21,15 @@ import safetensors.torch
 import torch
 
 import nvme_ops
-from nvme_ops.errors import FormatError
+from nvme_ops.checkpoint.leftovers import leftovers
+from nvme_ops.errors import AnotherSaveError, FormatError
+from nvme_ops.formats.sharded_index import read_index
+from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.convert import convert
-from tests.conftest import run_python
+from tests.conftest import MIB, forked, give_up_root, in_child, in_threads, open_to_all, run_python
+from tests.contract.faulty import flip
+from tests.moments import Interrupt, numbers
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -35,6 +48,7 @@ def state() -> dict[str, torch.Tensor]:
         "narrow": torch.randn(7).bfloat16(),
         "truth": torch.tensor([True, False, True]),
         "parameter": torch.nn.Parameter(torch.randn(5)),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
     }
 
 
@@ -42,59 +56,43 @@ def equal(some: Any, others: Any) -> bool:
     return list(some) == list(others) and all(torch.equal(some[name], others[name]) for name in some)
 
 
-@pytest.fixture(params=["now", "module", "old", "nested", "numpy's way"])
-def source(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, list[str]]:
-    """A file of ``torch.save``, and the words that convert it."""
-    kept: Any = state()
-    path = folder / "source.pt"
-    if request.param == "old":
-        torch.save(kept, path, _use_new_zipfile_serialization=False)
-    elif request.param == "nested":
-        torch.save({"epoch": 3, "a.b": {"model": kept}}, path)
-        return path, ["--key", "a.b.model"]
-    elif request.param == "module":
-        kept = OrderedDict(kept)
-        kept._metadata = {"": {"version": 1}}
-        torch.save(kept, path)
-    elif request.param == "now":
-        torch.save(kept, path)
-    else:
-        nvme_ops.save(kept, path)
-    return path, []
+def as_module(kept: dict[str, torch.Tensor], path: Path) -> None:
+    made: Any = OrderedDict(kept)
+    made._metadata = {"": {"version": 1}}
+    torch.save(made, path)
 
 
-def test_to_safetensors(source: tuple[Path, list[str]], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, words = source
+SOURCES: dict[str, tuple[Callable[[dict[str, torch.Tensor], Path], object], list[str]]] = {
+    "torch's": (torch.save, []),
+    "a module's": (as_module, []),
+    "before zip": (lambda kept, path: torch.save(kept, path, _use_new_zipfile_serialization=False), []),
+    "nested": (lambda kept, path: torch.save({"n": 3, "a.b": {"model": kept}}, path), ["--key", "a.b.model"]),
+    "ours": (nvme_ops.save, []),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_to_every_format(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, words = SOURCES[kind]
+    make(state(), folder / "source.pt")
+    untied = {name: each.detach() for name, each in state().items() if name != "head"}
     target = folder / "target.safetensors"
-    assert main(["convert", str(path), str(target), *words]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "head: the same tensor as embedding, which is stored",
-        f"[OKAY] {target}: 11 tensors, 12 MiB",
-    ]
-    expected = {name: each.detach() for name, each in state().items() if name != "head"}
-    found = safetensors.torch.load_file(target)
-    assert equal({name: found[name] for name in expected}, expected)
+    assert main(["convert", str(folder / "source.pt"), str(target), *words]) == 0
+    tied, okay = capsys.readouterr().out.splitlines()
+    assert tied.startswith("head: the same tensor as embedding")
+    assert okay == f"[OKAY] {target}: 12 tensors, 12 MiB"
+    assert equal(dict(sorted(safetensors.torch.load_file(target).items())), dict(sorted(untied.items())))
     with safetensors.safe_open(target, "pt") as file:
-        assert file.metadata()["format"] == "pt"
-        assert file.metadata()["head"] == "embedding"
+        assert (file.metadata()["format"], file.metadata()["head"]) == ("pt", "embedding")
     assert main(["verify", str(target)]) == 0
-
-
-def test_to_another_file_of_torch(source: tuple[Path, list[str]], folder: Path) -> None:
-    path, words = source
-    assert main(["convert", str(path), str(folder / "target.bin"), *words]) == 0
+    assert main(["convert", str(folder / "source.pt"), str(folder / "target.bin"), *words]) == 0
     found = torch.load(folder / "target.bin")
     assert equal(found, state())
     assert found["head"].data_ptr() == found["embedding"].data_ptr()
-
-
-def test_to_several_files_and_back(source: tuple[Path, list[str]], folder: Path) -> None:
-    path, words = source
-    assert main(["convert", str(path), str(folder / "model"), "--max-shard-size", "1MB", *words]) == 0
+    assert main(["convert", str(folder / "source.pt"), str(folder / "model"), "--max-shard-size", "1MB", *words]) == 0
     assert len(list((folder / "model").glob("*.safetensors"))) > 1
     assert main(["convert", str(folder / "model"), str(folder / "back.pt")]) == 0
-    expected = {name: each for name, each in state().items() if name != "head"}
-    assert equal(dict(sorted(torch.load(folder / "back.pt").items())), dict(sorted(expected.items())))
+    assert equal(dict(sorted(torch.load(folder / "back.pt").items())), dict(sorted(untied.items())))
 
 
 def test_several_files_of_torch(folder: Path) -> None:
@@ -102,22 +100,19 @@ def test_several_files_of_torch(folder: Path) -> None:
     torch.save({"a": torch.ones(3), "unnamed": torch.ones(1)}, folder / "pytorch_model-00001-of-00002.bin")
     torch.save({"b": torch.zeros(4)}, folder / "pytorch_model-00002-of-00002.bin")
     places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
-    index = {"metadata": {"total_size": 28}, "weight_map": places}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     assert main(["convert", str(folder), str(folder)]) == 0
     assert equal(nvme_ops.load(folder / "model.safetensors.index.json"), {"a": torch.ones(3), "b": torch.zeros(4)})
-    places["c"] = places["b"]
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {**places, "c": places["b"]}}))
     with pytest.raises(FormatError, match="weight_map says that 'c' is in"):
-        convert(str(folder / "pytorch_model.bin.index.json"), str(folder / "other"))
+        convert(str(index), str(folder / "other"))
 
 
 def test_a_model_of_transformers_loads_what_was_converted(folder: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(vocab_size=99, tie_word_embeddings=True, **sizes)
     model = transformers.LlamaForCausalLM(config).eval()
     config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")  # with both names of the tied weight
@@ -146,6 +141,9 @@ def test_memory_is_bounded(folder: Path) -> None:
     assert grown < 200, f"{grown} MiB, to convert 400"
 
 
+# What it refuses
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -153,78 +151,44 @@ def test_memory_is_bounded(folder: Path) -> None:
         (["--key", "nothing"], "has no entry 'nothing'; it has 'epoch', 'model'"),
         (["--key", "model.a"], "'model.a' is no dictionary of tensors by name"),
         (["--key", "model.a.b"], "'model.a.b' is no dictionary of tensors by name"),
-        (["--key", "epoch"], "'epoch' is no dictionary of tensors by name"),
     ],
 )
 @pytest.mark.parametrize("modern", [True, False])
-def test_what_is_no_tensor(
-    folder: Path, modern: bool, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_tensor(folder: Path, modern: bool, words: list[str], said: str, capsys: Any) -> None:
     torch.save({"epoch": 3, "model": {"a": torch.ones(3)}}, folder / "a.pt", _use_new_zipfile_serialization=modern)
     assert main(["convert", str(folder / "a.pt"), str(folder / "a.safetensors"), *words]) == 2
-    assert capsys.readouterr().err == f"nvme-checkpoint: {folder / 'a.pt'}{' ' if said[0] == 'h' else ': '}{said}\n"
+    assert said in capsys.readouterr().err
     assert os.listdir(folder) == ["a.pt"]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "said"),
-    [(torch.ones(3).to_sparse(), "no dense memory"), (torch.ones(2, dtype=torch.complex128), "no dtype for")],
-)
-def test_what_the_target_cannot_hold(folder: Path, tensor: torch.Tensor, said: str) -> None:
+@pytest.mark.parametrize("tensor", [torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+def test_what_the_target_cannot_hold(folder: Path, tensor: torch.Tensor) -> None:
     torch.save({"a": tensor}, folder / "a.pt")
-    with pytest.raises(ValueError, match=f"'a'.*{said}"):
+    with pytest.raises(ValueError, match="'a'"):
         convert(str(folder / "a.pt"), str(folder / "a.safetensors"))
     convert(str(folder / "a.pt"), str(folder / "b.pt"))
     assert torch.equal(torch.load(folder / "b.pt")["a"].to_dense(), tensor.to_dense())
 
 
-def test_conjugated_ones(folder: Path) -> None:
-    kept = {"a": torch.randn(4, dtype=torch.complex64).conj()}
-    torch.save(kept, folder / "a.pt")
-    convert(str(folder / "a.pt"), str(folder / "a.safetensors"))
-    assert torch.equal(safetensors.torch.load_file(folder / "a.safetensors")["a"], kept["a"])
-
-
-def test_itself_is_no_target(folder: Path) -> None:
+def test_what_the_target_would_replace_is_no_source(folder: Path) -> None:
     torch.save({"a": torch.ones(3)}, folder / "a.pt")
     (folder / "link.pt").symlink_to("a.pt")
-    with pytest.raises(ValueError, match="is what is converted"):
-        convert(str(folder / "a.pt"), str(folder / "link.pt"))
-    nvme_ops.save({"a": torch.ones(3)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is what is converted"):  # which its shards would replace
-        convert(str(folder / "model.safetensors"), str(folder))
-    assert sorted(os.listdir(folder)) == ["a.pt", "link.pt", "model.safetensors"]
-
-
-def test_a_shard_is_not_converted_to_the_folder_that_it_is_in(folder: Path) -> None:
-    """Its place in the new index is not its own: it would be removed with the other shards of the old one."""
-    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(3)}, folder, max_shard_size=12)
-    before = sorted(os.listdir(folder))
-    shard = folder / "model-00001-of-00002.safetensors"
-    with pytest.raises(ValueError, match=rf"{shard.name} is what is converted"):
-        convert(str(shard), str(folder))
-    assert sorted(os.listdir(folder)) == before
-
-
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_a_source_that_is_cut_leaves_the_target_as_it_was(folder: Path, name: str) -> None:
-    nvme_ops.save({"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}, folder / name)
-    os.truncate(folder / name, 5 << 20)
-    (folder / "b.safetensors").write_bytes(b"before")
-    with pytest.raises(FormatError, match="a\\."):
-        convert(str(folder / name), str(folder / "b.safetensors"))
-    assert (folder / "b.safetensors").read_bytes() == b"before"
-    assert sorted(os.listdir(folder)) == sorted([name, "b.safetensors"])
+    nvme_ops.save({"a": torch.ones(3)}, folder / "model.safetensors")  # which its shards would replace
+    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(3)}, folder / "many", max_shard_size=12)
+    shard = folder / "many" / "model-00001-of-00002.safetensors"  # its place in a new index is not its own
+    before = sorted(folder.rglob("*"))
+    for source, target in (("a.pt", "link.pt"), ("model.safetensors", ""), (str(shard.relative_to(folder)), "many")):
+        with pytest.raises(ValueError, match="is what is converted"):
+            convert(str(folder / source), str(folder / target))
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_files_that_cannot_be_opened(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(folder / "missing.pt"), str(folder / "a.safetensors")]) == 2
-    assert main(["convert", str(folder), str(folder / "a.safetensors")]) == 2
     torch.save({"a": torch.ones(3)}, folder / "a.pt")
-    assert main(["convert", str(folder / "a.pt"), str(folder / "missing" / "a.safetensors")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert all(str(folder) in line for line in lines)
+    for source, target in (("missing.pt", "a.safetensors"), ("", "a.safetensors"), ("a.pt", "missing/a.safetensors")):
+        assert main(["convert", str(folder / source), str(folder / target)]) == 2
+        assert str(folder) in capsys.readouterr().err
+    assert os.listdir(folder) == ["a.pt"]
 
 
 def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,3 +198,314 @@ def test_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(capsys.readouterr().out)
     assert said == {"path": str(folder / "a.safetensors"), "tensors": 1, "bytes": 12, "tied": {"b": "a"}}
     assert main(["verify", str(folder / "a.safetensors")]) == 1  # there is nothing to compare with
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "folder"])
+def test_damaged_bytes_get_no_new_checksums(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / name, tmp_path / "target.safetensors"
+    size = 100 if name == "folder" else None
+    nvme_ops.save({"a": torch.zeros(5000), "b": torch.ones(7)}, source, max_shard_size=size)
+    file = next(source.glob("*1-of-*.safetensors")) if source.is_dir() else source
+    flip(file, file.stat().st_size // 2)
+    assert main(["convert", str(source), str(target)]) == 2
+    assert "'a'" in capsys.readouterr().err
+    assert not target.exists()
+    assert main(["convert", "--no-verify", str(source), str(target)]) == 0
+    os.truncate(file, file.stat().st_size // 2)
+    target.write_bytes(b"before")
+    with pytest.raises(FormatError, match=re.escape(str(file))):
+        convert(str(source), str(target))
+    assert target.read_bytes() == b"before"
+
+
+def test_checksums_that_cannot_be_read_are_no_reason_not_to_look(tmp_path: Path) -> None:
+    """The first shard's are damaged, and the second one's data."""
+    nvme_ops.save({"a": torch.zeros(500), "b": torch.ones(700)}, tmp_path / "source", max_shard_size=2000)
+    first, second = sorted((tmp_path / "source").glob("*.safetensors"))
+    content = bytearray(first.read_bytes())
+    content[content.index(b"crc32c") + 9] = ord("z")
+    first.write_bytes(content)
+    flip(second, second.stat().st_size - 5)
+    with pytest.raises((OSError, FormatError)):
+        convert(str(tmp_path / "source"), str(tmp_path / "target.safetensors"))
+    assert not (tmp_path / "target.safetensors").exists()
+
+
+def test_a_compressed_file_is_verified(tmp_path: Path) -> None:
+    torch.save({"a": torch.rand(5000)}, tmp_path / "plain.pt")
+    source, target = str(tmp_path / "source.pt"), str(tmp_path / "target.safetensors")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+        next(each for each in packed.infolist() if each.filename.endswith("/data/0")).CRC ^= 1
+    with pytest.raises((OSError, FormatError)):
+        convert(source, target)
+    assert convert(source, target, verify=False).tensors == 1
+
+
+# Something comes between
+
+
+def made(value: float, count: int = 6) -> dict[str, torch.Tensor]:
+    """Some tensors of 256 KiB, some transposed."""
+    found = {f"weight{number}": torch.full((256, 256), value + number) for number in range(count)}
+    return {name: each.t() if name.endswith("1") else each for name, each in found.items()}
+
+
+OLD, NEW, OTHER = made(-100.0, 4), made(0.0), made(1000.0)
+
+
+@pytest.fixture(params=["target.safetensors", "target.pt", "target"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """What is converted to, the last one a folder of shards; it has OLD. Beside it is ``source.pt``, which has NEW."""
+    torch.save(NEW, folder / "source.pt")
+    path = folder / str(request.param)
+    nvme_ops.save(OLD, path)
+    return path
+
+
+def content(path: Path) -> str | None:
+    """Which tensors the target has, of one of these and whole; None if it is not there."""
+    if not (path if path.suffix else path / "model.safetensors.index.json").exists():
+        return None
+    found = nvme_ops.load(path, verify=True)
+    for name, tensors in (("old", OLD), ("new", NEW), ("other", OTHER)):
+        if found.keys() == tensors.keys() and all(torch.equal(found[each], tensors[each]) for each in tensors):
+            return name
+    raise AssertionError(f"a mixture: { {name: each[0, 0].item() for name, each in found.items()} }")
+
+
+def words(target: Path) -> list[str]:
+    """Of the command."""
+    more = [] if target.suffix else ["--max-shard-size", "600KB"]
+    return ["convert", str(target.parent / "source.pt"), str(target), *more]
+
+
+def assert_alone(target: Path) -> None:
+    """There is nothing but the source and what the target has."""
+    index = target / "model.safetensors.index.json"
+    own = {target} if target.suffix else {index, *(target / name for name in read_index(str(index)).places.values())}
+    assert {each for each in target.parent.rglob("*") if each.is_file()} == {target.parent / "source.pt", *own}
+
+
+def assert_works(target: Path) -> None:
+    assert main(words(target)) == 0
+    assert content(target) == "new"
+    assert_alone(target)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("there", [True, False])
+def test_killed_at_any_moment(target: Path, kills: int, there: bool) -> None:
+    """Every other time by the clock, in what the engine does; else where Python is, always at the same places."""
+    begin = time.monotonic()
+    with Interrupt() as all_of_it:
+        main(words(target))
+    duration, chance, ended = (time.monotonic() - begin) / 2, random.Random(kills), list[int]()
+    for turn, number in enumerate(numbers(f"{target.name} {kills}", all_of_it.count, kills)):
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        if there:
+            nvme_ops.save(OLD, target)
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)  # OpenMP's threads are the parent's
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            with Interrupt(number if turn % 2 else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                main(words(target))
+            os._exit(0)
+        if turn % 2 == 0:
+            time.sleep(chance.uniform(0, duration))
+            os.kill(child, signal.SIGKILL)
+        ended.append(os.waitpid(child, 0)[1])
+        assert content(target) in ("old" if there else None, "new")
+        assert_works(target)
+    assert signal.SIGKILL in ended
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("points", [8, pytest.param(60, marks=pytest.mark.slow)])
+def test_ctrl_c_at_any_moment(target: Path, points: int, capsys: Any, unraisable: list[object]) -> None:
+    with Interrupt() as all_of_it:
+        main(words(target))
+    for number in numbers(f"{target.name} {points}", all_of_it.count, points):
+        if number == 1:
+            continue  # our code has not begun
+        nvme_ops.save(OLD, target)
+        capsys.readouterr()
+        with Interrupt(number) as moment:
+            status = main(words(target))
+        if not moment.where or unraisable:
+            assert (status, content(target)) == (0, "new")
+            unraisable.clear()
+            continue
+        assert (status, capsys.readouterr().err) == (130, "nvme-checkpoint: interrupted\n"), moment.where
+        assert content(target) in ("old", "new"), moment.where
+        for path in leftovers(str(target)) if content(target) == "new" and not target.suffix else ():
+            os.unlink(path)  # shards of before, as its index was being made durable: `nvme-checkpoint clean`
+        assert_alone(target)
+        assert_works(target)
+
+
+def test_a_full_disk(make_file_system: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mounted = make_file_system(8 * MIB)
+    torch.save({str(number): torch.ones(1 * MIB // 4) for number in range(8)}, folder / "source.pt")
+    for name in ("target.safetensors", "target.pt", "target"):
+        nvme_ops.save(OLD, mounted / name)
+        before = sorted(mounted.rglob("*"))
+        assert main(["convert", str(folder / "source.pt"), str(mounted / name), *words(mounted / name)[3:]]) == 2
+        errors = capsys.readouterr().err
+        assert "No space left on device" in errors
+        assert str(mounted / name) in errors
+        assert content(mounted / name) == "old"
+        assert sorted(mounted.rglob("*")) == before
+
+
+def test_files_of_another_user(target: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of whom one may not read a source, or not write to a folder."""
+    open_to_all(target.parent)
+    source, place = target.parent / "source.pt", target if target.is_dir() else target.parent
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to have another user's files")
+
+    def body() -> None:
+        give_up_root()
+        assert main(words(target)) == 2
+
+    for named, modes in ((source, (0, 0o777)), (target, (0o644, 0o755))):
+        source.chmod(modes[0])
+        place.chmod(modes[1])
+        in_child(body)
+        assert f"Permission denied: '{named}" in capfd.readouterr().err
+        assert content(target) == "old"
+        assert_alone(target)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["threads", "processes"])
+def test_several_with_one_target(target: Path, apart: bool) -> None:
+    torch.save(OTHER, target.parent / "other.pt")
+
+    def one_of_two(number: int) -> None:
+        source = target.parent / ("source.pt" if number % 2 else "other.pt")
+        for _ in range(3):
+            convert(str(source), str(target), max_shard_size=None if target.suffix else "600KB")
+
+    if apart:
+        with forked(3, one_of_two) as running:
+            while running():
+                assert content(target) in ("old", "new", "other")
+    else:
+        in_threads(one_of_two, 4)
+    assert content(target) in ("new", "other")
+    (target.parent / "other.pt").unlink()
+    assert_alone(target)
+    assert_works(target)
+
+
+def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
+    """As ``on_progress``: does something when the second tensor is about to be read."""
+
+    @contextmanager
+    def on_progress(total: int) -> Iterator[Callable[[int], None]]:
+        calls = list[int]()
+
+        def advance(count: int) -> None:
+            calls.append(count)
+            if len(calls) == 2:
+                act()
+
+        yield advance
+
+    return on_progress
+
+
+def test_a_child_forked_meanwhile_converts_too_and_harms_nothing_if_it_goes_on(target: Path) -> None:
+    source, parent = str(target.parent / "source.pt"), os.getpid()
+    other = target.parent / "by the child.safetensors"
+    convert(source, str(target), on_progress=once(lambda: in_child(lambda: convert(source, str(other)))))
+    assert content(target) == content(other) == "new"
+    other.unlink()
+    children: list[int] = []
+
+    def fork() -> None:
+        if child := os.fork():
+            children.append(child)
+            os.waitpid(child, 0)
+
+    try:
+        convert(source, str(target), on_progress=once(fork))
+    except RuntimeError:
+        assert os.getpid() != parent
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert children
+    assert content(target) == "new"
+    assert_works(target)
+
+
+# A source that does not stay as it is: an error, or what it was when it was opened
+
+
+@pytest.fixture(params=["source.pt", "source.safetensors", "source"])
+def source(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has NEW, and is read with memory for two tensors."""
+    monkeypatch.setattr(converter, "BUDGET", 2 * NEW["weight0"].nbytes)
+    path = folder / str(request.param)
+    nvme_ops.save(NEW, path, max_shard_size=None if path.suffix else "600KB")
+    nvme_ops.save(OLD, folder / "target.safetensors")
+    return path
+
+
+def last_of(source: Path) -> Path:
+    """Its file that is read last."""
+    return source if source.suffix else max(source.glob("*.safetensors"))
+
+
+def cut(source: Path) -> None:
+    os.truncate(last_of(source), 4096)
+
+
+def written_over(source: Path) -> None:
+    with open(last_of(source), "r+b") as file:
+        file.seek(-(64 << 10), os.SEEK_END)
+        file.write(bytes(4096))
+
+
+@pytest.mark.parametrize("act", [cut, written_over])
+@pytest.mark.parametrize("at_once", [False, True])  # when it is changed, all of it is on its way
+def test_a_source_that_is_changed(source: Path, act: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if at_once:
+        monkeypatch.undo()
+    target = source.parent / "target.safetensors"
+    before = sorted(source.parent.rglob("*"))
+    with pytest.raises(FormatError, match=re.escape(f"{last_of(source)} was changed")):
+        convert(str(source), str(target), on_progress=once(lambda: act(source)))
+    assert content(target) == "old"
+    assert sorted(source.parent.rglob("*")) == before
+
+
+def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) -> None:
+    target, recycle = source.parent / "target.safetensors", bool(source.suffix)
+    if recycle:
+        for tensors in (OTHER, NEW):
+            nvme_ops.save(tensors, source, recycle=True)
+
+    def replace() -> None:
+        for _ in range(2):
+            nvme_ops.save(OTHER, source, recycle=recycle)
+
+    convert(str(source), str(target), on_progress=once(replace))
+    assert content(target) == "new"
+
+
+def test_an_index_with_a_shard_of_another_save(folder: Path) -> None:
+    for name, tensors in (("model", NEW), ("other", OTHER)):
+        nvme_ops.save(tensors, folder / name, max_shard_size="600KB")
+    shard = last_of(folder / "model")
+    shard.write_bytes((folder / "other" / shard.name).read_bytes())
+    with pytest.raises(AnotherSaveError, match=re.escape(str(shard))):
+        convert(str(folder / "model"), str(folder / "target.safetensors"))
+    assert not (folder / "target.safetensors").exists()

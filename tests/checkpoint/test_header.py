@@ -11,7 +11,6 @@ import os
 import resource
 import struct
 import tracemalloc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,49 +253,38 @@ def test_files_of_a_few_bytes(content: bytes) -> None:
 
 
 def tensor(extra: str = "", shape: str = "[2]", offsets: str = "[0,2]", dtype: str = '"U8"') -> str:
-    """A header of one tensor."""
     return f'{{"a":{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}{extra}}}}}'
 
 
-def nested(depth: int, brackets: str = "[]") -> str:
-    return brackets[0] * depth + brackets[1] * depth
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
 
 
 UNUSED = [
-    "1e308", "1e309", "-1e400", "1E+400", "[1e400]", "0e400", "1e-400", "1e99999999999999999999", "NaN", "-Infinity",
-    "1.", "9" * 308, "9" * 309, "-" + "9" * 400, "9" * 5000, "123456789012345678901e300", "0." + "0" * 500 + "1",
-    '"\\ud800"', '{"\\udc00":1}', '"\\ude00\\ud83d"', '"\\ud83d\\ude00"', '"\\\\ud800"', '"\\ud83d\\\\ude00"',
+    "1e308", "1e309", "-1e400", "[1e400]", "1e-400", "1e99999999999999999999", "NaN", "-Infinity", "1.", "9" * 308,
+    "9" * 309, "-" + "9" * 400, "9" * 5000, "123456789012345678901e300", "0." + "0" * 500 + "1", '"\\ud800"',
+    '{"\\udc00":1}', '"\\ude00\\ud83d"', '"\\ud83d\\ude00"', '"\\\\ud800"', '"\\ud83d\\\\ude00"',
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", UNUSED, ids=lambda value: value[:25])
-def test_values_that_no_reader_needs(value: str) -> None:
-    agree(file_of(tensor(f',"x":{value}'), 2))
-
-
-@pytest.mark.parametrize("depth", [100, 125, 126, 127, 128, 500, 100_000])
-@pytest.mark.parametrize("place", ["unknown field", "metadata", "shape", "instead of the header", "in objects"])
-def test_nesting(depth: int, place: str) -> None:
-    texts = {
-        "unknown field": tensor(f',"x":{nested(depth)}'),
-        "in objects": tensor(',"x":' + '{"x":' * depth + "0" + "}" * depth),
-        "metadata": f'{{"__metadata__":{nested(depth)}}}',
-        "shape": tensor(shape=nested(depth)),
-        "instead of the header": nested(depth),
-    }
-    agree(file_of(texts[place], 2 if place in ("unknown field", "in objects") else 0))
-
-
-@pytest.mark.parametrize(
-    ("text", "data"),
-    [
-        (tensor(',"x":{"b":1,"b":2}'), 2),
-        (tensor(',"x":{"b":{"c":1,"c":1}}'), 2),
-        (tensor(',"x":1,"x":2'), 2),
-        (tensor(',"x":"\\ud800","x":2'), 2),
-        (tensor(',"dtype":"U8"'), 2),
-        (tensor(',"shape":[2]'), 2),
-        (tensor(',"data_offsets":[0,2]'), 2),
+BIG = [
+    [2**62, 0], [0, 2**62, 8], [2**62, 8, 0], [2**63, 0], [2**64 - 1, 1, 0], [2**64, 0], [2, 2**64 - 1, 0], [2**61, 8],
+    [0, 2**64 - 1, 2**64 - 1], [2**32, 2**32], [2**32, 2**31], [2**40], [2**64], [2**200, 0],
+]  # fmt: skip
+SMALL = [(3, 1), (3, 2), (4, 3), (4, 2), (8, 6), (8, 4), (0, 0), (1, 1)]  # lengths, and bytes
+DEPTHS = (100, 125, 126, 127, 128, 500, 100_000)
+RARE: dict[str, list[tuple[str, int]]] = {
+    "values that no reader needs": [(tensor(f',"x":{value}'), 2) for value in UNUSED],
+    "nesting": [
+        *((tensor(f',"x":{nested(depth)}'), 2) for depth in DEPTHS),
+        *((tensor(',"x":' + '{"x":' * depth + "0" + "}" * depth), 2) for depth in DEPTHS),
+        *((f'{{"__metadata__":{nested(depth)}}}', 0) for depth in DEPTHS),
+        *((tensor(shape=nested(depth)), 0) for depth in DEPTHS),
+        *((nested(depth), 0) for depth in DEPTHS),
+    ],
+    "names that come twice": [
+        *((tensor(f",{extra}"), 2) for extra in (
+            '"x":{"b":1,"b":2}', '"x":{"b":{"c":1,"c":1}}', '"x":1,"x":2', '"x":"\\ud800","x":2', '"dtype":"U8"',
+            '"shape":[2]', '"data_offsets":[0,2]',
+        )),
         ('{"__metadata__":{"a":"1","a":"2"}}', 0),
         ('{"__metadata__":{"a":1,"a":"2"}}', 0),
         ('{"__metadata__":{},"__metadata__":{}}', 0),
@@ -304,9 +292,29 @@ def test_nesting(depth: int, place: str) -> None:
         ('{"\\u005f_metadata__":{},"__metadata__":{}}', 0),
         ('{"a":null,"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', 2),
     ],
-)
-def test_names_that_come_twice(text: str, data: int) -> None:
-    agree(file_of(text, data))
+    "shapes beyond any memory": [
+        (tensor(shape=json.dumps(shape), offsets="[0,0]", dtype=dtype), 0)
+        for dtype in ('"U8"', '"F32"', '"F4"', '"F6_E2M3"') for shape in BIG
+    ],
+    "less than a byte": [
+        (tensor(shape=f"[{length}]", offsets=f"[0,{size}]", dtype=dtype), size)
+        for dtype in ('"F4"', '"F6_E2M3"', '"F6_E3M2"') for length, size in SMALL
+    ],
+    "dtypes that look otherwise": [
+        (tensor(dtype=dtype), 2)
+        for dtype in ('"u8"', '"I4"', '["U8"]', '{"U8":null}', '{"U8":{}}', "0", '"\\u0055\\u0038"', "null")
+    ],
+    "every dtype": [
+        (tensor(shape="[8]", offsets=f"[0,{bits}]", dtype=json.dumps(dtype)), bits)
+        for dtype, bits in layout._BITS.items()
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_what_random_changes_seldom_meet(kind: str) -> None:
+    for text, data in RARE[kind]:
+        agree(file_of(text, data))
 
 
 @pytest.mark.parametrize(
@@ -320,36 +328,6 @@ def test_wanted_deviations(text: str) -> None:
     assert by_us(content) is None
 
 
-BIG = [
-    [2**62, 0], [0, 2**62, 8], [2**62, 8, 0], [2**63, 0], [2**64 - 1, 1, 0], [2**64, 0], [2, 2**64 - 1, 0], [2**61, 8],
-    [0, 2**64 - 1, 2**64 - 1], [2**32, 2**32], [2**32, 2**31], [2**40], [2**64], [2**200, 0],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", ["U8", "F32", "F4", "F6_E2M3"])
-@pytest.mark.parametrize("shape", BIG, ids=str)
-def test_shapes_beyond_any_memory(dtype: str, shape: Sequence[int]) -> None:
-    agree(file_of(tensor(shape=json.dumps(shape), offsets="[0,0]", dtype=json.dumps(dtype))))
-
-
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-@pytest.mark.parametrize(("length", "size"), [(3, 1), (3, 2), (4, 3), (4, 2), (8, 6), (8, 4), (0, 0), (1, 1)])
-def test_dtypes_of_less_than_a_byte(dtype: str, length: int, size: int) -> None:
-    agree(file_of(tensor(shape=f"[{length}]", offsets=f"[0,{size}]", dtype=json.dumps(dtype)), size))
-
-
-@pytest.mark.parametrize(
-    "dtype", ['"u8"', '"I4"', '["U8"]', '{"U8":null}', '{"U8":{}}', "0", '"\\u0055\\u0038"', "null"]
-)
-def test_dtypes_that_look_otherwise(dtype: str) -> None:
-    agree(file_of(tensor(dtype=dtype), 2))
-
-
-def test_a_tensor_of_every_dtype() -> None:
-    for dtype, bits in layout._BITS.items():
-        agree(file_of(tensor(shape="[8]", offsets=f"[0,{bits}]", dtype=json.dumps(dtype)), bits))
-
-
 # What is refused names the file and the field
 
 OTHER = '"b":{"dtype":"U8","shape":[2],"data_offsets":'
@@ -359,24 +337,16 @@ OTHER = '"b":{"dtype":"U8","shape":[2],"data_offsets":'
     ("content", "words"),
     [
         (b"", "0 bytes are too few"),
-        (b"\0" * 7, "7 bytes are too few"),
-        (b"\0" * 8, "header is not JSON"),
-        (file_of("{}", length=2**64 - 1), "header length 18446744073709551615"),
+        (b"\0" * 8, "not JSON"),
         (file_of("{}", length=100_000_000), "header length 100000000"),
-        (file_of("{}", length=3), "header length 3"),
         (file_of("{}", 1), "1 bytes follow"),
-        (file_of("[]"), "header is not a JSON object"),
-        (file_of(b"{\xff}"), "header is not JSON"),
+        (file_of("[]"), "not a JSON object"),
         (file_of('{"a":1,"a":1}'), "'a' comes twice"),
         (file_of('{"a":NaN}'), "NaN"),
-        (file_of('{"a":1}'), "tensor 'a': is not described by an object"),
+        (file_of('{"a":1}'), "tensor 'a': is not described"),
         (file_of('{"__metadata__":{"x":1}}'), "__metadata__"),
-        (file_of('{"a":{"dtype":"U8","shape":[2]}}'), "tensor 'a': data_offsets"),
         (file_of(tensor(dtype='"Q3"'), 2), "tensor 'a': dtype 'Q3'"),
         (file_of(tensor(shape="[-1]"), 2), "tensor 'a': shape"),
-        (file_of(tensor(shape="[3]"), 2), "tensor 'a': data_offsets"),
-        (file_of(tensor(offsets="[2,0]"), 2), "tensor 'a': data_offsets"),
-        (file_of(tensor(offsets="[0]"), 2), "tensor 'a': data_offsets"),
         (file_of(tensor(offsets="[1,3]"), 3), "tensor 'a': data_offsets"),
         (file_of(tensor(), 1), "cut short"),
         (file_of(tensor()[:-1] + f",{OTHER}[1,3]}}}}", 3), "tensor 'b': data_offsets begin at 1, which overlaps"),
@@ -386,9 +356,9 @@ OTHER = '"b":{"dtype":"U8","shape":[2],"data_offsets":'
 def test_a_refusal_names_the_file_and_the_field(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    for call in (lambda: nvme_ops.load(path), lambda: nvme_ops.load(path, keys=[], verify=True)):
+    for options in ({}, {"keys": [], "verify": True}):
         with pytest.raises(FormatError) as caught:
-            call()
+            nvme_ops.load(path, **options)  # type: ignore[arg-type]
         assert str(path) in str(caught.value)
         assert words in str(caught.value)
 
@@ -407,10 +377,9 @@ def test_a_tensor_that_torch_cannot_make(tmp_path: Path, dtype: str, shape: str,
     path = tmp_path / "model.safetensors"
     text = tensor(dtype=json.dumps(dtype), shape=shape, offsets=f"[0,{size}]")
     path.write_bytes(file_of(text[:-1] + f",{OTHER}[{size},{size + 2}]}}}}", size + 2))
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(FormatError, match="'a'") as caught:
         nvme_ops.load(path)
     assert str(path) in str(caught.value)
-    assert "'a'" in str(caught.value)
     assert nvme_ops.load(path, keys="b")["b"].shape == (2,)
 
 
@@ -421,72 +390,43 @@ def test_a_zero_size_tensor_of_a_huge_shape(tmp_path: Path, shape: tuple[int, ..
     assert nvme_ops.load(path)["a"].shape == shape
 
 
-def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
-    for path, kind in ((tmp_path / "no.safetensors", FileNotFoundError), (tmp_path, IsADirectoryError)):
-        with pytest.raises(kind) as caught:
-            nvme_ops.load(path, format="safetensors")
-        assert caught.value.filename == str(path)
-
-
 # Lies about sizes cost nothing
 
 
-@pytest.mark.parametrize("length", [100_000_000, 2**31, 2**40, 2**63, 2**64 - 1])
-def test_nothing_is_allocated_for_a_header_that_is_not_there(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(file_of(tensor(), 2, length=length))
-    refused_within(path, MIB)
-
-
-def test_nothing_is_allocated_for_a_header_that_is_too_long(tmp_path: Path) -> None:
-    """Though the file, of holes, is long enough."""
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", 2**33))
-    os.truncate(path, 2**34)
-    refused_within(path, MIB)
-
-
-@pytest.mark.parametrize("dtype", ["U8", "F64", "F4"])
-def test_nothing_is_allocated_for_tensors_that_are_not_there(tmp_path: Path, dtype: str) -> None:
-    path = tmp_path / "model.safetensors"
-    size = 2**40 * BITS.get(dtype, 64) // 8
-    path.write_bytes(file_of(tensor(dtype=json.dumps(dtype), shape=f"[{2**40}]", offsets=f"[0,{size}]"), 8))
-    refused_within(path, MIB)
-
-
-def refused_within(path: Path, memory: int) -> None:
+def test_nothing_is_allocated_for_what_is_not_there(tmp_path: Path) -> None:
     """In a child that gets only so much more from Python, and 64 MiB from the system."""
+    lies = [file_of(tensor(), 2, length=length) for length in (100_000_000, 2**31, 2**40, 2**63, 2**64 - 1)]
+    for dtype, bits in (("U8", 8), ("F64", 64), ("F4", 4)):
+        size = 2**40 * bits // 8
+        lies.append(file_of(tensor(dtype=json.dumps(dtype), shape=f"[{2**40}]", offsets=f"[0,{size}]"), 8))
+    lies.append(struct.pack("<Q", 2**33))
+    path = tmp_path / "model.safetensors"
 
     def child() -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + 64 * MIB, now + 64 * MIB))
         tracemalloc.start()
-        with pytest.raises(FormatError):
-            nvme_ops.load(path)
-        assert tracemalloc.get_traced_memory()[1] < memory
+        for content in lies:
+            path.write_bytes(content)
+            if len(content) == 8:
+                os.truncate(path, 2**34)  # of holes, and long enough
+            with pytest.raises(FormatError):
+                nvme_ops.load(path)
+        assert tracemalloc.get_traced_memory()[1] < MIB
 
     nvme_ops.load  # noqa: B018  (imported before the limit)
     in_child(child)
 
 
-def test_a_tensor_beside_one_of_a_tebibyte(folder: Path) -> None:
-    """Of holes: only what is asked for gets memory."""
+def test_files_beyond_all_memory(folder: Path) -> None:
+    """Of holes: only what is asked for gets memory, and damage is told without any."""
     path = folder / "model.safetensors"
     text = tensor(shape=f"[{2**40}]", offsets=f"[0,{2**40}]")[:-1] + f",{OTHER}[{2**40},{2**40 + 2}]}}}}"
     path.write_bytes(file_of(text))
     try:
         os.truncate(path, 8 + len(text) + 2**40 + 2)
-    except OSError as error:
-        pytest.skip(f"no file of a tebibyte here: {error}")
-    assert nvme_ops.load(path, keys=["b"])["b"].tolist() == [0, 0]
-
-
-def test_a_file_beyond_all_memory_that_is_damaged(folder: Path) -> None:
-    """Nothing is said of memory: the data are not needed to know."""
-    path = folder / "model.safetensors"
-    path.write_bytes(file_of(tensor()))
-    try:
+        assert nvme_ops.load(path, keys=["b"])["b"].tolist() == [0, 0]
         os.truncate(path, 2**43)
     except OSError as error:
         pytest.skip(f"no file of eight tebibytes here: {error}")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
-import sys
-import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.checkpoint import background
-from tests.conftest import MIB, run_python
+from tests.conftest import MIB, in_child
 from tests.private_device import private_device
 
 SIZE = 512 * MIB
@@ -88,7 +84,6 @@ SAVED: dict[str, Callable[[Path], Work]] = {
     "save, transposed": lambda path: save(transposed(), path),
     "save, many small": lambda path: save({f"{number}": torch.zeros(1024) for number in range(20_000)}, path),
     "save, on a device": lambda path: save(there(plain()), path),
-    "save_async, copy_free": lambda path: save_in_background(plain(), path, "copy_free"),
     "save_async, copy_free, transposed": lambda path: save_in_background(transposed(), path, "copy_free"),
     "save_async, no memory": lambda path: save_in_background(transposed(), path, "copy", 0),
     "save_async, its memory released": lambda path: released(plain(), path),
@@ -100,20 +95,13 @@ LOADED: dict[str, Callable[[Path], Work]] = {
         folder / "plain.safetensors", SIZE // 2, mmap=False, keys=[f"{number:02}" for number in range(0, 16, 2)]
     ),
     "load, into": lambda folder: load(folder / "plain.safetensors", 0, into=zeros(plain()), verify=True),
-    "load, into transposed": lambda folder: load(folder / "transposed.safetensors", 0, into=zeros(transposed())),
     "load, into transposed, verified": lambda folder: load(
         folder / "transposed.safetensors", 0, into=zeros(transposed()), verify=True
     ),
     "load, at odd places": lambda folder: load(folder / "odd.safetensors", mmap=False),
-    "load, at odd places, into": lambda folder: load(
-        folder / "odd.safetensors", 0, into={"a": torch.ones(1, dtype=torch.uint8), "b": torch.ones(SIZE // 4)}
-    ),
     "load, to a device": lambda folder: load(folder / "plain.safetensors", map_location=private_device().device()),
     "load, into a device's": lambda folder: load(folder / "plain.safetensors", 0, into=there(plain()), verify=True),
 }
-
-
-# In a process of their own
 
 
 def figure(name: str) -> int:
@@ -130,61 +118,31 @@ def peak(work: Callable[[], object]) -> int:
     return figure("VmHWM") - before
 
 
-def in_fork(body: Callable[[], int]) -> int | str:
-    """What ``body`` returns in a child, or the traceback."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            report = json.dumps(body())
-        except BaseException:
-            report = json.dumps(traceback.format_exc())
-        os.write(writing, report[-60_000:].encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        report = pipe.read()
-    os.waitpid(child, 0)
-    found: int | str = json.loads(report)
-    return found
-
-
-def measure(folder: Path) -> None:
-    """Prints, by name, the bytes beside the tensors, or what went wrong."""
-    torch.set_num_threads(1)
-    private_device()  # here: torch learns of a device once
-
-    def extra(path: Path, make: Callable[[Path], Work]) -> int:
-        with private_device().pinned_memory(True):
-            work, own = make(path)
-            return peak(work) - own
-
-    in_fork(partial(prepare, folder))
-    target = folder / "saved.safetensors"
-    found = {name: in_fork(partial(extra, target, make)) for name, make in SAVED.items()}
-    found |= {name: in_fork(partial(extra, folder, make)) for name, make in LOADED.items()}
-    sys.stdout.write(json.dumps(found))
+def measure(what: str, path: Path) -> int:
+    """Returns the bytes beside the tensors."""
+    with private_device().pinned_memory(True):
+        work, own = {**SAVED, **LOADED}[what](path)
+        return peak(work) - own
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int | str]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is loaded."""
     folder = tmp_path_factory.mktemp("memory")
-    program = """
-        import pathlib, sys
-        from tests.checkpoint.test_memory import measure
-        measure(pathlib.Path(sys.argv[1]))
-    """
-    try:
-        found: dict[str, int | str] = json.loads(run_python(program, folder).stdout)
-    finally:
-        for path in folder.iterdir():
-            path.unlink()
-    return found
+    private_device()  # here: torch learns of a device once
+    in_child(lambda: prepare(folder))
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*SAVED, *LOADED])
-def test_memory_beside_the_tensors(measured: dict[str, int | str], what: str) -> None:
-    found = measured[what]
-    assert isinstance(found, int), found
-    assert found <= ALLOWED, f"{found / MIB:.0f} MiB"
+def test_memory_beside_the_tensors(files: Path, what: str) -> None:
+    path = files / "saved.safetensors" if what in SAVED else files
+
+    def body() -> None:
+        found = measure(what, path)
+        assert found <= ALLOWED, f"{found / MIB:.0f} MiB"
+
+    in_child(body)

@@ -14,6 +14,7 @@ import torch
 import nvme_ops
 from nvme_ops.inspection.cli import main
 from nvme_ops.storage import publication
+from tests.conftest import forked
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -62,25 +63,14 @@ def test_the_bytes_are_those_of_a_new_file(path: Path) -> None:
         assert nvme_ops.load(path, verify=True).keys() == tensors.keys()
 
 
-def test_in_the_background(path: Path) -> None:
-    found = []
-    for tensors in (OLD, NEW, OLD):
+def test_a_save_without_it_and_clean_give_the_room_back(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tensors in (OLD, NEW):
         nvme_ops.save_async(tensors, path, recycle=True).result()
-        found.append(path.stat().st_ino)
-    assert found[0] == found[2] != found[1]
-    assert content(path) == "old"
-
-
-def test_a_save_without_it_gives_the_room_back(path: Path) -> None:
-    save(path)
-    save(path, NEW)
+    assert beside(path) == [spare_of(path).name]
     nvme_ops.save(OLD, path)
     assert (content(path), beside(path)) == ("old", [])
-
-
-def test_clean_gives_the_room_back(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(path)
-    save(path, NEW)
+    for tensors in (OLD, NEW):
+        save(path, tensors)
     assert main(["clean", str(path.parent)]) == 0
     assert spare_of(path).name in capsys.readouterr().out
     assert (content(path), beside(path)) == ("new", [])
@@ -106,26 +96,26 @@ def test_a_second_name_of_the_file_is_left_alone(path: Path) -> None:
     assert path.with_name("kept").read_bytes() == before
 
 
-@pytest.mark.parametrize("plant", ["link", "hard link", "pipe", "folder"])
+PLANTS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda precious, spare: spare.symlink_to(precious),
+    "hard link": os.link,
+    "pipe": lambda _, spare: os.mkfifo(spare),
+    "folder": lambda _, spare: spare.mkdir(),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_what_others_put_in_the_place_of_the_spare_is_not_written_to(path: Path, plant: str) -> None:
     precious = path.with_name("precious")
     precious.write_bytes(b"precious")
-    spare = spare_of(path)
     save(path)
-    if plant == "link":
-        spare.symlink_to(precious)
-    elif plant == "hard link":
-        os.link(precious, spare)
-    elif plant == "pipe":
-        os.mkfifo(spare)
-    else:
-        spare.mkdir()
+    PLANTS[plant](precious, spare_of(path))
     for tensors in (NEW, OLD, NEW):
         save(path, tensors)
     assert precious.read_bytes() == b"precious"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="not root: files of another user can be made")
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: files of another user cannot be made")
 def test_a_file_of_another_user_is_not_written_to(path: Path) -> None:
     save(path)
     spare_of(path).write_bytes(b"theirs")
@@ -133,14 +123,6 @@ def test_a_file_of_another_user_is_not_written_to(path: Path) -> None:
     with open(spare_of(path), "rb") as theirs:
         save(path, NEW)
         assert theirs.read() == b"theirs"
-
-
-def test_the_mode_is_that_of_the_file(path: Path) -> None:
-    save(path)
-    save(path, NEW)
-    path.chmod(0o600)
-    save(path)
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_whoever_could_read_the_old_file_does_not_read_the_new_one(path: Path) -> None:
@@ -184,6 +166,9 @@ def test_a_lock_of_somebody_else_delays_no_load_for_long(path: Path) -> None:
         assert content(path) == "old"
 
 
+CALLS = ("fchmod", "fdatasync", "flock", "fsync", "ftruncate", "linkat", "openat", "rename", "unlink")
+
+
 def test_killed_at_any_system_call(path: Path, folder: Path) -> None:
     def traced(*injections: str) -> Outcome:
         try:
@@ -211,22 +196,6 @@ def test_killed_at_any_system_call(path: Path, folder: Path) -> None:
     assert found == {"old", "new"}
 
 
-CALLS = ("fchmod", "fdatasync", "flock", "fsync", "ftruncate", "linkat", "openat", "rename", "unlink")
-
-
-def in_a_child(body: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            torch.set_num_threads(1)
-            body()
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
 def test_a_spare_that_another_process_exchanges_in_the_last_moment(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was renamed is then a second name of what is saved: writing to the file that is open would save nothing."""
     save(path, NEW)
@@ -250,16 +219,12 @@ def test_processes_saving_to_one_path_beside_loads(path: Path) -> None:
     """Every load finds one save whole, although files are written over."""
     nvme_ops.save(numbered(0), path, recycle=True)
 
-    def saving(number: int) -> Callable[[], None]:
-        def body() -> None:
-            for step in range(60):
-                nvme_ops.save(numbered(100 * number + step), path, recycle=True)
+    def body(number: int) -> None:
+        for step in range(40):
+            nvme_ops.save(numbered(100 * number + step), path, recycle=True)
 
-        return body
-
-    children = [in_a_child(saving(number)) for number in range(3)]
-    for _ in range(100):
-        number_in(path)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
+    with forked(3, body) as running:
+        while running():
+            number_in(path)
     number_in(path)
     assert set(beside(path)) <= {spare_of(path).name}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +61,12 @@ INDICES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("index", INDICES, ids=str)
-def test_parts_are_those_of_the_tensor(path: Path, index: Any) -> None:
+def test_parts_are_those_of_the_tensor(path: Path) -> None:
     with safe_open(path) as file:
-        found = file.get_slice("matrix")[index]
-    assert torch.equal(found, STATE["matrix"][index])
-    assert found.is_contiguous()
+        for index in INDICES:
+            found = file.get_slice("matrix")[index]
+            assert torch.equal(found, STATE["matrix"][index]), index
+            assert found.is_contiguous()
 
 
 def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
@@ -112,11 +111,9 @@ def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:
 
 
 def test_threads_share_it(path: Path) -> None:
-    barrier = threading.Barrier(8)
     with safe_open(path) as file:
 
         def work(_: int) -> None:
-            barrier.wait()
             for _ in range(50):
                 assert torch.equal(file.get_tensor("matrix"), STATE["matrix"])
 
@@ -167,21 +164,16 @@ def test_transformers_loads_and_saves_through_it(
         opened.clear()
 
 
-def test_it_is_taken_away_again() -> None:
+def test_it_is_taken_away_again_and_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
     before = module.safe_open, module.safe_save_file
-    hook.install()
-    hook.install()
-    assert module.safe_open is safe_open
-    hook.uninstall()
-    hook.uninstall()
-    assert (module.safe_open, module.safe_save_file) == before
-
-
-def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    before = module.safe_open
-    monkeypatch.delattr(module, "safe_save_file")
-    with pytest.raises(RuntimeError, match="safe_save_file: not known here"):
+    for _ in range(2):
         hook.install()
-    assert module.safe_open is before
+    assert module.safe_open is safe_open
+    for _ in range(2):
+        hook.uninstall()
+    assert (module.safe_open, module.safe_save_file) == before
+    monkeypatch.delattr(module, "safe_save_file")
+    with pytest.raises(RuntimeError, match="safe_save_file"):
+        hook.install()
+    assert module.safe_open is before[0]

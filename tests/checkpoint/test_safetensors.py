@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.formats.safetensors_format import DTYPES
+from nvme_ops.inspection.contents import contents, damaged
 from tests.conftest import MIB, pattern
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 their = pytest.importorskip("safetensors.torch")
 
 Tensors = dict[str, torch.Tensor]
-IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -84,20 +85,11 @@ def test_every_dtype(path: Path, dtype: torch.dtype) -> None:
     loaded(path, tensors)
 
 
-def test_four_bits_without_a_dimension(path: Path) -> None:
-    """Two values in one element have nowhere to go, and safetensors saves none either."""
-    if "F4" not in DTYPES:
-        pytest.skip("this torch has no float4_e2m1fn_x2")
-    with pytest.raises(ValueError, match="'a'"):
-        nvme_ops.save({"a": torch.zeros((), dtype=torch.uint8).view(DTYPES["F4"])}, path)
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda tensor: tensor.t(),
     "every third": lambda tensor: tensor[:, 1::3],
     "a column": lambda tensor: tensor[:, 2],
     "a part": lambda tensor: tensor[3:, 2:7],
-    "a row": lambda tensor: tensor[5],
     "one value": lambda tensor: tensor[1, 1],
     "expanded": lambda tensor: tensor[0].expand(4, -1),
     "expanded from one": lambda tensor: tensor[0, 0].expand(3, 5),
@@ -105,21 +97,24 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.bool, torch.bfloat16, torch.complex64])
-def test_tensors_that_lie_otherwise(path: Path, layout: str, dtype: torch.dtype) -> None:
-    round_trip(path, {"a": LAYOUTS[layout](filled(dtype, 11, 13)), "b": filled(dtype, 5)})
+def test_tensors_that_lie_otherwise(path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: make(filled(dtype, 11, 13)) for name, make in LAYOUTS.items()}
+    whole = filled(torch.float32, 6, 10)
+    parts = {"1": whole[:2], "2": whole[3:], "none": whole[1:1], "3": whole[2, :4], "4": whole[2, 4:]}
+    round_trip(path, {**tensors, **parts, "b": filled(dtype, 5)})
 
 
 @pytest.mark.parametrize("shape", [(9, 600_001), (3, 5_000_000), (2, 3, 2_000_003), (20_000_000, 1)])
 def test_large_tensors_that_lie_otherwise(path: Path, shape: tuple[int, ...]) -> None:
     """Longer than the buffers they pass through."""
-    tensor = filled(torch.int16, *shape[::-1]).permute(*range(len(shape) - 1, -1, -1))
-    nvme_ops.save({"a": tensor, "b": filled(torch.float32, 3)}, path)
-    assert torch.equal(nvme_ops.load(path, verify=True)["a"], tensor)
-    target = torch.zeros(shape[::-1], dtype=torch.int16).permute(*range(len(shape) - 1, -1, -1))
+    backwards = range(len(shape) - 1, -1, -1)
+    tensor = filled(torch.int16, *shape[::-1]).permute(*backwards)
+    nvme_ops.save({"a": tensor, "b": filled(torch.float32, 3)}, path, durable=False)
+    target = torch.zeros(shape[::-1], dtype=torch.int16).permute(*backwards)
     nvme_ops.load(path, into={"a": target}, keys=["a"], verify=True)
     assert torch.equal(target, tensor)
+    assert torch.equal(their.load_file(path)["a"], tensor)
 
 
 def test_conjugates_and_negatives(path: Path) -> None:
@@ -133,36 +128,31 @@ def test_conjugates_and_negatives(path: Path) -> None:
     }
     assert tensors["imaginary"].is_neg()
     round_trip(path, tensors)
-
-
-def test_parameters_and_their_gradients(path: Path) -> None:
-    model = torch.nn.Linear(3, 4)
-    model(torch.ones(3)).sum().backward()
-    found = round_trip(path, dict(model.named_parameters()))
-    assert not any(tensor.requires_grad for tensor in found.values())
+    for target in (torch.zeros(40, dtype=torch.complex64).conj(), torch.zeros(80, dtype=torch.complex64)[::2].conj()):
+        nvme_ops.load(path, into={"conjugate": target}, keys=["conjugate"], verify=True)
+        assert_same({"a": target}, {"a": value.conj()})
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.integers(0, 5), max_size=6))
 @example({"": 1, '"\\\n\t\0\x7f\u2028': 2, "\U0001f600": 3, "\u00e9": 4, "e\u0301": 5, "/": 0, "__metadata": 1})
-@settings(IN_A_FOLDER, max_examples=40)
+@example({})
+@IN_A_FOLDER
 def test_any_names(path: Path, sizes: dict[str, int]) -> None:
     sizes.pop("__metadata__", None)
-    round_trip(path, {name: filled(torch.int32, size) for name, size in sizes.items()})
+    round_trip(path, {name: filled(torch.int32, size) for name, size in sizes.items()}, durable=False)
 
 
-def test_thousands_of_tensors(path: Path) -> None:
+def test_thousands_of_tensors_and_every_other_of_them(path: Path) -> None:
     kinds = [torch.float32, torch.int8, torch.bfloat16, torch.int64]
-    round_trip(path, {f"layer.{number}": filled(kinds[number % 4], number % 17, 3) for number in range(3000)})
+    tensors = {f"layer.{number}": filled(kinds[number % 4], number % 17, 3) for number in range(2000)}
+    round_trip(path, tensors)
+    loaded(path, {name: tensors[name] for name in list(tensors)[::2]}, keys=list(tensors)[::2])
 
 
 def test_each_backend(path: Path, handle: aio_handle) -> None:
     tensors = {"a": filled(torch.int8, 3 * MIB + 1), "b": filled(torch.float32, 700, 900).t()}
     nvme_ops.save(tensors, path, handle=handle)
     loaded(path, tensors, verify=True, handle=handle)
-
-
-def test_no_tensors(path: Path) -> None:
-    assert round_trip(path, {}) == {}
 
 
 def test_another_suffix(folder: Path) -> None:
@@ -172,22 +162,18 @@ def test_another_suffix(folder: Path) -> None:
         nvme_ops.load(folder / "model.bak")
 
 
-def test_new_tensors_can_be_changed_alone(path: Path) -> None:
-    nvme_ops.save({"a": torch.zeros(3), "b": torch.zeros(3)}, path)
-    for mmap in (True, False):
-        found = nvme_ops.load(path, mmap=mmap)
-        found["a"] += 1
-        assert found["b"].tolist() == nvme_ops.load(path, mmap=True)["a"].tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize("mmap", [True, False])
-def test_tensors_outlive_the_file(path: Path, mmap: bool) -> None:
+def test_new_tensors_can_be_changed_alone_and_outlive_the_file(path: Path, mmap: bool) -> None:
     tensors = {"a": filled(torch.float32, 3000), "b": filled(torch.int8, 7)}
     nvme_ops.save(tensors, path)
     found = nvme_ops.load(path, mmap=mmap)
     nvme_ops.save({"a": torch.zeros(1)}, path)
     path.unlink()
     assert_same(found, tensors)
+    version = found["b"]._version
+    found["a"].zero_()
+    assert_same({"b": found["b"]}, {"b": tensors["b"]})
+    assert found["b"]._version == version
 
 
 def test_data_begin_on_a_page(path: Path) -> None:
@@ -201,39 +187,24 @@ def test_data_begin_on_a_page(path: Path) -> None:
 # Metadata
 
 
+def words_in(path: Path) -> Any:
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata()
+
+
 def test_metadata(path: Path) -> None:
     tensors = {"a": torch.ones(2)}
     nvme_ops.save(tensors, path, metadata={"step": "7", "é\n": '"'})
-    with safetensors.safe_open(path, "pt") as file:
-        words = file.metadata()
-    assert words.pop(integrity.KEY)
-    assert words == {"format": "pt", "step": "7", "é\n": '"'}
+    words = words_in(path)
+    round_trip(path, {"a": torch.zeros(2), "b": torch.zeros(3)}, metadata=words)  # its checksums are not this one's
+    nvme_ops.save(tensors, path, metadata=words, checksums=False)
+    assert words_in(path) == {"format": "pt", "step": "7", "é\n": '"'}
     nvme_ops.save(tensors, path, metadata={"format": "np"}, checksums=False)
-    with safetensors.safe_open(path, "pt") as file:
-        assert file.metadata() == {"format": "np"}
-
-
-def test_metadata_of_another_file(path: Path) -> None:
-    """Its checksums are not taken for this one's."""
-    nvme_ops.save({"a": torch.ones(2)}, path)
-    with safetensors.safe_open(path, "pt") as file:
-        words = file.metadata()
-    round_trip(path, {"a": torch.zeros(2), "b": torch.zeros(3)}, metadata=words)
-    nvme_ops.save({"a": torch.ones(2)}, path, metadata=words, checksums=False)
-    with pytest.raises(ValueError, match="no checksums"):
-        nvme_ops.load(path, verify=True)
-
-
-def test_metadata_of_theirs(path: Path) -> None:
-    their.save_file({"a": torch.ones(2)}, path, metadata={"é": "1"})
-    loaded(path, {"a": torch.ones(2)})
-
-
-@pytest.mark.parametrize("words", [{"a": 1}, {1: "a"}, {"a": None}])
-def test_metadata_must_be_strings(path: Path, words: Any) -> None:
-    with pytest.raises(TypeError, match="metadata"):
-        nvme_ops.save({}, path, metadata=words)
-    assert not path.exists()
+    assert words_in(path) == {"format": "np"}
+    for wrong in ({"a": 1}, {1: "a"}):
+        with pytest.raises(TypeError, match="metadata"):
+            nvme_ops.save({}, path, metadata=wrong)  # type: ignore[arg-type]
+    assert words_in(path) == {"format": "np"}
 
 
 # Files of other writers
@@ -243,10 +214,9 @@ def by_hand(path: Path, tensors: Tensors, before: str = "", after: str = "") -> 
     """In the order given, without a thought for alignment; blanks may surround the header."""
     document, data = {}, b""
     for name, tensor in tensors.items():
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
         content = raw(tensor).numpy().tobytes()
         place = [len(data), len(data) + len(content)]
-        document[name] = {"data_offsets": place, "shape": list(tensor.shape), "dtype": dtype}
+        document[name] = {"data_offsets": place, "shape": list(tensor.shape), "dtype": layout.NAMES[tensor.dtype]}
         data += content
     text = (before + json.dumps(document, indent=1) + after).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -268,13 +238,25 @@ def test_unaligned_headers(path: Path, blanks: int) -> None:
 @given(st.integers(0, 5000))
 @example(0)
 @example(8)
-@settings(IN_A_FOLDER, max_examples=40)
+@IN_A_FOLDER
 def test_a_file_cut_short(path: Path, size: int) -> None:
-    nvme_ops.save({"a": filled(torch.int8, 1000)}, path)
+    nvme_ops.save({"a": filled(torch.int8, 1000)}, path, durable=False)
     content = path.read_bytes()
     path.write_bytes(content[: min(size, len(content) - 1)])
     with pytest.raises(FormatError, match=r"model\.safetensors"):
         nvme_ops.load(path)
+
+
+def test_what_both_writers_write_is_read_the_short_way(folder: Path) -> None:
+    tensors = {"a": torch.ones(2, 3), "é ü": torch.zeros(0, dtype=torch.int8), "c": torch.ones(()).bfloat16()}
+    nvme_ops.save(tensors, folder / "ours.safetensors", metadata={"quote": '"', "step": "7"})
+    their.save_file(tensors, folder / "theirs.safetensors", {"step": "7"})
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        text = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        found = layout._read_plainly(text, 0, str(path))
+        assert found is not None
+        assert found == layout._read_strictly(text, 0, str(path))
 
 
 # What it cannot hold
@@ -285,25 +267,26 @@ def test_a_file_cut_short(path: Path, size: int) -> None:
     [
         (lambda: [torch.ones(1)], TypeError, "not list"),
         (lambda: {"a": {"b": torch.ones(1)}}, TypeError, "'a' is a dict"),
-        (lambda: {"a": 1.5}, TypeError, "'a' is a float"),
         (lambda: {3: torch.ones(1)}, TypeError, "must be str"),
         (lambda: {"__metadata__": torch.ones(1)}, ValueError, "'__metadata__'"),
         (lambda: {"a\ud800": torch.ones(1)}, ValueError, "'a.ud800'"),
         (lambda: {"a": torch.ones(1, dtype=torch.complex128)}, ValueError, "'a'.*complex128"),
         (lambda: {"a": torch.eye(2).to_sparse()}, ValueError, "'a'.*sparse_coo"),
-        (lambda: {"a": torch.eye(2).to_sparse_csr()}, ValueError, "'a'.*sparse_csr"),
         (lambda: {"a": torch.ones(1, device="meta")}, ValueError, "'a'.*meta"),
         (lambda: {"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, ValueError, "'a'"),
         (lambda: {"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, ValueError, "'a'.*qint8"),
+        (lambda: {"a": torch.zeros((), dtype=torch.uint8).view(DTYPES["F4"])}, ValueError, "'a'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of what torch will drop
-def test_what_the_format_has_no_place_for(
-    path: Path, make: Callable[[], Any], kind: type[Exception], words: str
-) -> None:
+def test_what_the_format_has_no_place_for(path: Path, make: Any, kind: type[Exception], words: str) -> None:
     nvme_ops.save({"old": torch.ones(1)}, path)
+    try:
+        wrong = make()
+    except KeyError:
+        pytest.skip("this torch has no float4_e2m1fn_x2")
     with pytest.raises(kind, match=words):
-        nvme_ops.save(make(), path)
+        nvme_ops.save(wrong, path)
     assert nvme_ops.load(path).keys() == {"old"}
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -317,21 +300,21 @@ def views(draw: st.DrawFn) -> Tensors:
         dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32]))
         first = draw(st.integers(0, 15))
         last = draw(st.integers(first + 1, 16))
-        part = draw(st.sampled_from(memories))[first * 4 : last * 4].view(dtype)
-        tensors[f"{number}"] = part
+        tensors[f"{number}"] = draw(st.sampled_from(memories))[first * 4 : last * 4].view(dtype)
     return tensors
 
 
-@given(views())
-@settings(IN_A_FOLDER, max_examples=150)
-def test_shared_memory_is_refused_as_they_do(path: Path, tensors: Tensors) -> None:
-    def refuses(save: Callable[[], object], kind: type[Exception]) -> bool:
-        try:
-            save()
-        except kind as error:
-            return "share memory" in str(error)
-        return False
+def refuses(save: Callable[[], object], kind: type[Exception]) -> bool:
+    try:
+        save()
+    except kind as error:
+        return "share memory" in str(error)
+    return False
 
+
+@given(views())
+@settings(IN_A_FOLDER, max_examples=120)
+def test_shared_memory_is_refused_as_they_do(path: Path, tensors: Tensors) -> None:
     theirs = refuses(lambda: their.save(tensors), RuntimeError)
     assert refuses(lambda: nvme_ops.save(tensors, path, durable=False), ValueError) == theirs
 
@@ -343,36 +326,23 @@ def test_shared_memory_is_named(path: Path) -> None:
             nvme_ops.save({"a": tensor, "b": other, "c": torch.zeros(1)}, path)
 
 
-def test_parts_of_one_memory(path: Path) -> None:
-    whole = filled(torch.float32, 6, 10)
-    round_trip(path, {"a": whole[:2], "b": whole[3:], "none": whole[1:1], "c": whole[2, :4], "d": whole[2, 4:]})
-
-
 # Loading parts, and into what exists
 
 
 def test_keys(path: Path) -> None:
     tensors = {f"{number}": filled(torch.float32, number * 1000) for number in range(20)}
     nvme_ops.save(tensors, path)
-    for keys in (["3", "17", "4"], ("3", "3"), [], ["0"], {"5": None}, tensors):
+    for keys in (["3", "17", "4"], ("3", "3"), [], {"5": None}, tensors):
         loaded(path, {name: tensors[name] for name in keys}, keys=keys, verify=True)
-    assert_same(nvme_ops.load(path, keys=iter(["19"])), {"19": tensors["19"]})
-    assert_same(nvme_ops.load(path, keys="19"), {"19": tensors["19"]})
+    for keys in (iter(["19"]), "19"):
+        assert_same(nvme_ops.load(path, keys=keys), {"19": tensors["19"]})
     with pytest.raises(KeyError, match=r"model\.safetensors has no tensor 'x'"):
         nvme_ops.load(path, keys=["1", "x"])
-
-
-def test_keys_of_every_other_tensor(path: Path) -> None:
-    tensors = {f"{number:04}": filled(torch.int16, 50 + number % 3, 7) for number in range(1000)}
-    nvme_ops.save(tensors, path)
-    names = list(tensors)[::2]
-    loaded(path, {name: tensors[name] for name in names}, keys=names)
 
 
 INTO: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous": lambda: torch.zeros(60, 50),
     "transposed": lambda: torch.zeros(50, 60).t(),
-    "a part": lambda: torch.zeros(70, 99)[5:65, 7:57],
     "every other": lambda: torch.zeros(120, 100)[::2, ::2],
     "a parameter": lambda: torch.nn.Parameter(torch.zeros(60, 50)),
     "off by a value": lambda: torch.zeros(3001)[1:].view(60, 50),
@@ -385,21 +355,11 @@ INTO: dict[str, Callable[[], torch.Tensor]] = {
 def test_into_a_tensor_of_any_kind(path: Path, kind: str) -> None:
     tensors, target = {"a": filled(torch.float32, 60, 50), "b": filled(torch.int8, 33)}, INTO[kind]()
     nvme_ops.save(tensors, path)
-    place = target.data_ptr()
     targets = {"a": target, "b": torch.zeros(33, dtype=torch.int8), "epoch": 3}
     found = nvme_ops.load(path, into=targets, verify=True)
     assert_same(found, tensors)
     assert torch.equal(raw(target), raw(tensors["a"]))
-    assert found["a"].data_ptr() == target.data_ptr() == place
-    assert targets["a"] is target
-
-
-def test_into_conjugates(path: Path) -> None:
-    tensors = {"a": filled(torch.complex64, 30)}
-    nvme_ops.save(tensors, path)
-    for target in (torch.zeros(30, dtype=torch.complex64).conj(), torch.zeros(60, dtype=torch.complex64)[::2].conj()):
-        nvme_ops.load(path, into={"a": target}, verify=True)
-        assert_same({"a": target}, tensors)
+    assert found["a"].data_ptr() == target.data_ptr()
 
 
 def test_into_a_module(path: Path) -> None:
@@ -416,43 +376,122 @@ def test_into_a_module(path: Path) -> None:
     assert weight.requires_grad
 
 
-@pytest.mark.parametrize("other", [torch.zeros(5, 4), torch.zeros(20), torch.zeros(4, 5, dtype=torch.int32)])
-def test_into_another_shape_or_dtype(path: Path, other: torch.Tensor) -> None:
-    """Is refused before anything is filled."""
-    nvme_ops.save({"a": torch.ones(4, 5), "b": torch.ones(2)}, path)
-    targets = {"a": other, "b": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"model\.safetensors: tensor 'a' is torch\.float32 of shape \(4, 5\)"):
-        nvme_ops.load(path, into=targets)
+@pytest.mark.parametrize(
+    ("into", "kind", "words"),
+    [
+        ({"a": torch.zeros(5, 4)}, ValueError, r"'a' is torch\.float32 of shape \(4, 5\)"),
+        ({"a": torch.zeros(4, 5, dtype=torch.int32)}, ValueError, r"'a' is torch\.float32 of shape \(4, 5\)"),
+        ({"a": torch.zeros(1, 5).expand(4, 5)}, ValueError, "'a'"),
+        ({"a": torch.empty(4, 5, device="meta")}, ValueError, "'a'"),
+        ({"c": torch.zeros(2)}, KeyError, "'a' has no counterpart"),
+        ({"a": torch.zeros(4, 5), "c": torch.zeros(2)}, KeyError, "has no tensor 'c', which into= asks for"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
+def test_nothing_is_filled_before_all_is_known_to_fit(
+    folder: Path, name: str, into: Tensors, kind: type[Exception], words: str
+) -> None:
+    nvme_ops.save({"b": torch.ones(2), "a": torch.ones(4, 5)}, folder / name)
+    targets = {**into, "b": torch.zeros(2)}
+    with pytest.raises(kind, match=words):
+        nvme_ops.load(folder / name, into=targets)
     assert targets["b"].tolist() == [0, 0]
-
-
-def test_into_other_names(path: Path) -> None:
-    nvme_ops.save({"a": torch.ones(2), "b": torch.ones(2)}, path)
-    targets = {"a": torch.zeros(2), "c": torch.zeros(2)}
-    with pytest.raises(KeyError, match="'b' has no counterpart"):
-        nvme_ops.load(path, into=targets)
-    nvme_ops.load(path, into=targets, keys=["a"])
-    assert targets["a"].tolist() == [1, 1]
-    targets = {name: torch.zeros(2) for name in "abc"}
-    with pytest.raises(KeyError, match=r"model\.safetensors has no tensor 'c', which into= asks for"):
-        nvme_ops.load(path, into=targets)
+    nvme_ops.load(folder / name, into=targets, keys=["b"])
+    assert targets["b"].tolist() == [1, 1]
 
 
 def test_map_location(path: Path) -> None:
     nvme_ops.save({"a": torch.ones(2)}, path)
     for place in (None, "cpu", torch.device("cpu")):
         assert nvme_ops.load(path, map_location=place)["a"].device.type == "cpu"
-    with pytest.raises(TypeError, match="map_location of safetensors files must be a device, not dict"):
+    with pytest.raises(TypeError, match="must be a device, not dict"):
         nvme_ops.load(path, map_location={"cuda:0": "cpu"})
 
 
-def test_what_both_writers_write_is_read_the_short_way(folder: Path) -> None:
-    tensors = {"a": torch.ones(2, 3), "é ü": torch.zeros(0, dtype=torch.int8), "c": torch.ones(()).bfloat16()}
-    nvme_ops.save(tensors, folder / "ours.safetensors", metadata={"quote": '"', "step": "7"})
-    their.save_file(tensors, folder / "theirs.safetensors", {"step": "7"})
-    for path in folder.iterdir():
-        content = path.read_bytes()
-        text = content[8 : 8 + int.from_bytes(content[:8], "little")]
-        found = layout._read_plainly(text, 0, str(path))
-        assert found is not None
-        assert found == layout._read_strictly(text, 0, str(path))
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
+def test_tensors_on_meta(tmp_path: Path, name: str) -> None:
+    nvme_ops.save({"a": torch.ones(3, 4).half(), "b": torch.zeros(0)}, tmp_path / name)
+    found = nvme_ops.load(tmp_path / name, map_location="meta", verify=True)
+    assert {name: (each.device.type, each.dtype, tuple(each.shape)) for name, each in found.items()} == {
+        "a": ("meta", torch.float16, (3, 4)),
+        "b": ("meta", torch.float32, (0,)),
+    }
+
+
+# Checksums
+
+CHECKED = {"a": filled(torch.float32, 500), "none": torch.zeros(0), "t": filled(torch.int16, 70, 30).t()}
+SIZE = sum(tensor.nbytes for tensor in CHECKED.values())
+
+
+@given(st.integers(0, SIZE * 8 - 1))
+@example(0)
+@example(SIZE * 8 - 1)
+@IN_A_FOLDER
+def test_a_flipped_bit_anywhere_is_found(path: Path, bit: int) -> None:
+    nvme_ops.save(CHECKED, path, durable=False)
+    content = bytearray(path.read_bytes())
+    content[len(content) - SIZE + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    wrong = "a" if bit // 8 < CHECKED["a"].nbytes else "t"
+    targets = {name: torch.zeros_like(tensor) for name, tensor in CHECKED.items()}
+    for options in ({"mmap": True}, {"mmap": False}, {"into": targets}, {"keys": [wrong]}):
+        with pytest.raises(ChecksumError) as caught:
+            nvme_ops.load(path, verify=True, **options)  # type: ignore[arg-type]
+        assert (caught.value.tensors, caught.value.filename) == ([wrong], str(path))
+    nvme_ops.load(path)
+    nvme_ops.load(path, verify=True, keys=[name for name in CHECKED if name != wrong])
+
+
+@pytest.mark.parametrize(
+    ("written", "turned"),
+    [(b'"tensor"', b'"uensor"'), (b"[2,3]", b"[3,2]"), (b'"step":"7"', b'"step":"6"')],
+    ids=["name", "shape", "metadata"],
+)
+def test_another_valid_header_is_found(path: Path, written: bytes, turned: bytes) -> None:
+    nvme_ops.save({"tensor": torch.ones(2, 3), "other": torch.ones(1)}, path, metadata={"step": "7"})
+    path.write_bytes(path.read_bytes().replace(written, turned, 1))
+    nvme_ops.load(path)
+    with pytest.raises(ChecksumError, match="in 'header'"):
+        nvme_ops.load(path, verify=True)
+    assert damaged(contents(path)) == ["header"]
+
+
+def test_no_flipped_bit_of_a_header_goes_unnoticed(path: Path) -> None:
+    nvme_ops.save({"tensor": torch.ones(2, 3)}, path, metadata={"step": "7"}, durable=False)
+    content = path.read_bytes()
+    end = content.rindex(b"}") + 4  # and some of the spaces behind it
+    for bit in range(end * 8):
+        path.write_bytes(content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :])
+        with pytest.raises((FormatError, ChecksumError, ValueError)):
+            nvme_ops.load(path, verify=True)
+
+
+def test_every_tensor_that_differs_is_named(path: Path) -> None:
+    nvme_ops.save({f"{number:02}": filled(torch.int8, 5) for number in range(30)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-150] + bytes(byte ^ 1 for byte in content[-150:]))
+    with pytest.raises(ChecksumError, match="'09' and 20 more") as caught:
+        nvme_ops.load(path, verify=True)
+    assert caught.value.tensors == [f"{number:02}" for number in range(30)]
+
+
+def test_files_without_checksums(path: Path) -> None:
+    for save in (lambda: their.save_file(TENSORS, path), lambda: nvme_ops.save(CHECKED, path, checksums=False)):
+        save()
+        with pytest.raises(ValueError, match=r"model\.safetensors has no checksums to verify"):
+            nvme_ops.load(path, verify=True)
+    their.save_file({}, path)
+    assert nvme_ops.load(path, verify=True) == {}
+
+
+TENSORS = {name: tensor.contiguous() for name, tensor in CHECKED.items()}
+
+
+@pytest.mark.parametrize("words", ["", "0" * 31, "0" * 33, "0" * 24, "x" * 32, "0" * 31 + "g", "-" + "0" * 31])
+def test_checksums_that_do_not_fit(path: Path, words: str) -> None:
+    """As when a program keeps the metadata of a file of ours for other tensors."""
+    their.save_file(TENSORS, path, {integrity.KEY: words})
+    with pytest.raises(FormatError, match=rf"model\.safetensors: __metadata__: {integrity.KEY} does not fit"):
+        nvme_ops.load(path, verify=True)
+    assert_same(nvme_ops.load(path), CHECKED)

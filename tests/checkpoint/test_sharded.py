@@ -1,4 +1,4 @@
-"""Checkpoints in several files: those that transformers writes, those that it reads, and what a crash leaves."""
+"""Checkpoints in several files: those that transformers writes and reads, damage, and what a crash leaves."""
 
 from __future__ import annotations
 
@@ -7,29 +7,51 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as their
 import torch
 
 import nvme_ops
-from nvme_ops import aio_handle
 from nvme_ops.checkpoint import safetensors_file, sharded
-from nvme_ops.errors import ChecksumError
+from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents, damaged
-from tests.checkpoint.sharded_files import INDEX, SHARD, STATE, Tensors, assert_same, by_safetensors, by_torch, by_us
-
-their = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install safetensors")
+from tests.conftest import pattern
+from tests.contract.faulty import flip
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
+Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+STATE = {
+    "embedding": pattern(3000).view(30, 100),
+    "norm": torch.arange(100.0),
+    "large": pattern(9000, 1).view(torch.int16),
+    "none": torch.zeros(0, 3),
+    "head": pattern(3000, 2).view(100, 30).t(),
+}
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a few tensors."""
-    monkeypatch.setattr(sharded, "MAX_SHARD_SIZE", SHARD)
+    """Three of STATE."""
+    monkeypatch.setattr(sharded, "MAX_SHARD_SIZE", 4000)
+
+
+@pytest.fixture
+def saved(folder: Path) -> Path:
+    """STATE in three shards, by us."""
+    nvme_ops.save(STATE, folder / INDEX)
+    return folder
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
 
 
 def changed(state: Tensors, by: int = 1) -> Tensors:
@@ -40,130 +62,108 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def read_by_others(index: Path) -> Tensors:
-    """Shard by shard, with safetensors' own library."""
-    document = json.loads(index.read_text())
-    found: Tensors = {}
-    for shard in sorted(set(document["weight_map"].values())):
-        found.update(their.load_file(index.parent / shard))
-    assert document["weight_map"].keys() == found.keys()
-    return found
+def by_transformers(folder: Path, stem: str, ending: str, save: Callable[[Tensors, Path], None]) -> Path:
+    """As save_pretrained writes."""
+    places = {}
+    for number, names in enumerate((["embedding", "norm"], ["large", "none", "head"])):
+        shard = f"{stem}-{number + 1:05d}-of-00002{ending}"
+        save({name: STATE[name] for name in names}, folder / shard)
+        places.update(dict.fromkeys(names, shard))
+    index = folder / f"{stem}{ending}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+    return index
 
 
-@pytest.fixture
-def saved(folder: Path) -> Path:
-    """STATE in three shards, by us."""
+def by_torch(folder: Path) -> Path:
+    return by_transformers(folder, "pytorch_model", ".bin", torch.save)
+
+
+def by_safetensors(folder: Path) -> Path:
+    def save(tensors: Tensors, path: Path) -> None:
+        their.save_file({name: each.contiguous() for name, each in tensors.items()}, path, {"format": "pt"})
+
+    return by_transformers(folder, "model", ".safetensors", save)
+
+
+def by_us(folder: Path) -> Path:
     nvme_ops.save(STATE, folder / INDEX)
-    return folder
+    return folder / INDEX
+
+
+WRITERS = pytest.mark.parametrize("write", [by_torch, by_safetensors, by_us])
 
 
 # What is written
 
 
-def test_shards_of_the_size_asked_for_and_an_index_as_transformers_writes_it(saved: Path) -> None:
+def test_shards_and_an_index_as_transformers_writes_them(saved: Path) -> None:
     shards = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert files(saved) == [*shards, INDEX]
     document = json.loads((saved / INDEX).read_text())
     assert len(document["metadata"].pop("nvme_ops.crc32c")) == 8
     assert len(document["metadata"].pop("nvme_ops.save")) == 16
     assert document["metadata"].pop("nvme_ops.shards").keys() == set(shards)
-    assert document == {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in STATE.values())},
-        "weight_map": {
-            "embedding": shards[0],
-            "norm": shards[0],
-            "large": shards[1],
-            "none": shards[2],
-            "head": shards[2],
-        },
-    }
+    places = {"embedding": shards[0], "norm": shards[0], "large": shards[1], "none": shards[2], "head": shards[2]}
+    total = sum(tensor.nbytes for tensor in STATE.values())
+    assert document == {"metadata": {"total_size": total}, "weight_map": places}
+    found: Tensors = {}
+    for shard in shards:
+        found.update(their.load_file(saved / shard))
+    assert_same(found, STATE)
 
 
-def test_others_read_the_shards(saved: Path) -> None:
-    assert_same(read_by_others(saved / INDEX), STATE)
-
-
-def test_a_folder_that_is_not_there_yet(folder: Path) -> None:
-    nvme_ops.save(STATE, folder / "new" / "model", format="sharded")
-    assert_same(load(folder / "new" / "model"), STATE)
-    nvme_ops.save(changed(STATE), folder / "new" / "model")  # and one that is
+def test_other_names_and_sizes(folder: Path) -> None:
+    nvme_ops.save(STATE, folder / "new" / "model", format="sharded", max_shard_size=1)
+    assert len(files(folder / "new" / "model")) == 1 + len(STATE)
+    nvme_ops.save(changed(STATE), folder / "new" / "model")
     assert_same(load(folder / "new" / "model"), changed(STATE))
-
-
-def test_another_name(folder: Path) -> None:
-    nvme_ops.save(STATE, folder / "ema.safetensors.index.json")
-    nvme_ops.save(changed(STATE), folder / "ema-2.safetensors.index.json")
-    nvme_ops.save(STATE, folder / "ema.safetensors.index.json")
-    assert_same(load(folder / "ema.safetensors.index.json"), STATE)
-    assert_same(load(folder / "ema-2.safetensors.index.json"), changed(STATE))
-
-
-def test_a_tensor_in_each_shard_when_all_are_large(folder: Path) -> None:
-    sharded.plan(STATE, checksums=True, metadata=None, max_shard_size=1).write(
-        str(folder / INDEX), durable=False, handle=aio_handle()
-    )
-    assert len(files(folder)) == 1 + len(STATE)
-    assert_same(load(folder / INDEX), STATE)
-
-
-def test_no_tensors(folder: Path) -> None:
-    nvme_ops.save({}, folder / INDEX)
-    assert load(folder / INDEX) == {}
-
-
-def test_metadata_is_in_the_index(folder: Path) -> None:
-    nvme_ops.save(STATE, folder / INDEX, metadata={"step": "7"})
-    assert json.loads((folder / INDEX).read_text())["metadata"]["step"] == "7"
-    assert contents(folder).metadata["step"] == "7"
+    one, two = folder / "ema.safetensors.index.json", folder / "ema-2.safetensors.index.json"
+    for path, state in ((one, {}), (two, changed(STATE)), (one, STATE)):
+        nvme_ops.save(state, path, metadata={"step": "7"})
+        assert_same(load(path), state)
+        assert contents(path).metadata["step"] == "7"
+    assert_same(load(two), changed(STATE))
 
 
 def test_in_the_background(folder: Path) -> None:
-    for strategy, memory in (("copy", None), ("copy", 4000), ("copy_free", None)):
-        nvme_ops.save_async(STATE, folder / INDEX, strategy=strategy, memory=memory).result()  # type: ignore[arg-type]
+    for options in ({}, {"memory": 4000}, {"strategy": "copy_free"}):
+        nvme_ops.save_async(STATE, folder / INDEX, **options).result()  # type: ignore[arg-type]
         assert_same(load(folder), STATE)
 
 
 @pytest.mark.parametrize(
-    ("obj", "options", "error", "words"),
+    ("obj", "name", "options", "error", "words"),
     [
-        ([1], {}, TypeError, "dict of tensors"),
-        ({"a": STATE["head"], "b": STATE["head"][1:]}, {}, ValueError, "share memory"),
-        (STATE, {"metadata": {"step": 3}}, TypeError, "strings"),
+        ([1], INDEX, {}, TypeError, "dict of tensors"),
+        ({"a": STATE["head"], "b": STATE["head"][1:]}, INDEX, {}, ValueError, "share memory"),
+        (STATE, INDEX, {"metadata": {"step": 3}}, TypeError, "strings"),
+        (STATE, "pytorch_model.bin.index.json", {}, ValueError, "let the name end with"),
     ],
 )
-def test_what_cannot_be_saved(obj: Any, options: Any, error: Any, words: str, saved: Path) -> None:
+def test_what_cannot_be_saved(obj: Any, name: str, options: Any, error: Any, words: str, saved: Path) -> None:
     before = files(saved)
     with pytest.raises(error, match=words):
-        nvme_ops.save(obj, saved / INDEX, **options)
+        nvme_ops.save(obj, saved / name, **options)
     assert files(saved) == before
-
-
-def test_pickled_shards_are_not_written(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"let the name end with \.safetensors\.index\.json"):
-        nvme_ops.save(STATE, folder / "pytorch_model.bin.index.json")
 
 
 # Old and new
 
 
-def test_a_save_takes_other_names_than_the_one_before(saved: Path) -> None:
-    for generation in (2, 3, 4):
-        nvme_ops.save(changed(STATE, generation), saved / INDEX)
-        shards = [f"model-g{generation}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-        assert files(saved) == [*shards, INDEX]
-        assert_same(load(saved), changed(STATE, generation))
-
-
-def test_other_files_in_the_folder_stay(saved: Path) -> None:
-    others = [
-        "config.json",
-        "model.safetensors",
-        "model-00001-of-00003.safetensors.bak",
-        "other-00001-of-00003.safetensors",
-    ]
+def test_a_save_takes_other_names_and_leaves_other_files(saved: Path) -> None:
+    others = ["config.json", "model.safetensors", "model-00001-of-00003.safetensors.bak"]
+    others.append("other-00001-of-00003.safetensors")
     for name in others:
         (saved / name).write_text("mine")
+    for generation in (2, 3):
+        nvme_ops.save(changed(STATE, generation), saved / INDEX)
+        shards = [f"model-g{generation}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+        assert files(saved) == sorted([*shards, INDEX, *others])
+        assert_same(load(saved / INDEX), changed(STATE, generation))
+    (saved / INDEX).write_text("{")  # damaged, so nothing it may have named is written over
     nvme_ops.save(STATE, saved / INDEX)
+    assert any(name.startswith("model-g4-") for name in files(saved))
+    assert_same(load(saved / INDEX), STATE)
     assert all((saved / name).read_text() == "mine" for name in others)
 
 
@@ -174,20 +174,9 @@ def test_a_folder_saved_to_gives_up_its_single_file(folder: Path) -> None:
     assert_same(load(folder), changed(STATE))
 
 
-def test_a_damaged_index_is_replaced_and_nothing_it_may_have_named_is_written_over(saved: Path) -> None:
-    (saved / INDEX).write_text("{")
-    nvme_ops.save(changed(STATE), saved / INDEX)
-    assert files(saved)[0].startswith("model-g2-")
-    assert_same(load(saved), changed(STATE))
-
-
-#: What a save does to the folder.
-STEPS = ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write")
-
-
 @contextmanager
 def failing(number: int, fail: Callable[[], None]) -> Iterator[list[str]]:
-    """Calls ``fail`` instead of the step of this number; the steps so far are listed."""
+    """Calls ``fail`` instead of the step of this number that a save takes; the steps so far are listed."""
     taken: list[str] = []
 
     def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,7 +189,7 @@ def failing(number: int, fail: Callable[[], None]) -> Iterator[list[str]]:
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in STEPS:
+        for name in ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write"):
             patch.setattr(os, name, watched(name, getattr(os, name)))
         yield taken
 
@@ -271,56 +260,33 @@ def test_a_reader_at_work_while_a_save_replaces_its_shards_gets_the_new_ones(
 # What is loaded
 
 
-WRITERS = pytest.mark.parametrize("write", [by_torch, by_safetensors, by_us])
-
-
 @WRITERS
-def test_an_index_and_its_folder_load_to_the_same(write: Callable[[Path], Path], folder: Path) -> None:
-    index = write(folder)
-    for path in (index, folder):
-        for options in ({}, {"map_location": "cpu"}, {"mmap": True}, {"mmap": False}):
-            assert_same(load(path, **options), STATE)
-    assert list(load(index)) == list(json.loads(index.read_text())["weight_map"])
-
-
-@WRITERS
-def test_keys_open_no_other_shards(write: Callable[[Path], Path], folder: Path) -> None:
+def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path], folder: Path) -> None:
     index = write(folder)
     places = json.loads(index.read_text())["weight_map"]
-    for shard in set(places.values()) - {places["norm"]}:
-        (folder / shard).unlink()
-    assert_same(load(folder, keys=["norm"]), {"norm": STATE["norm"]})
-    assert_same(load(folder, keys="norm"), {"norm": STATE["norm"]})
-
-
-@WRITERS
-def test_into(write: Callable[[Path], Path], folder: Path) -> None:
-    index = write(folder)
+    for path in (index, folder):
+        for options in ({}, {"map_location": "cpu"}, {"mmap": True}):
+            assert_same(load(path, **options), STATE)
+    assert list(load(index)) == list(places)
     into = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
     found = load(index, into=into)
     assert_same(into, STATE)
     assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
+    for shard in set(places.values()) - {places["norm"]}:
+        (folder / shard).unlink()  # not opened
     part = {"norm": torch.zeros(100)}
-    load(index, into=part, keys=["norm"])
-    assert_same(part, {"norm": STATE["norm"]})
+    for options in ({"keys": ["norm"]}, {"keys": "norm"}, {"keys": ["norm"], "into": part}):
+        assert_same(load(folder, **options), {"norm": STATE["norm"]})
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_with_one_file(name: str, folder: Path) -> None:
-    nvme_ops.save(STATE, folder / name)
-    assert_same(load(folder, verify=True), STATE)
-    assert_same(load(folder, keys=["norm"]), {"norm": STATE["norm"]})
-    assert len(contents(folder).items) >= len(STATE)
-
-
-def test_a_folder_with_several_is_read_as_transformers_reads_it(folder: Path) -> None:
+def test_a_folder_is_read_as_transformers_reads_it(folder: Path) -> None:
     by_torch(folder)
-    nvme_ops.save(changed(STATE, 1), folder / "pytorch_model.bin")
-    assert_same(load(folder), changed(STATE, 1))
-    nvme_ops.save(changed(STATE, 2), folder / INDEX)
-    assert_same(load(folder), changed(STATE, 2))
-    nvme_ops.save(changed(STATE, 3), folder / "model.safetensors")
-    assert_same(load(folder), changed(STATE, 3))
+    assert_same(load(folder), STATE)
+    for number, name in enumerate(("pytorch_model.bin", INDEX, "model.safetensors"), 1):
+        nvme_ops.save(changed(STATE, number), folder / name)
+        assert_same(load(folder, verify=True), changed(STATE, number))
+        assert_same(load(folder, keys=["norm"]), {"norm": STATE["norm"] + number})
+        assert len(contents(folder).items) >= len(STATE)
 
 
 def test_shards_that_are_links(folder: Path) -> None:
@@ -332,15 +298,14 @@ def test_shards_that_are_links(folder: Path) -> None:
     assert_same(load(folder / "snapshot"), STATE)
 
 
+# Damage, and what is asked for in vain
+
+
 @pytest.mark.parametrize("write", [by_torch, by_us])
 def test_a_flipped_bit_is_found_and_the_tensor_named(write: Callable[[Path], Path], folder: Path) -> None:
     write(folder)
     item = next(each for each in contents(folder).items if each.name == "head")
-    with open(item.path, "r+b") as file:
-        file.seek(item.end - 1)
-        byte = file.read(1)[0]
-        file.seek(item.end - 1)
-        file.write(bytes([byte ^ 4]))
+    flip(Path(item.path), item.end - 1, 2)
     assert damaged(contents(folder)) == ["head"]
     for options in ({}, {"keys": ["head"]}, {"into": {"head": torch.zeros_like(STATE["head"])}, "keys": ["head"]}):
         with pytest.raises(ChecksumError, match="'head'"):
@@ -348,7 +313,128 @@ def test_a_flipped_bit_is_found_and_the_tensor_named(write: Callable[[Path], Pat
     assert len(load(folder, verify=True, keys=["norm"])) == 1
 
 
-def test_nothing_to_verify(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"keys": ["norm", "gone"]}, KeyError, "has no tensor 'gone'"),
+        ({"into": {"norm": torch.zeros(99)}, "keys": ["norm"]}, ValueError, "99"),
+        ({"map_location": {"cpu": "cpu"}}, TypeError, "map_location"),
+    ],
+)
+def test_what_is_asked_for_in_vain(options: Any, error: Any, words: str, saved: Path) -> None:
+    with pytest.raises(error, match=words):
+        load(saved, **options)
+
+
+@pytest.mark.parametrize("write", [by_torch, by_us])
+def test_nothing_is_filled_when_a_later_shard_does_not_fit(write: Callable[[Path], Path], folder: Path) -> None:
+    index = write(folder)
+    into = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
+    into["head"] = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"'head' is .* of shape"):
+        load(index, into=into)
+    assert all((tensor == 7).all() for name, tensor in into.items() if name != "head")
+
+
+INDEXES: list[tuple[str | bytes, str]] = [
+    ("{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ("[]", "not a JSON object"),
+    ("{}", "weight_map is missing"),
+    ('{"weight_map": ["a"]}', "not an object"),
+    ('{"weight_map": {"a": 3}}', "the file of 'a' is 3"),
+    ('{"weight_map": {"a": ""}}', "does not lie in the folder"),
+    ('{"weight_map": {"a": "../b.safetensors"}}', "does not lie in the folder"),
+    ('{"weight_map": {"a": "x/../../b.safetensors"}}', "does not lie in the folder"),
+    ('{"weight_map": {"a": "/etc/b.safetensors"}}', "does not lie in the folder"),
+    ('{"weight_map": {"a": "b\\u0000.safetensors"}}', "does not lie in the folder"),
+    ('{"weight_map": {"a": "config.json"}}', "no format that is known"),
+    ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which is missing"),
+    ('{"weight_map": {"a": "gone.bin"}}', "'gone.bin', which is missing"),
+    ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a' comes twice"),
+    ('{"weight_map": {}, "metadata": 3}', "metadata is not an object"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_is_none(content: str | bytes, words: str, folder: Path) -> None:
+    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for path in (folder, folder / INDEX):
+        for read in (load, contents):
+            with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
+                read(path)
+
+
+def test_no_index_or_one_without_end(folder: Path) -> None:
+    with pytest.raises(FormatError, match=r"none of model\.safetensors"):
+        load(folder)
+    with pytest.raises(FileNotFoundError):
+        load(folder / INDEX)
+    with (folder / INDEX).open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(FormatError, match="at most 100000000 bytes"):
+        load(folder)
+
+
+def rewrite(index: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(index.read_text())
+    change(document)
+    index.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize("write", [by_torch, by_us])
+def test_a_name_that_its_shard_lacks(write: Callable[[Path], Path], folder: Path) -> None:
+    index = write(folder)
+    rewrite(index, lambda found: found["weight_map"].update(ghost=found["weight_map"]["norm"]))
+    for options in ({}, {"keys": ["ghost"]}):
+        with pytest.raises(FormatError, match=r"index\.json: weight_map does not fit its shard: .*'ghost'"):
+            load(folder, **options)
+
+
+def test_names_that_are_in_another_shard_or_in_none(saved: Path) -> None:
+    rewrite(saved / INDEX, lambda found: found["weight_map"].update(norm=found["weight_map"]["head"]))
+    for read in (load, contents):
+        with pytest.raises(FormatError, match="'norm'"):
+            read(saved)
+    rewrite(saved / INDEX, lambda found: found["weight_map"].pop("norm"))
+    assert "norm" not in load(saved)
+    (saved / "model-00002-of-00003.safetensors").write_bytes(b"\1")
+    with pytest.raises(FormatError, match="model-00002-of-00003"):
+        load(saved)
+
+
+def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
+    index = saved / INDEX
+    content = index.read_bytes()
+    load(saved, verify=True)
+    for place in range(len(content)):
+        index.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        with suppress(FormatError):
+            assert damaged(contents(saved))
+        with pytest.raises((OSError, ValueError), match=str(saved)):
+            load(saved, verify=True)
+    index.write_bytes(content.replace(b'"total_size":1', b'"total_size":2'))
+    assert contents(saved).damaged == ["index"]
+    assert_same(load(saved), STATE)
+
+
+@pytest.mark.parametrize("gone", [["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]])
+def test_an_index_of_ours_that_lost_its_checksum_is_damaged(saved: Path, gone: list[str]) -> None:
+    rewrite(saved / INDEX, lambda found: [found["metadata"].pop(name) for name in gone])
+    with pytest.raises(ChecksumError, match="index"):
+        load(saved, verify=True)
+    assert contents(saved).damaged == ["index"]
+
+
+def test_an_index_that_never_had_a_checksum_is_not_damaged(folder: Path) -> None:
+    """Ours, and one of transformers' save_pretrained with safe_save_file = nvme_ops.save."""
+    nvme_ops.save(STATE, folder / INDEX, checksums=False, metadata={"nvme_ops.crc32c": "another file's"})
+    assert json.loads((folder / INDEX).read_text())["metadata"].keys() == {"total_size", "nvme_ops.save"}
+    assert contents(folder).damaged == []
+    by_transformers(folder, "model", ".safetensors", nvme_ops.save)
+    assert_same(load(folder, verify=True), STATE)
+    assert contents(folder).damaged == []
     by_safetensors(folder)
     with pytest.raises(ValueError, match="has no checksums"):
         load(folder, verify=True)
@@ -357,32 +443,19 @@ def test_nothing_to_verify(folder: Path) -> None:
 # With transformers itself
 
 
-@pytest.fixture
-def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library, without the network."""
+def test_with_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-
-
-@pytest.fixture
-def model(transformers: Any) -> Any:
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
     )
-    return transformers.LlamaForCausalLM(config)
-
-
-def test_what_save_pretrained_writes_is_loaded(model: Any, folder: Path) -> None:
+    model, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
     for name, size in (("one", "1GB"), ("some", "20KB")):
         model.save_pretrained(folder / name, max_shard_size=size)
         assert_same(load(folder / name), model.state_dict())
-        other = type(model)(model.config)
         load(folder / name, into=other)
         assert_same(other.state_dict(), model.state_dict())
-
-
-def test_from_pretrained_reads_what_is_saved(model: Any, folder: Path) -> None:
-    model.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     for _ in range(2):  # the second time under other names
         nvme_ops.save(model.state_dict(), folder)
         assert_same(type(model).from_pretrained(folder).state_dict(), model.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import pickle
 import resource
@@ -28,6 +29,7 @@ from tests.checkpoint.torch_files import (
     METHOD,
     SIZE,
     STORED,
+    Evil,
     essence,
     set_entry,
     tensor_pickle,
@@ -69,7 +71,7 @@ def test_a_bit_that_one_read_brings_wrong_is_found(folder: Path, options: dict[s
     with Faulty("read", "flip", [], least=1) as faulty:
         load(path, verify=True, handle=faulty, **options)
         count = faulty.count
-        for number, share in itertools.product(range(1, count + 1), range(100)):
+        for number, share in itertools.product(range(1, count + 1), range(0, 100, 4)):
             faulty.will("read", "flip", [number])
             faulty.share = share / 100
             with contextlib.suppress(ChecksumError, FormatError):
@@ -94,7 +96,7 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found_and_named(data: st.DataObje
         flip(saved, place, bit)
 
 
-def test_parts_are_verified_too(saved: Path) -> None:
+def test_parts_and_the_pickle_are_verified_too(saved: Path) -> None:
     big = next(item for item in contents(saved).items if item.name == "big")
     flip(saved, big.end - 1)
     for options in (
@@ -107,6 +109,10 @@ def test_parts_are_verified_too(saved: Path) -> None:
         with pytest.raises(ChecksumError, match="'big'"):
             load(saved, verify=True, **options)
     assert len(load(saved, keys=["model.0.bias"], verify=True)) == 1
+    flip(saved, contents(saved).items[0].start + 30)
+    for options in ({}, {"keys": ["model.0.bias"]}):
+        with pytest.raises(ChecksumError, match=r"'data\.pkl'"):
+            load(saved, verify=True, **options)
 
 
 def test_a_part_of_a_storage_is_verified_with_all_of_it(folder: Path) -> None:
@@ -114,13 +120,6 @@ def test_a_part_of_a_storage_is_verified_with_all_of_it(folder: Path) -> None:
     flip(folder / "a.pt", contents(folder / "a.pt").items[1].start)
     with pytest.raises(ChecksumError, match="'row'"):
         load(folder / "a.pt", keys=["row"], verify=True)
-
-
-def test_a_damaged_pickle_is_found(saved: Path) -> None:
-    flip(saved, contents(saved).items[0].start + 30)
-    for options in ({}, {"keys": ["big"]}):
-        with pytest.raises(ChecksumError, match=r"'data\.pkl'"):
-            load(saved, verify=True, **options)
 
 
 def test_a_damaged_record_of_another_zipper_is_found(folder: Path) -> None:
@@ -131,31 +130,15 @@ def test_a_damaged_record_of_another_zipper_is_found(folder: Path) -> None:
         load(folder / "a.pt", verify=True)
 
 
-def without_checksums(path: Path) -> None:
-    nvme_ops.save([torch.ones(3)], path, checksums=False)
-
-
-def before_zip(path: Path) -> None:
-    torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=False)
-
-
-@pytest.mark.parametrize("make", [without_checksums, before_zip])
-def test_nothing_to_verify(make: Callable[[Path], None], folder: Path) -> None:
-    make(folder / "a.pt")
-    with pytest.raises(ValueError, match=r"a\.pt has no checksums"):
-        load(folder / "a.pt", verify=True)
-    assert len(load(folder / "a.pt")) == 1
+def test_nothing_to_verify(folder: Path) -> None:
+    nvme_ops.save([torch.ones(3)], folder / "a.pt", checksums=False)
+    torch.save([torch.ones(3)], folder / "b.pt", _use_new_zipfile_serialization=False)
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(ValueError, match=f"{name} has no checksums"):
+            load(folder / name, verify=True)
 
 
 # Pickles
-
-
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.path), "w")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -186,15 +169,12 @@ def test_what_torch_was_told_is_safe(folder: Path) -> None:
 
 PICKLES = {
     "nothing": b"",
-    "no end": b"\x80\x02}",
     "no such code": b"\x80\x02\xff.",
     "a frame of a later protocol": pickle.dumps([1], protocol=4),
     "nothing to take": b"\x80\x02t.",
     "an unknown mark": b"\x80\x02h\x07.",
     "a string that lies": b"\x80\x02X\xff\xff\xff\xff.",
-    "an element of a dict": b"\x80\x02}K\x01a.",
     "elements of a dict": b"\x80\x02}(K\x01K\x02e.",
-    "an item of a string": b"\x80\x02X\x01\x00\x00\x00aK\x01K\x02s.",
     "items of a string": b"\x80\x02X\x01\x00\x00\x00a(K\x01K\x02u.",
     "the state of a list": b"\x80\x02]}K\x01K\x02sb.",
     "a call of a number": b"\x80\x02K\x01)R.",
@@ -205,12 +185,10 @@ PICKLES = {
     "fewer elements than the record": tensor_pickle((1, 2), (2, 1), count=3),
     "a negative count": tensor_pickle((2, 2), (2, 1), count=-4),
     "beyond the storage": tensor_pickle((3, 2), (2, 1)),
-    "far beyond the storage": tensor_pickle((2**40, 2), (2, 1)),
     "an offset beyond the storage": tensor_pickle((2, 2), (2, 1), offset=1),
     "a negative offset": tensor_pickle((2, 2), (2, 1), offset=-1),
-    "a negative size": tensor_pickle((2, -2), (2, 1)),
     "a negative stride": tensor_pickle((2, 2), (2, -1)),
-    "a size that is no list": tensor_pickle(4, (1,)),  # type: ignore[arg-type]
+    "a size that is no list": tensor_pickle(4, (1,)),
     "sizes without strides": tensor_pickle((2, 2), (1,)),
     "more than there are numbers": tensor_pickle((2**62, 2**62), (1, 1)),
 }
@@ -243,18 +221,15 @@ def test_no_memory_for_a_storage_that_lies(folder: Path) -> None:
     in_child(load_them)
 
 
-def test_deep_nesting_is_no_crash(folder: Path) -> None:
+def test_deep_nesting_and_a_container_in_itself_are_no_crash(folder: Path) -> None:
     deep = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
     path = write_zip(folder / "a.pt", deep, {})
     assert load(path, keys=[]) == {}
     assert len(contents(path).items) == 1
-
-
-def test_a_container_in_itself(folder: Path) -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)
-    torch.save(loop, folder / "a.pt")
-    assert list(load(folder / "a.pt", keys=["0"])) == ["0"]
+    torch.save(loop, folder / "b.pt")
+    assert list(load(folder / "b.pt", keys=["0"])) == ["0"]
 
 
 # Containers
@@ -297,14 +272,6 @@ def test_a_directory_that_lies(name: str, small: Path) -> None:
         contents(small)
 
 
-@pytest.mark.parametrize(("field", "code", "value"), [(10, "<H", 999), (10, "<H", 0), (20, "<H", 7), (4, "<H", 2)])
-def test_what_zipfile_does_not_ask_for_changes_nothing(field: int, code: str, value: int, small: Path) -> None:
-    """The number of entries, the length of a comment, the number of this disk."""
-    expected = load(small)
-    end_of(small, field, code, value)
-    assert essence(load(small)) == essence(expected)
-
-
 def test_names_that_come_twice(folder: Path) -> None:
     with zipfile.ZipFile(folder / "a.pt", "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}.")
@@ -314,28 +281,23 @@ def test_names_that_come_twice(folder: Path) -> None:
         load(folder / "a.pt")
 
 
-def test_a_header_of_another_record(small: Path) -> None:
-    data = small.read_bytes().replace(b"archive/data/1", b"archive/data/9", 1)
-    small.write_bytes(data)
+def test_a_header_that_is_another_one(small: Path) -> None:
+    data = small.read_bytes()
+    small.write_bytes(data.replace(b"archive/data/1", b"archive/data/9", 1))
     with pytest.raises(FormatError, match="'data/1': there is no header"):
         load(small)
-
-
-def test_a_header_that_moves_the_data_out_of_its_place(small: Path) -> None:
-    data = bytearray(small.read_bytes())
-    struct.pack_into("<H", data, data.index(b"archive/data/1") - 2, 60_000)
-    small.write_bytes(data)
+    moved = bytearray(data)
+    struct.pack_into("<H", moved, moved.index(b"archive/data/1") - 2, 60_000)
+    small.write_bytes(moved)
     with pytest.raises(FormatError, match="'data/1': its bytes reach beyond"):
         load(small)
 
 
-def test_a_zip64_locator_that_lies(small: Path) -> None:
+@pytest.mark.parametrize("place", [0, 2**63])
+def test_a_zip64_locator_that_lies(small: Path, place: int) -> None:
     data = small.read_bytes()
-    place = data.rfind(b"PK\5\6")
-    small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 2**63, 1) + data[place:])
-    with pytest.raises(FormatError, match="cut short"):
-        load(small)
-    small.write_bytes(data[:place] + struct.pack("<4sIQI", b"PK\6\7", 0, 0, 1) + data[place:])
+    end = data.rfind(b"PK\5\6")
+    small.write_bytes(data[:end] + struct.pack("<4sIQI", b"PK\6\7", 0, place, 1) + data[end:])
     with pytest.raises(FormatError, match="cut short"):
         load(small)
 
@@ -347,42 +309,42 @@ def test_a_bomb(folder: Path) -> None:
         load(path)
 
 
-def test_compressed_records_that_are_cut_short(folder: Path) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_records_compressed_in_an_unknown_way(folder: Path, verify: bool) -> None:
     content, storages = torch_save_content({"a": pattern(100_000)})
     path = write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
     set_entry(path, "archive/data/0", METHOD, 99)
     with pytest.raises(FormatError, match=r"a\.pt"):
-        load(path)
-    with pytest.raises(FormatError, match=r"a\.pt"):
-        load(path, verify=True)
+        load(path, verify=verify)
 
 
-def test_a_zip_of_something_else(folder: Path) -> None:
-    with zipfile.ZipFile(folder / "a.pt", "w") as archive:
+def zip_of_something_else() -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("word/document.xml", b"<xml/>")
-    with pytest.raises(FormatError, match=r"no record 'data\.pkl'"):
-        load(folder / "a.pt")
+    return made.getvalue()
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "empty file"), (b"hello, world", r"a\.pt"), (b"PK\3\4", "cut short"), (bytes(5000), r"a\.pt")],
+    [
+        (b"", "empty file"),
+        (b"hello, world", r"a\.pt"),
+        (b"PK\3\4", "cut short"),
+        (bytes(5000), r"a\.pt"),
+        (zip_of_something_else(), r"no record 'data\.pkl'"),
+    ],
+    ids=["empty", "text", "short", "zeros", "zip"],
 )
 def test_no_checkpoint_at_all(content: bytes, words: str, folder: Path) -> None:
     (folder / "a.pt").write_bytes(content)
     for options in ({}, {"keys": ["a"]}):
         with pytest.raises(FormatError, match=words):
             load(folder / "a.pt", **options)
-
-
-def test_a_folder(folder: Path) -> None:
     with pytest.raises(FormatError, match="is a folder"):
         load(folder, format="torch")
-
-
-def test_a_missing_file(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        load(folder / "a.pt")
+        load(folder / "b.pt")
 
 
 def test_archives_of_tar_and_of_torchscript_are_refused_as_torch_refuses_them(folder: Path) -> None:
@@ -395,29 +357,23 @@ def test_archives_of_tar_and_of_torchscript_are_refused_as_torch_refuses_them(fo
 
 
 @IN_A_FOLDER
-@given(length=st.integers(0, 3500))
-def test_a_file_that_was_cut_short(length: int, folder: Path) -> None:
-    if not (folder / "whole.pt").exists():
-        torch.save({"a": pattern(100), "b": torch.ones(3)}, folder / "whole.pt")
-    data = (folder / "whole.pt").read_bytes()
-    (folder / "a.pt").write_bytes(data[: min(length, len(data) - 1)])
-    with pytest.raises(FormatError, match=r"a\.pt"):
-        load(folder / "a.pt")
-
-
-@IN_A_FOLDER
-@given(changes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=4),
+    length=st.none() | st.integers(0, 3500),
+)
 def test_damage_anywhere_is_an_error_that_names_the_file_or_other_values(
-    changes: list[tuple[int, int]], folder: Path
+    changes: list[tuple[int, int]], length: int | None, folder: Path
 ) -> None:
-    if not (folder / "whole.pt").exists():
-        nvme_ops.save({"a": pattern(100), "m": trained()[0].state_dict()}, folder / "whole.pt")
-    data = bytearray((folder / "whole.pt").read_bytes())
+    whole = folder / "whole.pt"
+    if not whole.exists():
+        nvme_ops.save({"a": pattern(100), "m": trained()[0].state_dict()}, whole)
+    data = bytearray(whole.read_bytes())
     for place, value in changes:
         data[place % len(data)] = value
-    (folder / "a.pt").write_bytes(data)
+    (folder / "a.pt").write_bytes(data[:length])
     for options in ({}, {"keys": ["a"]}, {"verify": True}):
         assert "a.pt" in complaint(folder / "a.pt", **options)
+    assert length is None or length >= len(data) or complaint(folder / "a.pt") != "a.pt"
 
 
 def complaint(path: Path, **options: Any) -> str:

@@ -69,22 +69,12 @@ def mixed_sizes() -> dict[str, torch.Tensor]:
 #: Whatever torch.save takes and torch.load reads with weights_only.
 OBJECTS: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: torch.randn(3, 5),
-    "nothing": dict,
     "containers": lambda: {"a": [torch.ones(2), (torch.zeros(1), 3)], 4: {"b": None, "c": {"d": torch.eye(2)}}},
-    "plain values": lambda: {
-        "text": "ü",
-        "b": b"\0\1",
-        "n": 2**70,
-        "f": 0.5,
-        "c": 1j,
-        "s": {1},
-        "size": torch.Size([3]),
-    },
+    "plain values": lambda: {"text": "ü", "b": b"\0\1", "n": 2**70, "c": 1j, "s": {1}, "size": torch.Size([3])},
     "counter": lambda: collections.Counter("letters"),
     "views": views,
     "expanded": lambda: torch.randn(4, 1).expand(4, 1000),
     "no elements": lambda: [torch.zeros(0), torch.zeros(3, 0, dtype=torch.int16), torch.zeros(0, 3).t()],
-    "a scalar": lambda: torch.tensor(2.5),
     "conjugated": lambda: torch.randn(4, dtype=torch.complex64).conj(),
     "negated": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
     "a parameter": lambda: torch.nn.Parameter(torch.randn(3), requires_grad=False),
@@ -169,24 +159,30 @@ def set_entry(path: Path, name: str, field: tuple[int, str], value: int) -> None
     path.write_bytes(data)
 
 
-def storage_reference(key: str = "0", count: int = 4, kind: str = "FloatStorage", location: str = "cpu") -> bytes:
-    """The opcodes that refer to a storage."""
-
-    def text(word: str) -> bytes:
-        return b"X" + struct.pack("<I", len(word)) + word.encode()
-
-    number = pickle.dumps(count, protocol=2)[2:-1]
-    return b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text(location) + number + b"tQ"
-
-
-def tensor_pickle(size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, **storage: Any) -> bytes:
+def tensor_pickle(
+    size: Any, stride: Any, offset: int = 0, key: str = "0", count: int = 4, kind: str = "FloatStorage"
+) -> bytes:
     """The pickle of ``{"t": a tensor}`` with any numbers at all."""
 
     def plain(value: Any) -> bytes:
         return pickle.dumps(value, protocol=2)[2:-1]
 
-    arguments = storage_reference(**storage) + plain(offset) + plain(size) + plain(stride) + b"\x89" + b"}"
+    def text(word: str) -> bytes:
+        return b"X" + struct.pack("<I", len(word)) + word.encode()
+
+    storage = b"(" + text("storage") + f"ctorch\n{kind}\n".encode() + text(key) + text("cpu") + plain(count) + b"tQ"
+    arguments = storage + plain(offset) + plain(size) + plain(stride) + b"\x89" + b"}"
     return b"\x80\x02}X\x01\x00\x00\x00tctorch._utils\n_rebuild_tensor_v2\n(" + arguments + b"tRs."
+
+
+class Evil:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
 
 
 def saved_by_torch(path: Path, obj: Any) -> Path:
