@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ _NAMES = hasattr(torch.Tensor, "has_names")  # named dimensions, in older versio
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+# Takes any object and returns None, without a call of Python's: no object has a persistent id.
+_NO_ID = deque[Any](maxlen=0).append
+
 # Records up to this size are gathered with their headers; a larger one is written while its checksum is computed.
 _GROUP = PIECE
 _MOST_GROUPS = 16  # in flight, straight from the tensors' memory
@@ -63,24 +66,43 @@ class Reference(NamedTuple):
     elements: int
 
 
+class StorageMetError(Exception):
+    """What needs a persistent id, and was not asked for one: a storage by itself, or of what is no plain tensor."""
+
+
 class Pickler(pickle.Pickler):
     """Pickles as ``torch.save`` does, without the storages: their numbers stand for them.
 
-    Plain tensors take a shorter way than through torch's ``__reduce_ex__``, which takes longer than all else.
+    Plain tensors take a shorter way than through torch's ``__reduce_ex__``, which takes longer than all else. C's
+    pickler asks for the persistent id of every object; here it calls Python only from a plain tensor on until its
+    storage, which follows. Storages elsewhere raise ``StorageMetError``, unless every object is asked (``everywhere``).
     """
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    persistent_id: Callable[[Any], Any]  # set, not defined: C looks it up in the object, and it changes
+
+    def __init__(self, stream: io.BytesIO, everywhere: bool = False) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
         self.owners: list[torch.Tensor] = []  # a tensor in each storage, in the order of the keys 0, 1, ...
         self.sizes: list[int] = []  # of the storages, in bytes
         self._keys: dict[Any, str] = {}  # by the address of the storage, or the place on storage
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
+        self._everywhere = everywhere
+        self.persistent_id = self._id_of if everywhere else _NO_ID
 
-    def persistent_id(self, each: Any) -> tuple[Any, ...] | None:
-        """Returns the persistent id of a storage; None for anything else. Called for every object of the pickle."""
+    def dump(self, obj: Any) -> None:
+        """Pickles the object."""
+        try:
+            super().dump(obj)
+        finally:
+            self.persistent_id = _NO_ID  # a method of this object would keep it, and so the tensors
+
+    def _id_of(self, each: Any) -> tuple[Any, ...] | None:
+        """Returns the persistent id of a storage; None for anything else."""
         kind = type(each)
         if kind is Reference:
+            if not self._everywhere:
+                self.persistent_id = _NO_ID
             return tuple(each)
         if kind is torch.UntypedStorage:
             return tuple(self._refer(None, each, torch.uint8, kind, each.nbytes()))
@@ -115,6 +137,8 @@ class Pickler(pickle.Pickler):
 
     def reducer_override(self, each: Any) -> Any:
         """Returns how a plain tensor or parameter is made again; leaves everything else to torch and to pickle."""
+        if isinstance(each, torch.UntypedStorage | torch.storage.TypedStorage | Reference):
+            raise StorageMetError
         offloaded = isinstance(each, OffloadedTensor)
         if (type(each) not in _PLAIN and not offloaded) or not _is_plain(each, offloaded):
             return NotImplemented
@@ -128,6 +152,7 @@ class Pickler(pickle.Pickler):
         else:
             storage, offset = each.untyped_storage(), int(each.storage_offset())
             reference = self._refer(each, storage, each.dtype, kind, storage.nbytes() // each.element_size())
+        self.persistent_id = self._id_of
         return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, each.requires_grad, hooks)
 
 
@@ -148,8 +173,15 @@ def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
         RuntimeError: views of one storage with different dtypes, as torch does.
         pickle.PicklingError, TypeError, AttributeError: an object that cannot be pickled.
     """
+    try:
+        return _pickled(obj, everywhere=False)
+    except StorageMetError:
+        return _pickled(obj, everywhere=True)
+
+
+def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
     stream = io.BytesIO()
-    pickler = Pickler(stream)
+    pickler = Pickler(stream, everywhere)
     pickler.dump(obj)
     return stream.getvalue(), _all_bytes(pickler.owners, pickler.sizes)
 

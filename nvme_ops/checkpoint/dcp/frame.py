@@ -85,5 +85,7 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     storage = Reference("storage", kind, "0", "cpu", count)
     rest = arguments[6:]  # what some dtypes need in addition
     stream = io.BytesIO()
-    Pickler(stream).dump(_Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest)))
+    Pickler(stream, everywhere=True).dump(
+        _Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
+    )
     return stream.getvalue()
