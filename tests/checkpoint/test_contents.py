@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
 from nvme_ops.dcp import NvmeStorageWriter
@@ -75,7 +76,14 @@ class Harm:
         return os.mkdir, ("harm",)
 
 
-@pytest.mark.parametrize("harm", [Harm(), os.path.join, torch.nn.Linear, {"a": 1}])
+class Gets:
+    """Takes something from what may be named."""
+
+    def __reduce__(self) -> tuple[object, tuple[type, str]]:
+        return getattr, (Metadata, "__init__")
+
+
+@pytest.mark.parametrize("harm", [Harm(), Gets(), os.path.join, torch.nn.Linear, {"a": 1}])
 def test_nothing_in_a_hostile_folder_is_run(
     tmp_path: Path, harm: object, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_tied_weights_are_left_out_as_by_safetensors(tmp_path: Path) -> None:
     with ours, theirs:
         assert set(ours.keys()) == set(theirs.keys())
         assert theirs.metadata().items() <= ours.metadata().items()
-    assert safetensors.torch.load_model(found, str(tmp_path / "ours.safetensors")) == (set(), [])
+    assert not any(safetensors.torch.load_model(found, str(tmp_path / "ours.safetensors")))  # missing, unexpected
     assert_loads(tmp_path / "theirs.safetensors", saved)
     state = {name: each for name, each in saved.state_dict().items() if name != "head.weight"}  # as transformers does
     nvme_ops.save(state, tmp_path / "ours.safetensors")
@@ -86,7 +86,7 @@ def test_strict(tmp_path: Path, name: str) -> None:
     with pytest.raises(KeyError, match="strict=False"):
         nvme_ops.load(path, into=into)
     assert set(nvme_ops.load(path, into=into, strict=False)) == {"b"}
-    assert (into["b"].sum(), into["c"].sum()) == (3, 0)
+    assert (into["b"].tolist(), into["c"].tolist()) == ([1, 1, 1], [0, 0, 0])
     assert set(nvme_ops.load(path, keys=["a", "nosuch"], strict=False)) == {"a"}
     with pytest.raises(ValueError, match="shape"):
         nvme_ops.load(path, into={"a": torch.zeros(4)}, strict=False)

@@ -240,15 +240,6 @@ def test_header_lengths_that_lie(document: tuple[Pairs, int], length: int) -> No
     agree(file_of(text, size, length=max(0, len(text.encode()) + length) if abs(length) <= 20 else length))
 
 
-@given(st.binary(max_size=40))
-def test_files_of_a_few_bytes(content: bytes) -> None:
-    if len(content) >= 8:
-        agree(content)
-    else:
-        assert by_us(content) is None
-        assert by_safetensors(content) is None
-
-
 # What random changes seldom meet
 
 

@@ -127,7 +127,7 @@ def test_other_names_and_sizes(folder: Path) -> None:
 
 def test_in_the_background(folder: Path) -> None:
     for options in ({}, {"memory": 4000}, {"strategy": "copy_free"}):
-        nvme_ops.save_async(STATE, folder / INDEX, **options).result()  # type: ignore[arg-type]
+        nvme_ops.save_async(STATE, folder / INDEX, **options).result()
         assert_same(load(folder), STATE)
 
 
@@ -275,8 +275,8 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
     for shard in set(places.values()) - {places["norm"]}:
         (folder / shard).unlink()  # not opened
     part = {"norm": torch.zeros(100)}
-    for options in ({"keys": ["norm"]}, {"keys": "norm"}, {"keys": ["norm"], "into": part}):
-        assert_same(load(folder, **options), {"norm": STATE["norm"]})
+    for found in (load(folder, keys=["norm"]), load(folder, keys="norm"), load(folder, keys=["norm"], into=part)):
+        assert_same(found, {"norm": STATE["norm"]})
 
 
 def test_a_folder_is_read_as_transformers_reads_it(folder: Path) -> None:

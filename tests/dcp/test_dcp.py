@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import logging
 import os
 import pickle
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +25,9 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.checkpoint.dcp import frame
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
+from tests.checkpoint.torch_files import storable
 from tests.conftest import MIB, in_child, run_python
+from tests.dcp.job import reference
 from tests.dcp.states import equal, files, load, needs_fork, save, state
 from tests.launch import run_ranks
 from tests.private_device import private_device
@@ -33,71 +35,51 @@ from tests.private_device import private_device
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 
 
-def test_the_package_has_it_without_another_import() -> None:
-    program = "import nvme_ops, sys; assert 'torch' not in sys.modules; print(nvme_ops.dcp.NvmeStorageWriter.__name__)"
-    assert run_python(program, fresh=True).stdout.strip() == "NvmeStorageWriter"
-
-
-def test_a_distributed_tensor_is_no_matter_for_one_file(tmp_path: Path) -> None:
-    in_child(lambda: refused(tmp_path))
-
-
-def refused(folder: Path) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    tensor = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(ValueError, match=r"'a' is a DTensor, .*full_tensor\(\).*nvme_ops\.dcp"):
-        nvme_ops.save({"a": tensor}, folder / "model.safetensors")
-    nvme_ops.save({"a": tensor.full_tensor()}, folder / "model.safetensors")
-    dist.destroy_process_group()
-
-
 # Both ways
 
 
 @pytest.mark.parametrize("reader", [NvmeStorageReader, dcp.FileSystemReader])
-@pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+@pytest.mark.parametrize(
+    "writer", [NvmeStorageWriter, dcp.FileSystemWriter, functools.partial(dcp.FileSystemWriter, thread_count=3)]
+)
 def test_what_either_writer_wrote_either_reader_reads(writer: Any, reader: Any, tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=writer(tmp_path))
     assert equal(load(reader(tmp_path)), state(1))
 
 
 def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) -> None:
-    saved = nvme_ops.dcp.save(state(1), tmp_path, durable=False)
-    assert isinstance(saved, Metadata)
+    assert isinstance(nvme_ops.dcp.save(state(1), tmp_path, durable=False), Metadata)
     found = state(2)
     nvme_ops.dcp.load(found, tmp_path, verify=True, handle=aio_handle())
     assert equal(found, state(1))
     with pytest.raises(dcp.CheckpointException, match="FileExistsError"):
         nvme_ops.dcp.save(state(2), tmp_path, overwrite=False)
-    assert gc.isenabled()
+    assert equal(load(NvmeStorageReader(tmp_path)), state(1))
     nvme_ops.dcp.save(state(2), tmp_path, checksums=False)
-    with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
-        nvme_ops.dcp.load(found, tmp_path, verify=True)
+    dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    for path in (tmp_path, tmp_path / "theirs"):
+        with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
+            nvme_ops.dcp.load(found, path, verify=True)
     assert gc.isenabled()
 
 
 def test_dcps_log_is_written_where_somebody_reads_it(tmp_path: Path) -> None:
-    logger = dcp_logger._dcp_logger
-    nvme_ops.dcp.save(state(1), tmp_path)
-    assert not logger.disabled
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign,assignment]
-    logger.addHandler(handler)
+    dcp_logger._dcp_logger.addHandler(handler)
     try:
         nvme_ops.dcp.save(state(1), tmp_path)
         nvme_ops.dcp.load(state(1), tmp_path)
     finally:
-        logger.removeHandler(handler)
+        dcp_logger._dcp_logger.removeHandler(handler)
     assert {"write_data", "read_data"} <= {record.msg["func_name"] for record in heard if isinstance(record.msg, dict)}
 
 
 def test_dcps_log_is_not_written_where_nobody_reads_it(tmp_path: Path) -> None:
     """In a process of its own: pytest reads every log."""
     program = """
-        import logging, sys, torch
+        import sys, torch
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.logger import _dcp_logger
         import nvme_ops.dcp
@@ -113,25 +95,9 @@ def test_dcps_log_is_not_written_where_nobody_reads_it(tmp_path: Path) -> None:
     assert run_python(program, tmp_path).stdout.split() == ["0", "False", "True"]
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_files_of_several_threads_of_dcp_are_read(threads: int, tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads))
-    assert equal(load(NvmeStorageReader(tmp_path)), state(1))
-
-
 def test_tensors_of_every_dtype_are_dcps(tmp_path: Path) -> None:
-    kinds = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
     data = torch.arange(64, dtype=torch.uint8) % 2
-    tensors = {}
-    for name, kind in kinds.items():
-        if "q" not in name and "bits" not in name and name != "uint1" and kind.itemsize <= 16:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    tensors[name] = data.view(kind)
-                    torch.save(tensors[name].clone(), io.BytesIO())
-                except (RuntimeError, AttributeError, KeyError):  # torch itself cannot
-                    tensors.pop(name, None)
+    tensors = {str(kind): data.view(kind) for kind in storable()}
     assert len(tensors) > 15
     dcp.save(tensors, storage_writer=NvmeStorageWriter(tmp_path))
     for reader in (NvmeStorageReader, dcp.FileSystemReader):
@@ -149,6 +115,7 @@ def test_another_dtype_and_another_layout_are_filled(tmp_path: Path) -> None:
 
 
 def test_the_default_of_dcp_can_be_ours(tmp_path: Path) -> None:
+    more: Any = object()
     use_by_default()
     try:
         dcp.save(state(1), checkpoint_id=tmp_path)
@@ -158,26 +125,29 @@ def test_the_default_of_dcp_can_be_ours(tmp_path: Path) -> None:
         assert equal(found, state(1))
         dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path, True, sync_files=False, thread_count=4))
         assert isinstance(dcp.FileSystemReader(tmp_path), NvmeStorageReader)
+        try:  # more than we have
+            theirs = (
+                dcp.FileSystemWriter(tmp_path, _extensions=[more]),
+                dcp.FileSystemReader(tmp_path, _extension_registry=more),
+            )
+        except TypeError:
+            theirs = None  # this torch has no extensions
     finally:
         use_by_default(False)
     assert not isinstance(dcp.FileSystemReader(tmp_path), NvmeStorageReader)
     assert equal(load(dcp.FileSystemReader(tmp_path)), state(2))
+    assert theirs is None or tuple(map(type, theirs)) == (dcp.FileSystemWriter, dcp.FileSystemReader)
 
 
-def test_the_metadata_need_no_nvme_ops(tmp_path: Path) -> None:
+def test_the_files_need_no_nvme_ops(tmp_path: Path) -> None:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             assert not module.startswith("nvme_ops")
             return super().find_class(module, name)
 
     save(tmp_path, 1)
-    with (tmp_path / ".metadata").open("rb") as file:
-        assert len(Unpickler(file).load().storage_data) == 12
-
-
-def test_a_damaged_tensor_is_found_by_unzip_too(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata: Metadata = Unpickler(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
+    assert len(metadata.storage_data) == 12
     content = (tmp_path / "__0_0.distcp").read_bytes()
     for index, info in metadata.storage_data.items():
         archive = zipfile.ZipFile(io.BytesIO(content[info.offset : info.offset + info.length]))
@@ -238,16 +208,23 @@ def test_little_memory_is_used_beside_the_tensors(tmp_path: Path) -> None:
     in_child(body)
 
 
-# Saving in the background
+# In the background, and in a group
 
 
 @pytest.fixture
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def group() -> Iterator[None]:
     """A process group of this process alone."""
-    store = tmp_path_factory.mktemp("store") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_distributed_tensor_is_no_matter_for_one_file(group: None, tmp_path: Path) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    tensor = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(ValueError, match=r"'a' is a DTensor, .*full_tensor\(\).*nvme_ops\.dcp"):
+        nvme_ops.save({"a": tensor}, tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["fresh-memory", "kept-memory"])
@@ -262,13 +239,6 @@ def test_async_save_saves_what_there_was(group: None, kept: bool, tmp_path: Path
     assert equal(load(NvmeStorageReader(tmp_path, verify=True)), state(1))
 
 
-def test_async_save_tells_what_went_wrong(group: None, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    future: Any = dcp.async_save(state(1), storage_writer=NvmeStorageWriter(tmp_path / "file"))
-    with pytest.raises(dcp.CheckpointException, match="FileExistsError"):
-        future.result()
-
-
 def test_async_saves_of_one_folder_come_one_after_the_other(group: None, tmp_path: Path) -> None:
     writers = [NvmeStorageWriter(tmp_path, durable=False) for _ in range(4)]
     futures: list[Any] = [dcp.async_save(state(seed), storage_writer=each) for seed, each in enumerate(writers)]
@@ -279,24 +249,34 @@ def test_async_saves_of_one_folder_come_one_after_the_other(group: None, tmp_pat
     assert len(files(tmp_path)) == 2
 
 
-def test_async_save_in_a_process(group: None, tmp_path: Path) -> None:
+def test_async_save_in_a_process(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     try:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
     except ImportError:
         pytest.skip("this torch saves in threads alone")
-    values = state(1)
-    future: Any = dcp.async_save(
-        values, storage_writer=NvmeStorageWriter(tmp_path), async_checkpointer_type=AsyncCheckpointerType.PROCESS
-    )
-    values["model"]["large"].zero_()
-    future.result()
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        values = state(1)
+        writer: Any = NvmeStorageWriter(tmp_path)
+        process = AsyncCheckpointerType.PROCESS
+        future: Any = dcp.async_save(values, storage_writer=writer, async_checkpointer_type=process)
+        values["model"]["large"].zero_()
+        future.result()
+    finally:
+        dist.destroy_process_group()
     assert equal(load(NvmeStorageReader(tmp_path, verify=True)), state(1))
 
 
-def test_the_writer_goes_to_a_process_that_saves(tmp_path: Path) -> None:
-    writer = pickle.loads(pickle.dumps(NvmeStorageWriter(tmp_path, handle=aio_handle(), checksums=False)))
-    dcp.save(state(1), storage_writer=writer)
-    assert equal(load(NvmeStorageReader(tmp_path)), state(1))
+def test_a_writer_and_a_reader_go_to_another_process(tmp_path: Path) -> None:
+    """What they hold of this process stays here: handles, locks and open files."""
+    writer = NvmeStorageWriter(tmp_path, handle=aio_handle())
+    reader = NvmeStorageReader(tmp_path, handle=aio_handle(), verify=True)
+    save(tmp_path, 1)
+    reader.read_metadata()
+    assert equal(load(pickle.loads(pickle.dumps(reader))), state(1))
+    dcp.save(state(2), storage_writer=pickle.loads(pickle.dumps(writer)))
+    assert equal(load(reader), state(2))
 
 
 # Several ranks
@@ -310,30 +290,22 @@ def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
-    from tests.dcp.job import reference
-
     for name, seed in (("ours", 1), ("theirs", 2), ("asynchronous", 3)):
         for reader in (NvmeStorageReader(saved_on_two / name), dcp.FileSystemReader(saved_on_two / name)):
             found = reference(99)
             dcp.load(found, storage_reader=reader)
             assert equal(found, reference(seed))
+    for rank in range(2):  # the error of one reaches all
+        assert (saved_on_two / f"failed-{rank}.json").read_text() == '{"1": "OSError"}'
 
 
 def test_one_process_saves_and_two_ranks_load(tmp_path: Path) -> None:
-    from tests.dcp.job import reference
-
     dcp.save(reference(5), storage_writer=NvmeStorageWriter(tmp_path / "one"))
     run_ranks(2, "tests.dcp.job", "reshard", tmp_path, TMPDIR=str(tmp_path))
     found = {"rows": torch.zeros_like(reference(6)["rows"])}
     for reader in (NvmeStorageReader(tmp_path / "shards", verify=True), dcp.FileSystemReader(tmp_path / "shards")):
         dcp.load(found, storage_reader=reader)
         assert torch.equal(found["rows"], reference(6)["rows"])
-
-
-@pytest.mark.slow
-def test_the_error_of_one_rank_reaches_all(saved_on_two: Path) -> None:
-    for rank in range(2):
-        assert (saved_on_two / f"failed-{rank}.json").read_text() == '{"1": "OSError"}'
 
 
 @pytest.mark.slow

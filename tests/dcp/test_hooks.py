@@ -36,16 +36,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("most", ["5GB", "200KB"], ids=["one-file", "shards"])
-def test_save_pretrained_saves_through_nvme_ops(most: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = small_model()
-    names = recorded(monkeypatch, installed("transformers.modeling_utils"))
-    model.save_pretrained(tmp_path, max_shard_size=most)
-    assert names == sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    back = type(model).from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
-
-
 def test_the_trainer_saves_through_nvme_ops(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed("accelerate")
     model, transformers = small_model(), installed("transformers")
