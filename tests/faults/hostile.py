@@ -168,14 +168,19 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, used + ROOM))
     said: collections.Counter[str] = collections.Counter()
 
-    def tell(found: dict[str, Any], name: str, content: bytes) -> None:
-        (folder / "found" / f"{found['number']}-{Path(name).name}").write_bytes(content)
-        print(json.dumps(found), flush=True)
+    def tell(number: int, error: BaseException, what: str = "") -> None:
+        """Keeps the file, and says the kind of an error and where it came from."""
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "/nvme_ops/" in frame.filename] or frames[-1:]
+        places = [f"{frame.filename.rpartition('/nvme_ops/')[2]}:{frame.lineno}" for frame in reversed(ours[-3:])]
+        found = {"what": f"{what}{type(error).__name__}", "where": " < ".join(places), "words": str(error)[:300]}
+        (folder / "found" / f"{number}-{Path(name).name}").write_bytes(content)
+        print(json.dumps({"number": number, **found}), flush=True)
 
     for number in range(start, stop):
         at[:] = _COUNT.pack(number)
-        for name, content in originals.items():
-            (place / name).write_bytes(content)
+        for original, bytes_before in originals.items():
+            (place / original).write_bytes(bytes_before)
         for path in set(place.rglob("*")) - kept:
             if not path.is_dir():
                 path.unlink()
@@ -188,20 +193,12 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
             named = str(place) in str(error) or getattr(error, "filename", None) is not None
             said[type(error).__name__] += 1
             if not named:
-                tell(finding(number, error, "does not name the file: "), name, content)
+                tell(number, error, "does not name the file: ")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            tell(finding(number, error), name, content)
+            tell(number, error)
     print(json.dumps({"said": said}), flush=True)
-
-
-def finding(number: int, error: BaseException, what: str = "") -> dict[str, Any]:
-    """Describes an error: its kind and where it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "/nvme_ops/" in frame.filename] or frames[-1:]
-    where = " < ".join(f"{frame.filename.rpartition('/nvme_ops/')[2]}:{frame.lineno}" for frame in reversed(ours[-3:]))
-    return {"number": number, "what": f"{what}{type(error).__name__}", "where": where, "words": str(error)[:300]}
 
 
 # Running
@@ -293,18 +290,10 @@ def main() -> int:
         return 0
     wrong = 0
     for which in FORMATS if given.format == "all" else [given.format]:
-        begin = time.monotonic()
         result = run(which, given.seed, given.mutations, given.findings, given.start)
-        words = ", ".join(f"{count} {what}" for what, count in sorted(result.said.items()))
-        seconds = time.monotonic() - begin
-        print(
-            f"{which}: {given.mutations} changes, {len(result.findings)} findings; {words}; {seconds:.0f} s", flush=True
-        )
-        kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        print(f"{which}: {given.mutations} changes, {len(result.findings)} findings; {dict(result.said)}", flush=True)
         for each in result.findings:
-            kinds.setdefault((each["what"], each["where"]), []).append(each)
-        for (what, where), those in sorted(kinds.items(), key=lambda item: -len(item[1])):
-            print(f"  {len(those)} x {what} at {where}; number {those[0]['number']}: {those[0]['words']}", flush=True)
+            print(f"  number {each['number']}: {each['what']} at {each['where']}: {each['words']}", flush=True)
         wrong += len(result.findings)
     return 1 if wrong else 0
 

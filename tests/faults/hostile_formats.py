@@ -75,16 +75,10 @@ def write_mds(folder: Path) -> None:
     samples = []
     for k in range(8):
         parts = [
-            struct.pack("<q", k),
-            b"x" * k,
-            struct.pack("<BBf", 1 << 2, 1, k),
-            "é".encode() * k,
-            json.dumps({"k": k}).encode(),
-            bytes([32, 1 << 2, k]) + bytes(4 * k),
-            struct.pack("<H", k),
-            b"%d" % k,
+            struct.pack("<q", k), b"x" * k, struct.pack("<BBf", 1 << 2, 1, k), "é".encode() * k,
+            json.dumps({"k": k}).encode(), bytes([32, 1 << 2, k]) + bytes(4 * k), struct.pack("<H", k), b"%d" % k,
             bytes(4),
-        ]
+        ]  # fmt: skip
         sizes = [len(part) for part, fixed in zip(parts, (8, 0, 0, 0, 0, 0, 2, 0, 4), strict=True) if not fixed]
         samples.append(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(parts))
     begin, places = 4 * (len(samples) + 2), []
@@ -94,15 +88,10 @@ def write_mds(folder: Path) -> None:
     head = struct.pack(f"<{len(places) + 2}I", len(samples), *places, begin)
     (folder / "shard.mds").write_bytes(head + b"".join(samples))
     shard = {
-        "format": "mds",
-        "raw_data": {"basename": "shard.mds", "bytes": begin, "hashes": {}},
-        "zip_data": None,
-        "compression": None,
-        "samples": len(samples),
-        "column_names": [str(k) for k in range(len(_MDS))],
-        "column_encodings": list(_MDS),
-        "column_sizes": [8, None, None, None, None, None, 2, None, 4],
-    }
+        "format": "mds", "raw_data": {"basename": "shard.mds", "bytes": begin, "hashes": {}}, "zip_data": None,
+        "compression": None, "samples": len(samples), "column_names": [str(k) for k in range(len(_MDS))],
+        "column_encodings": list(_MDS), "column_sizes": [8, None, None, None, None, None, 2, None, 4],
+    }  # fmt: skip
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
 
 
@@ -111,9 +100,8 @@ def changed_mds(content: bytes, draw: random.Random) -> bytes:
         return changed_json(content, draw)
     data = bytearray(content)
     place = 4 * draw.randrange(len(data) // 4) if draw.random() < 0.5 else 4 * draw.randrange(10)
-    data[place : place + 4] = (draw.choice((*NUMBERS, len(data), draw.randrange(500))) & 2**32 - 1).to_bytes(
-        4, "little"
-    )
+    number = draw.choice((*NUMBERS, len(data), draw.randrange(500)))
+    data[place : place + 4] = (number & 2**32 - 1).to_bytes(4, "little")
     return bytes(data)
 
 
@@ -139,53 +127,21 @@ def changed_tar(content: bytes, draw: random.Random) -> bytes:
     data = bytearray(content)
     heads = [k for k in range(0, len(data), 512) if data[k + 257 : k + 262] == b"ustar"]
     head = draw.choice(heads)
-    begin, end = draw.choice(
-        (
-            (0, 100),
-            (100, 108),
-            (124, 136),
-            (124, 136),
-            (136, 148),
-            (156, 157),
-            (156, 157),
-            (157, 257),
-            (257, 265),
-            (345, 500),
-        )
-    )
-    new = draw.choice(
-        (
-            b"%o" % abs(draw.choice(NUMBERS)),
-            b"\x80" + (draw.choice(NUMBERS) & 2**88 - 1).to_bytes(11, "big"),
-            b"\xff" * 12,
-            draw.choice((b"x", b"g", b"L", b"K", b"S", b"5", b"2", b"0", b"\0", b"X", b"7", b"1", b"3", b"A", b"N")),
-            b"-1",
-            b"a.b\xff\xfe.c",
-            b"",
-            b"../x.y",
-            b"\x1b[31m.txt",
-            b" 7 7",
-        )
-    )
+    fields = (0, 100), (100, 108), (124, 136), (136, 148), (156, 157), (157, 257), (257, 265), (345, 500)
+    begin, end = draw.choice((*fields, (124, 136), (156, 157)))
+    new = draw.choice((
+        b"%o" % abs(draw.choice(NUMBERS)), b"\x80" + (draw.choice(NUMBERS) & 2**88 - 1).to_bytes(11, "big"),
+        b"\xff" * 12, draw.choice((b"x", b"g", b"L", b"K", b"S", b"5", b"2", b"0", b"\0", b"X", b"7", b"1", b"A")),
+        b"-1", b"a.b\xff\xfe.c", b"", b"../x.y", b"\x1b[31m.txt", b" 7 7",
+    ))  # fmt: skip
     if draw.random() < 0.3:
-        records = draw.choice(
-            (
-                b"size=%d" % draw.choice(NUMBERS),
-                b"path=\xff\xfe.txt",
-                b"path=a\0b.txt",
-                b"size=x",
-                b"GNU.sparse.map=1,2,3",
-                b"GNU.sparse.major=1\n",
-                b"hdrcharset=BINARY",
-                b"mtime=nan",
-                b"uid=%d" % 10**30,
-                b"GNU.sparse.size=%d" % draw.choice(NUMBERS),
-                b"GNU.sparse.major=1",
-            )
-        )
-        lengths = draw.choice(
-            (b"%d" % (len(records) + len(str(len(records) + 4)) + 2), b"0", b"99999999999999999999", b"5", b"")
-        )
+        records = draw.choice((
+            b"size=%d" % draw.choice(NUMBERS), b"path=\xff\xfe.txt", b"path=a\0b.txt", b"size=x",
+            b"GNU.sparse.map=1,2,3", b"GNU.sparse.major=1\n", b"hdrcharset=BINARY", b"mtime=nan", b"uid=%d" % 10**30,
+            b"GNU.sparse.size=%d" % draw.choice(NUMBERS), b"GNU.sparse.major=1",
+        ))  # fmt: skip
+        length = b"%d" % (len(records) + len(str(len(records) + 4)) + 2)
+        lengths = draw.choice((length, b"0", b"99999999999999999999", b"5", b""))
         text = lengths + b" " + records + b"\n"
         block = tarfile.TarInfo("x")
         block.size, block.type = len(text), draw.choice((b"x", b"x", b"g"))
@@ -252,10 +208,6 @@ def read_session(folder: Path) -> None:
             store.get(key).result()
 
 
-def changed_owner(content: bytes, draw: random.Random) -> bytes:
-    return changed_json(content, draw)
-
-
 def changed_journal(content: bytes, draw: random.Random) -> bytes | None:
     if content[8:9] != b" ":
         return None
@@ -292,14 +244,9 @@ def write_adaptive(folder: Path) -> None:
     native()
     os.environ["XDG_CACHE_HOME"] = str(folder)
     entry = {
-        "op": "async_io",
-        "class": [0, 5, 0, 0, 0],
+        "op": "async_io", "class": [0, 5, 0, 0, 0], "costs": [1e-9, 2e-9], "chosen": 0, "usual": 1e-9, "transfers": 50,
         "tools": [[1 << 20, 32, 1, False, False, 0], [1 << 18, 8, 2, True, False, 1]],
-        "costs": [1e-9, 2e-9],
-        "chosen": 0,
-        "usual": 1e-9,
-        "transfers": 50,
-    }
+    }  # fmt: skip
     with tuning_store.changing(DEVICE) as document:
         document[SECTION] = [entry]
 
@@ -332,7 +279,7 @@ FORMATS = {
     "tar": Format(write_tar, read_samples, "*.tar", changed_tar),
     "npy": Format(save_npy, read_npy, "*.npy"),
     "log": Format(write_log, lambda folder: list(AsyncLog.read(folder / "log")), "log.*", changed_log),
-    "owner": Format(write_session, read_session, ".nvme_ops-*/owner", changed_owner),
+    "owner": Format(write_session, read_session, ".nvme_ops-*/owner", changed_json),
     "journal": Format(write_session, read_session, ".nvme_ops-*/7d95*", changed_journal),
     "claim": Format(write_claim, read_claim, ".*-claim", changed_json),
     "tuned": Format(write_tuned, read_tuned, "nvme_ops/tune/*.json", changed_json),
