@@ -22,16 +22,11 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: sorted(names) for names in groups.values() if len(names) > 1 for name in names}
 
 
-def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the state dict with each tied tensor under its first name, and the other names with that one.
+def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns each tied tensor under its first name, and the other names with that one.
 
     Chosen as in safetensors' ``save_model``, which writes them into the metadata in the same way.
     """
-    return without_ties(dict(module.state_dict()))
-
-
-def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns each tied tensor under its first name, and the other names with that one."""
     left_out = {name: names[0] for name, names in tied(state).items() if name != names[0]}
     return {name: value for name, value in state.items() if name not in left_out}, left_out
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from nvme_ops.checkpoint import FORMATS
-from nvme_ops.checkpoint.modules import state_of
+from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.paths import URL
@@ -49,7 +49,7 @@ def plan_for(
     """
     module = format_of(path, format)
     if isinstance(obj, torch.nn.Module):
-        obj, left_out = state_of(obj)
+        obj, left_out = without_ties(obj.state_dict())
         metadata = {**left_out, **(metadata or {})}
     more: dict[str, Any] = {}
     sharded = module.__name__ == FORMATS["sharded"][0]

@@ -33,11 +33,11 @@ from nvme_ops.durable import make_folder, sync_folder
 from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import (
     ShardedIndex,
     names_for,
     read_index,
-    refuse,
     resolved,
     shards_of,
     text_of,

@@ -20,10 +20,10 @@ from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.contents import Contents, Item
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Other
-from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, refuse
+from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
 from nvme_ops.memory.carve import Kind, is_plain
-from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.publication import opened
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
@@ -127,7 +127,9 @@ def _fill_or_make(
     taken = targets.take(file.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
     torch_read.fill(archive, described, taken)
     if request.verify:
-        _verify_filled(archive, described, taken)
+        plain = {name: each for name, each in described.items() if each.contiguous and not each.metadata}
+        held = [(each.storage.record, taken[name]) for name, each in plain.items() if is_plain(taken[name])]
+        _verify(archive, held, [each.storage.record for each in described.values()])
     return taken
 
 
@@ -146,7 +148,7 @@ def _make(
         wanted = {record: extents[record] for record in records}
         found = torch_read.begin(archive, wanted, device, file.mapped)()
         if verify and device.type != "meta":
-            _verify_made(archive, found)
+            _verify(archive, found.items(), found)
         return found
 
     found: dict[str, torch.UntypedStorage] = {}
@@ -165,25 +167,11 @@ def _make(
     }
 
 
-def _verify_made(archive: Archive, found: Mapping[str, torch.Tensor]) -> None:
-    whole = {record: each for record, each in found.items() if each.nbytes == archive.records[record].size}
+def _verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: Iterable[str]) -> None:
+    """Compares records with their checksums: in memory where one is held as a whole, else in the file."""
+    whole = [(record, each) for record, each in held if each.nbytes == archive.records[record].size]
     wrong = torch_read.damaged(archive, whole)
-    wrong += torch_read.damaged_in_file(archive, [record for record in found if record not in whole])
-    require_undamaged(archive, wrong)
-
-
-def _verify_filled(archive: Archive, described: Mapping[str, Described], taken: Mapping[str, torch.Tensor]) -> None:
-    whole, others, wrong = set(), set(), []
-    for name, tensor in taken.items():
-        each = described[name]
-        plain = each.contiguous and not each.metadata and is_plain(tensor)
-        if plain and tensor.nbytes == each.storage.size:
-            whole.add(each.storage.record)
-            if checksums_anywhere([tensor], CHECKSUM)[0] != archive.records[each.storage.record].crc:
-                wrong.append(each.storage.record)
-        else:
-            others.add(each.storage.record)
-    wrong += torch_read.damaged_in_file(archive, sorted(others - whole))
+    wrong += torch_read.damaged_in_file(archive, sorted(set(records) - {record for record, _ in whole}))
     require_undamaged(archive, wrong)
 
 

@@ -10,7 +10,7 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from nvme_ops.formats.torch_pickle import CODES, NotReadError, Unpickler, dtype_
 from nvme_ops.formats.torch_zip import PICKLE, Archive
 from nvme_ops.text import printable
 
-# Bytes of storages that are read at a time for a function that decides where they go; as many are on their way then.
+# Bytes of storages that are read at a time for a function that decides where they go.
 _AHEAD = 8 << 20
 
 
@@ -90,34 +90,26 @@ def _fetcher(
 ) -> Callable[[str], torch.Tensor]:
     """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
 
-    def begin(names: Iterable[str], device: torch.device) -> Callable[[], dict[str, torch.Tensor]]:
-        reading = torch_read.begin(archive, torch_read.whole(archive, names), device, file.mapped)
-
-        def finish() -> dict[str, torch.Tensor]:
-            found = reading()
-            if verify and device.type != "meta":
-                require_undamaged(archive, torch_read.damaged(archive, found))
-            return found
-
-        return finish
-
-    def read_now(names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        return begin(names, device)()
+    def read(names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        found = torch_read.begin(archive, torch_read.whole(archive, names), device, file.mapped)()
+        if verify and device.type != "meta":
+            require_undamaged(archive, torch_read.damaged(archive, found.items()))
+        return found
 
     data = [name for name in archive.records if name.startswith("data/")]
     if callable(map_location):
-        return _ReadAhead(archive, data, lambda names: begin(names, torch.device("cpu"))).fetch
+        return _some_at_a_time(archive, data, lambda names: read(names, torch.device("cpu")))
     if map_location is None and not _mentions_device(content):
-        return read_now(data, torch.device("cpu")).__getitem__
+        return read(data, torch.device("cpu")).__getitem__
     if isinstance(map_location, str | torch.device):
-        return read_now(data, _device_of(map_location, "", file.path)).__getitem__
+        return read(data, _device_of(map_location, "", file.path)).__getitem__
     _, mentioned = torch_pickle.read(content, file.path)
     for each in mentioned:
         require_record(archive, each)
     found: dict[str, torch.Tensor] = {}
     locations = {each.record: each.location for each in mentioned}
     for device, names in by_device(file, locations, map_location).items():
-        found.update(read_now(names, device))
+        found.update(read(names, device))
     return found.__getitem__
 
 
@@ -152,51 +144,28 @@ def _device_of(map_location: Any, location: str, path: str) -> torch.device:
         raise (FormatError if unknown else RuntimeError)(f"{path}: {PICKLE}: {error}") from None
 
 
-class _ReadAhead:
-    """Storages in the order of the file, some at a time, each given away once, while the next ones are read.
+def _some_at_a_time(
+    archive: Archive, names: Iterable[str], read: Callable[[list[str]], dict[str, torch.Tensor]]
+) -> Callable[[str], torch.Tensor]:
+    """Gives storages away, each once. One that is not there is read with those that follow it in the file."""
+    waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
+    ready: dict[str, torch.Tensor] = {}
 
-    Args:
-        archive: has the records.
-        names: of all that may be asked for.
-        begin: starts to read some; what it returns waits for them.
-    """
+    def fetch(name: str) -> torch.Tensor:
+        if name not in ready:
+            waiting.pop(name, None)
+            chosen, size = [name], archive.records[name].size
+            for other in waiting:
+                size += archive.records[other].size
+                if size > _AHEAD:
+                    break
+                chosen.append(other)
+            for each in chosen:
+                waiting.pop(each, None)
+            ready.update(read(chosen))
+        return ready.pop(name)
 
-    def __init__(
-        self,
-        archive: Archive,
-        names: Sequence[str],
-        begin: Callable[[Sequence[str]], Callable[[], dict[str, torch.Tensor]]],
-    ) -> None:
-        self._archive, self._begin = archive, begin
-        self._waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
-        self._ready: dict[str, torch.Tensor] = {}
-        self._under_way: tuple[set[str], Callable[[], dict[str, torch.Tensor]]] | None = None
-
-    def fetch(self, name: str) -> torch.Tensor:
-        """Return the storage of a record."""
-        if name not in self._ready:
-            if self._under_way is None or name not in self._under_way[0]:
-                self._ready.update(self._begin(self._next(name))())
-            else:
-                self._ready.update(self._under_way[1]())
-                self._under_way = None
-        if self._under_way is None and self._waiting:
-            names = self._next(next(iter(self._waiting)))
-            self._under_way = set(names), self._begin(names)
-        return self._ready.pop(name)
-
-    def _next(self, name: str) -> list[str]:
-        """This one, and others in the file's order while they are little."""
-        self._waiting.pop(name, None)
-        chosen, size = [name], self._archive.records[name].size
-        for other in self._waiting:
-            size += self._archive.records[other].size
-            if size > _AHEAD:
-                break
-            chosen.append(other)
-        for each in chosen:
-            self._waiting.pop(each, None)
-        return chosen
+    return fetch
 
 
 def _noting_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip) -> Callable[..., Any]:

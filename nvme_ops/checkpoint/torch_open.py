@@ -15,9 +15,9 @@ import torch
 
 from nvme_ops.errors import ChecksumError
 from nvme_ops.formats import torch_pickle
-from nvme_ops.formats.mistaken import HEAD, mistaken
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Storage
-from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive, refuse
+from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive
 from nvme_ops.handle import aio_handle
 
 # The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
@@ -49,8 +49,7 @@ class TorchFile:
         if not is_zip(self.fd):
             # tarfile would try to decompress the file first, however large it claims to be
             if os.pread(self.fd, 15, 0)[2:] != _LEGACY and os.pread(self.fd, 5, 257) != b"ustar":
-                what = "begins neither as a zip file nor as a pickle of torch.save"
-                refuse(self.path, mistaken(os.pread(self.fd, HEAD, 0)) or what)
+                refuse(self.path, "begins neither as a zip file nor as a pickle of torch.save", self.fd)
             return None
         archive = open_archive(self.fd, self.path, self.handle)
         if PICKLE not in archive.records:

@@ -229,11 +229,11 @@ def _blocks(
         waiting.append((begin + half * each.stride[widest] * size, after))
 
 
-def damaged(archive: Archive, found: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the records whose bytes do not match the CRC-32 in the directory."""
-    names = list(found)
-    values = pieces.checksums_anywhere([found[name] for name in names], CHECKSUM)
-    return [name for name, value in zip(names, values, strict=True) if value != archive.records[name].crc]
+def damaged(archive: Archive, held: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Returns the records whose bytes in memory do not match the CRC-32 in the directory."""
+    pairs = list(held)
+    values = pieces.checksums_anywhere([each for _, each in pairs], CHECKSUM)
+    return [name for (name, _), value in zip(pairs, values, strict=True) if value != archive.records[name].crc]
 
 
 def damaged_in_file(archive: Archive, names: Iterable[str]) -> list[str]:

@@ -1,9 +1,13 @@
-"""What a file is that was taken for another: its first bytes say so, and often what to do."""
+"""Refusing a file, and what one is that was taken for another: its first bytes say so, and often what to do."""
 
 from __future__ import annotations
 
-#: Bytes of a file's beginning that are looked at.
-HEAD = 64
+import os
+from typing import NoReturn
+
+from nvme_ops.errors import FormatError
+
+_HEAD = 64  # bytes of a file's beginning that are looked at
 _BEGINNINGS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file that it stands for: git lfs pull fetches that",
     b"PK\x03\x04": "is a zip archive, as torch.save writes: give it a name that ends in .pt",
@@ -16,8 +20,13 @@ _BEGINNINGS = {
 }
 
 
-def mistaken(head: bytes) -> str | None:
-    """Returns what a file with these first bytes is, for a sentence that begins with its name; None if unknown."""
+def refuse(path: str, reason: str, head: bytes | int = b"") -> NoReturn:
+    """Raises FormatError with the reason, or with what the file is by its ``head``: first bytes, or a descriptor."""
+    head = os.pread(head, _HEAD, 0) if isinstance(head, int) else head
+    raise FormatError(f"{path}: {_mistaken(head) or reason}") from None
+
+
+def _mistaken(head: bytes) -> str | None:
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
         return "is a safetensors file: give it a name that ends in .safetensors"
     return next((words for beginning, words in _BEGINNINGS.items() if head.startswith(beginning)), None)

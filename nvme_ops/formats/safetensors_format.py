@@ -23,7 +23,7 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.errors import FormatError, naming
-from nvme_ops.formats.mistaken import HEAD, mistaken
+from nvme_ops.formats.mistaken import refuse
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
@@ -64,14 +64,14 @@ class TensorEntry(NamedTuple):
             FormatError: naming the file and the tensor, which torch cannot represent.
         """
         if self.dtype not in DTYPES:
-            _refuse(path, f"tensor {name!r}: torch {torch.__version__} has no dtype for {self.dtype}")
+            refuse(path, f"tensor {name!r}: torch {torch.__version__} has no dtype for {self.dtype}")
         shape = self.shape
         if self.dtype == "F4":
             if not shape or shape[-1] % 2:
-                _refuse(path, f"tensor {name!r}: shape {list(shape)} of F4 has no even last dimension, as torch needs")
+                refuse(path, f"tensor {name!r}: shape {list(shape)} of F4 has no even last dimension, as torch needs")
             shape = (*shape[:-1], shape[-1] // 2)
         if max(shape, default=0) >= 2**63:
-            _refuse(path, f"tensor {name!r}: shape {list(shape)} is beyond torch's")
+            refuse(path, f"tensor {name!r}: shape {list(shape)} is beyond torch's")
         return DTYPES[self.dtype], shape
 
 
@@ -98,18 +98,17 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
     with naming("read of the header", path):
         prefix = os.pread(fd, 8, 0)
         if len(prefix) < 8:
-            _refuse(path, f"{size} bytes are too few for a safetensors file")
+            refuse(path, f"{size} bytes are too few for a safetensors file")
         length = struct.unpack("<Q", prefix)[0]
         if length > MOST_HEADER:
-            what = f"header length {length} is more than the {MOST_HEADER} bytes a header may have"
-            _refuse(path, mistaken(os.pread(fd, HEAD, 0)) or what)
+            refuse(path, f"header length {length} is more than the {MOST_HEADER} bytes a header may have", fd)
         if length > size - 8:
-            _refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
+            refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
         text = bytearray()
         while len(text) < length:
             part = os.pread(fd, length - len(text), 8 + len(text))
             if not part:
-                _refuse(path, "the file ended within its header")
+                refuse(path, "the file ended within its header")
             text += part
     return bytes(text), size
 
@@ -127,9 +126,9 @@ def decode(text: bytes, size: int, path: str) -> Header:
             break
         position = entry.end
     if position > size:
-        _refuse(path, f"the data end at byte {position} of a file of {size} bytes: it was cut short")
+        refuse(path, f"the data end at byte {position} of a file of {size} bytes: it was cut short")
     if position < size:
-        _refuse(path, f"{size - position} bytes follow the last tensor: the header does not cover the file")
+        refuse(path, f"{size - position} bytes follow the last tensor: the header does not cover the file")
     return Header(entries, metadata, text)
 
 
@@ -139,7 +138,7 @@ def _end(ordered: Mapping[str, TensorEntry], start: int, path: str) -> int:
     for name, entry in ordered.items():
         if entry.start != position:
             kind = "overlaps the one before it" if entry.start < position else "leaves a gap before it"
-            _refuse(path, f"tensor {name!r}: data_offsets begin at {entry.start - start}, which {kind}")
+            refuse(path, f"tensor {name!r}: data_offsets begin at {entry.start - start}, which {kind}")
         position = entry.end
     return position
 
@@ -205,7 +204,7 @@ def _read_strictly(text: bytes, start: int, path: str) -> _Described:
     """Parses any header. Raises FormatError."""
     document = _parse(text, path)
     for name in document.twice:
-        _refuse(path, f"header: the name {name!r} comes twice")
+        refuse(path, f"header: the name {name!r} comes twice")
     metadata = _metadata(document.pop("__metadata__", None), path)
     return metadata, {name: _entry(name, info, start, path) for name, info in document.items()}
 
@@ -230,12 +229,12 @@ def _parse(text: bytes, path: str) -> _Object:
     """Parses JSON as strictly as safetensors does: surrogates, NaN, and numbers too large for a double are errors."""
 
     def constant(word: str) -> NoReturn:
-        _refuse(path, f"header: {word} is not JSON")
+        refuse(path, f"header: {word} is not JSON")
 
     def real(word: str) -> float:
         value = float(word)
         if math.isinf(value):
-            _refuse(path, f"header: {word[:40]} is too large a number")
+            refuse(path, f"header: {word[:40]} is too large a number")
         return value
 
     def integer(word: str) -> int | float:
@@ -249,11 +248,11 @@ def _parse(text: bytes, path: str) -> _Object:
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"header is not JSON: {error}")
+        refuse(path, f"header is not JSON: {error}")
     if "\\u" in decoded and any(found[1] for found in _LONE_SURROGATE.finditer(decoded)):
-        _refuse(path, "header is not JSON: half a surrogate pair")
+        refuse(path, "header is not JSON: half a surrogate pair")
     if not isinstance(document, _Object):
-        _refuse(path, "header is not a JSON object")
+        refuse(path, "header is not a JSON object")
     return document
 
 
@@ -270,13 +269,13 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, _Object) or not set(map(type, value.all_values())) <= {str}:
-        _refuse(path, "__metadata__ is not an object of strings")
+        refuse(path, "__metadata__ is not an object of strings")
     return value
 
 
 def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
     def wrong(what: str) -> NoReturn:
-        _refuse(path, f"tensor {name!r}: {what}")
+        refuse(path, f"tensor {name!r}: {what}")
 
     if not isinstance(info, _Object):
         wrong("is not described by an object")
@@ -314,7 +313,3 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**64 for each in value)
-
-
-def _refuse(path: str, reason: str) -> NoReturn:
-    raise FormatError(f"{path}: {reason}")

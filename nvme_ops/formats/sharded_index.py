@@ -8,11 +8,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
-from nvme_ops.formats.mistaken import HEAD, mistaken
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import publication
 
@@ -100,15 +100,10 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
-        refuse(path, mistaken(content[:HEAD]) or f"the index is not JSON: {error}")
+        refuse(path, f"the index is not JSON: {error}", content[:64])
     if not isinstance(document, dict):
         refuse(path, "the index is not a JSON object")
     return document
-
-
-def refuse(path: str, reason: str) -> NoReturn:
-    """Raises FormatError."""
-    raise FormatError(f"{path}: {reason}")
 
 
 def resolved(path: str) -> str:
@@ -118,9 +113,10 @@ def resolved(path: str) -> str:
     for name in _IN_FOLDERS:
         if os.path.isfile(os.path.join(path, name)):
             return os.path.join(path, name)
+    what = f"is a folder that has none of {', '.join(_IN_FOLDERS)}"
     if os.path.isfile(os.path.join(path, ".metadata")):
-        refuse(path, "is a checkpoint of torch.distributed.checkpoint: nvme_ops.dcp.load(state_dict, path) reads it")
-    refuse(path, f"is a folder that has none of {', '.join(_IN_FOLDERS)}")
+        what = "is a checkpoint of torch.distributed.checkpoint: nvme_ops.dcp.load(state_dict, path) reads it"
+    return refuse(path, what)
 
 
 def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:

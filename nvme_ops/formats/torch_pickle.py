@@ -13,6 +13,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.errors import FormatError
+from nvme_ops.formats.mistaken import refuse
 
 #: What torch's own reader takes with weights_only; anything else ends the reading.
 CODES = (
@@ -161,15 +162,15 @@ class _TorchUnpickler(Unpickler):
 
     def persistent_load(self, identity: Any, /) -> Storage:
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            raise FormatError(f"{self._path}: data.pkl: {identity!r} is no storage")
+            refuse(self._path, f"data.pkl: {identity!r} is no storage")
         _, kind, key, location, count = identity
         if not (isinstance(key, str) and isinstance(location, str) and type(count) is int and count >= 0):
-            raise FormatError(f"{self._path}: data.pkl: storage {key!r} at {location!r} has {count!r} elements")
+            refuse(self._path, f"data.pkl: storage {key!r} at {location!r} has {count!r} elements")
         name = path_of(kind).rpartition(".")[2]
         try:
             dtype = dtype_of_storage(name)
         except KeyError:
-            raise FormatError(f"{self._path}: data.pkl: {name!r} is no type of storage") from None
+            refuse(self._path, f"data.pkl: {name!r} is no type of storage")
         return self.storages.setdefault(key, Storage(key, dtype, location, count * dtype.itemsize))
 
 
@@ -185,9 +186,9 @@ def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
     except FormatError:
         raise
     except NotReadError as error:
-        raise FormatError(f"{path}: data.pkl: {error}") from None
+        refuse(path, f"data.pkl: {error}")
     except Exception as error:  # whatever damaged bytes make of an interpreter
-        raise FormatError(f"{path}: data.pkl: {type(error).__name__}: {error}") from error
+        refuse(path, f"data.pkl: {type(error).__name__}: {error}")
     return root, list(reader.storages.values())
 
 
@@ -202,7 +203,7 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
         name, node, depth = waiting.pop()
         if (found := tensor(node, name, path)) is not None:
             if depth > _DEEPEST:
-                raise FormatError(f"{path}: data.pkl: a tensor is nested in more than {_DEEPEST} levels")
+                refuse(path, f"data.pkl: a tensor is nested in more than {_DEEPEST} levels")
             yield name, found
             continue
         if not isinstance(node, dict | list | tuple | Call) or id(node) in seen:
@@ -213,8 +214,8 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
                 # Names as long as any nesting is deep would take time and memory that grow with its square.
                 longer = name if depth >= _DEEPEST else f"{name}.{key}" if name else str(key)
                 waiting.append((longer, child, depth + 1))
-        except RecursionError as error:
-            raise FormatError(f"{path}: data.pkl: a key is nested too deeply") from error
+        except RecursionError:
+            refuse(path, "data.pkl: a key is nested too deeply")
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
@@ -251,7 +252,7 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
             raise ValueError(f"{len(call.arguments)} arguments")
         return _described(call.arguments, dtype_place, metadata_place)
     except (ValueError, RecursionError) as error:  # of a message with what is nested deeply
-        raise FormatError(f"{path}: data.pkl: tensor {name!r}: {error}") from None
+        refuse(path, f"data.pkl: tensor {name!r}: {error}")
 
 
 def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_place: int | None) -> Described:

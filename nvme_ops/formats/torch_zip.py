@@ -16,11 +16,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.errors import ChecksumError
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.tensors import bytes_of, pool_buffer
@@ -279,8 +280,3 @@ def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> 
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", errors="replace")
-
-
-def refuse(path: str, reason: str) -> NoReturn:
-    """Raises FormatError."""
-    raise FormatError(f"{path}: {reason}")

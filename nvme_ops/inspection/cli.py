@@ -56,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
         if name == "verify":
             command.add_argument("more", metavar="MORE", nargs="*", help="more of them")
         command.add_argument("--format", choices=FORMATS, help="instead of the format that the name implies")
-        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     words = "write the tensors in another format, in bounded memory"
     command = commands.add_parser("convert", help=words, description=words)
     command.add_argument("source", metavar="SOURCE", help="a file, an index, or a folder; it stays as it is")
@@ -67,12 +66,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
     command.add_argument("--no-checksums", action="store_true", help="store no checksums")
     command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
-    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     words = "remove what killed saves left in a folder; files of running saves are kept"
     command = commands.add_parser("clean", help=words, description=words)
     command.add_argument("folders", metavar="FOLDER", nargs="+")
     command.add_argument("--dry-run", action="store_true", help="only list")
-    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
 
 
@@ -116,17 +115,8 @@ def _verify(given: argparse.Namespace, path: str, label: str) -> int:
         wrong = damaged(found, advance)
     bare = len(found.items) - len(checked)
     if given.json:
-        print(
-            json.dumps(
-                {
-                    **({"path": path} if label else {}),
-                    "checked": len(checked),
-                    "without_checksum": bare,
-                    "damaged": wrong,
-                },
-                indent=2,
-            )
-        )
+        counts = {"checked": len(checked), "without_checksum": bare, "damaged": wrong}
+        print(json.dumps({"path": path, **counts} if label else counts, indent=2))
     else:
         for name in wrong:
             print(printable(f"{label}DAMAGED {name}"))

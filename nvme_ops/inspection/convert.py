@@ -18,7 +18,8 @@ from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
-from nvme_ops.formats.sharded_index import ShardedIndex, read_index, refuse, resolved, shards_of
+from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.sharded_index import ShardedIndex, read_index, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
 from nvme_ops.inspection.contents import contents, damaged

@@ -94,7 +94,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Waits for other saves of the folder, on the coordinator, before any rank writes."""
-        self._begin()
+        self._saving = self._begun()
         try:
             self._require_that_it_may_be_replaced()
             if self._rank_that_saves_alone() is not None:  # its prefix is in the plan already
@@ -138,25 +138,20 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         metadata.storage_meta = self.storage_meta()
         alone = self._rank_that_saves_alone()
         try:
-            self._saving = self._saving or folder.Saving(
-                os.path.join(self.path, self._metadata_name()), self.sync_files
-            )
+            self._saving = self._saving or self._begun()
             self._saving.complete(metadata, "" if alone is None else f"__{alone}_")
         finally:
             self._end()
 
-    def _begin(self) -> folder.Saving:
-        self._saving = folder.Saving(os.path.join(self.path, self._metadata_name()), self.sync_files)
-        return self._saving
+    def _begun(self) -> folder.Saving:
+        alone = self._rank_that_saves_alone()
+        name = folder.METADATA if alone is None else f"__{alone}{folder.METADATA}"
+        return folder.Saving(os.path.join(self.path, name), self.sync_files)
 
     def _end(self) -> None:
         if self._saving is not None:
             self._saving.end()
             self._saving = None
-
-    def _metadata_name(self) -> str:
-        alone = self._rank_that_saves_alone()
-        return folder.METADATA if alone is None else f"__{alone}{folder.METADATA}"
 
     def _rank_that_saves_alone(self) -> int | None:
         """Returns the rank if ranks save independently (``use_collectives=False``, newer torch), else None."""
