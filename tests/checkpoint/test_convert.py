@@ -1,14 +1,13 @@
-"""``nvme-checkpoint convert``: equal values in another format, in bounded memory, whatever comes between."""
+"""``nvme-checkpoint convert``: equal values in another format, in bounded memory, whatever comes between.
+
+It writes as ``save`` does, whose tests kill it, fill the disk and have others at the same file.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import shutil
-import signal
-import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -21,13 +20,11 @@ import safetensors.torch
 import torch
 
 import nvme_ops
-from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.errors import AnotherSaveError, FormatError
-from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.convert import convert
-from tests.conftest import MIB, forked, give_up_root, in_child, in_threads, open_to_all, run_python
+from tests.conftest import run_python
 from tests.contract.faulty import flip
 from tests.moments import Interrupt, numbers
 
@@ -258,19 +255,8 @@ def made(value: float, count: int = 6) -> dict[str, torch.Tensor]:
 OLD, NEW, OTHER = made(-100.0, 4), made(0.0), made(1000.0)
 
 
-@pytest.fixture(params=["target.safetensors", "target.pt", "target"])
-def target(request: pytest.FixtureRequest, folder: Path) -> Path:
-    """What is converted to, the last one a folder of shards; it has OLD. Beside it is ``source.pt``, which has NEW."""
-    torch.save(NEW, folder / "source.pt")
-    path = folder / str(request.param)
-    nvme_ops.save(OLD, path)
-    return path
-
-
-def content(path: Path) -> str | None:
-    """Which tensors the target has, of one of these and whole; None if it is not there."""
-    if not (path if path.suffix else path / "model.safetensors.index.json").exists():
-        return None
+def content(path: Path) -> str:
+    """Which tensors it has, of one of these and whole."""
     found = nvme_ops.load(path, verify=True)
     for name, tensors in (("old", OLD), ("new", NEW), ("other", OTHER)):
         if found.keys() == tensors.keys() and all(torch.equal(found[each], tensors[each]) for each in tensors):
@@ -278,130 +264,33 @@ def content(path: Path) -> str | None:
     raise AssertionError(f"a mixture: { {name: each[0, 0].item() for name, each in found.items()} }")
 
 
-def words(target: Path) -> list[str]:
-    """Of the command."""
-    more = [] if target.suffix else ["--max-shard-size", "600KB"]
-    return ["convert", str(target.parent / "source.pt"), str(target), *more]
-
-
-def assert_alone(target: Path) -> None:
-    """There is nothing but the source and what the target has."""
-    index = target / "model.safetensors.index.json"
-    own = {target} if target.suffix else {index, *(target / name for name in read_index(str(index)).places.values())}
-    assert {each for each in target.parent.rglob("*") if each.is_file()} == {target.parent / "source.pt", *own}
-
-
-def assert_works(target: Path) -> None:
-    assert main(words(target)) == 0
-    assert content(target) == "new"
-    assert_alone(target)
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("there", [True, False])
-def test_killed_at_any_moment(target: Path, kills: int, there: bool) -> None:
-    """Every other time by the clock, in what the engine does; else where Python is, always at the same places."""
-    begin = time.monotonic()
-    with Interrupt() as all_of_it:
-        main(words(target))
-    duration, chance, ended = (time.monotonic() - begin) / 2, random.Random(kills), list[int]()
-    for turn, number in enumerate(numbers(f"{target.name} {kills}", all_of_it.count, kills)):
-        shutil.rmtree(target) if target.is_dir() else target.unlink()
-        if there:
-            nvme_ops.save(OLD, target)
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)  # OpenMP's threads are the parent's
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            with Interrupt(number if turn % 2 else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-                main(words(target))
-            os._exit(0)
-        if turn % 2 == 0:
-            time.sleep(chance.uniform(0, duration))
-            os.kill(child, signal.SIGKILL)
-        ended.append(os.waitpid(child, 0)[1])
-        assert content(target) in ("old" if there else None, "new")
-        assert_works(target)
-    assert signal.SIGKILL in ended
-
-
 @pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", ["target.safetensors", "target.pt", "target"])
 @pytest.mark.parametrize("points", [8, pytest.param(60, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment(target: Path, points: int, capsys: Any, unraisable: list[object]) -> None:
+def test_ctrl_c_at_any_moment(folder: Path, name: str, points: int, capsys: Any, unraisable: list[object]) -> None:
+    torch.save(NEW, folder / "source.pt")
+    target = folder / name
+    words = ["convert", str(folder / "source.pt"), str(target)]
+    words += [] if target.suffix else ["--max-shard-size", "600KB"]
     with Interrupt() as all_of_it:
-        main(words(target))
-    for number in numbers(f"{target.name} {points}", all_of_it.count, points):
+        main(words)
+    files = len(list(folder.rglob("*")))
+    for number in numbers(f"{name} {points}", all_of_it.count, points):
         if number == 1:
             continue  # our code has not begun
         nvme_ops.save(OLD, target)
         capsys.readouterr()
         with Interrupt(number) as moment:
-            status = main(words(target))
+            status = main(words)
         if not moment.where or unraisable:
             assert (status, content(target)) == (0, "new")
             unraisable.clear()
             continue
         assert (status, capsys.readouterr().err) == (130, "nvme-checkpoint: interrupted\n"), moment.where
         assert content(target) in ("old", "new"), moment.where
-        for path in leftovers(str(target)) if content(target) == "new" and not target.suffix else ():
-            os.unlink(path)  # shards of before, as its index was being made durable: `nvme-checkpoint clean`
-        assert_alone(target)
-        assert_works(target)
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mounted = make_file_system(8 * MIB)
-    torch.save({str(number): torch.ones(1 * MIB // 4) for number in range(8)}, folder / "source.pt")
-    for name in ("target.safetensors", "target.pt", "target"):
-        nvme_ops.save(OLD, mounted / name)
-        before = sorted(mounted.rglob("*"))
-        assert main(["convert", str(folder / "source.pt"), str(mounted / name), *words(mounted / name)[3:]]) == 2
-        errors = capsys.readouterr().err
-        assert "No space left on device" in errors
-        assert str(mounted / name) in errors
-        assert content(mounted / name) == "old"
-        assert sorted(mounted.rglob("*")) == before
-
-
-def test_files_of_another_user(target: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of whom one may not read a source, or not write to a folder."""
-    open_to_all(target.parent)
-    source, place = target.parent / "source.pt", target if target.is_dir() else target.parent
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to have another user's files")
-
-    def body() -> None:
-        give_up_root()
-        assert main(words(target)) == 2
-
-    for named, modes in ((source, (0, 0o777)), (target, (0o644, 0o755))):
-        source.chmod(modes[0])
-        place.chmod(modes[1])
-        in_child(body)
-        assert f"Permission denied: '{named}" in capfd.readouterr().err
-        assert content(target) == "old"
-        assert_alone(target)
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["threads", "processes"])
-def test_several_with_one_target(target: Path, apart: bool) -> None:
-    torch.save(OTHER, target.parent / "other.pt")
-
-    def one_of_two(number: int) -> None:
-        source = target.parent / ("source.pt" if number % 2 else "other.pt")
-        for _ in range(3):
-            convert(str(source), str(target), max_shard_size=None if target.suffix else "600KB")
-
-    if apart:
-        with forked(3, one_of_two) as running:
-            while running():
-                assert content(target) in ("old", "new", "other")
-    else:
-        in_threads(one_of_two, 4)
-    assert content(target) in ("new", "other")
-    (target.parent / "other.pt").unlink()
-    assert_alone(target)
-    assert_works(target)
+        assert main(words) == 0
+        assert content(target) == "new"
+        assert len(list(folder.rglob("*"))) == files, moment.where
 
 
 def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
@@ -419,31 +308,6 @@ def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Ca
         yield advance
 
     return on_progress
-
-
-def test_a_child_forked_meanwhile_converts_too_and_harms_nothing_if_it_goes_on(target: Path) -> None:
-    source, parent = str(target.parent / "source.pt"), os.getpid()
-    other = target.parent / "by the child.safetensors"
-    convert(source, str(target), on_progress=once(lambda: in_child(lambda: convert(source, str(other)))))
-    assert content(target) == content(other) == "new"
-    other.unlink()
-    children: list[int] = []
-
-    def fork() -> None:
-        if child := os.fork():
-            children.append(child)
-            os.waitpid(child, 0)
-
-    try:
-        convert(source, str(target), on_progress=once(fork))
-    except RuntimeError:
-        assert os.getpid() != parent
-    finally:
-        if os.getpid() != parent:
-            os._exit(0)
-    assert children
-    assert content(target) == "new"
-    assert_works(target)
 
 
 # A source that does not stay as it is: an error, or what it was when it was opened

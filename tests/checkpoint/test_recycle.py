@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 from collections.abc import Callable
@@ -157,13 +156,6 @@ def test_what_cannot_be(path: Path) -> None:
     with pytest.raises(ValueError, match="one file"):
         nvme_ops.save(OLD, path.parent, recycle=True)
     assert not path.exists()
-
-
-def test_a_lock_of_somebody_else_delays_no_load_for_long(path: Path) -> None:
-    save(path)
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert content(path) == "old"
 
 
 CALLS = ("fchmod", "fdatasync", "flock", "fsync", "ftruncate", "linkat", "openat", "rename", "unlink")

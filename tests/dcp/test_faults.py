@@ -23,14 +23,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops import aio_handle
-from nvme_ops._native import native
 from nvme_ops.checkpoint.dcp import folder as dcp_folder
 from nvme_ops.checkpoint.dcp.folder import Reading
 from nvme_ops.checkpoint.dcp.stored import find
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents
-from tests.conftest import MIB, forked, give_up_root, in_child, in_threads, open_to_all
+from tests.conftest import MIB, forked, in_child, in_threads
 from tests.contract.faulty import flip
 from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
 
@@ -161,28 +160,6 @@ def test_a_plan_that_fails_holds_up_no_other(tmp_path: Path) -> None:
         kept.append(error)  # and with it the writer
     save(tmp_path, 1)
     assert equal(load(NvmeStorageReader(tmp_path)), state(1))
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoint"
-    save(place, 1)
-    open_to_all(place)
-    native()  # the child may not read where it was built
-    place.chmod(0o555)
-
-    def body() -> None:
-        give_up_root()
-        with pytest.raises(dcp.CheckpointException, match="PermissionError"):
-            save(place, 2)
-
-    in_child(body)
-    place.chmod(0o777)
-    assert equal(load(NvmeStorageReader(place)), state(1))
-    assert files(place) == [".metadata", "__0_0.distcp"]
-    (tmp_path / "file").touch()
-    assert isinstance(why_of(lambda: save(tmp_path / "file", 1)), FileExistsError)
-    assert isinstance(why_of(lambda: save(tmp_path / "file" / "below", 1)), NotADirectoryError)
-    assert (tmp_path / "file").read_bytes() == b""
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -454,26 +431,6 @@ def test_a_file_that_is_cut_during_the_reads(verify: bool, turned: bool, tmp_pat
     error = why_of(lambda: dcp.load(found, storage_reader=reader, planner=Cuts()))
     assert isinstance(error, EOFError)
     assert str(data_file(tmp_path)) in str(error)
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_file_that_may_not_be_read_or_is_missing_is_named(name: str, tmp_path: Path) -> None:
-    open_to_all(tmp_path)
-    native()
-    save(tmp_path, 1)
-    for file in tmp_path.iterdir():
-        file.chmod(0 if file.name == name else 0o644)
-
-    def body() -> None:
-        give_up_root()
-        error = why(NvmeStorageReader(tmp_path))
-        if name != ".metadata":  # torch says no more of metadata than that there are none
-            assert isinstance(error, PermissionError)
-            assert error.filename == str(tmp_path / name)
-
-    in_child(body)
-    (tmp_path / name).unlink()
-    assert str(tmp_path / name) in str(why(NvmeStorageReader(tmp_path)))
 
 
 # Damage
