@@ -110,7 +110,7 @@ def test_a_save_needs_no_memory_for_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("make", [lambda: _on_meta(), lambda: _with_dtensors(Model())], ids=["meta", "DTensor"])
 def test_tensors_without_memory_are_not_taken_for_tied(make: Callable[[], nn.Module]) -> None:
-    state, left_out = modules.state_of(make())
+    state, left_out = modules.without_ties(make().state_dict())
     assert len(state) == 5
     assert left_out == {"head.weight": "embedding.weight"}
 
