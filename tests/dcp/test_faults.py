@@ -342,8 +342,8 @@ def test_a_planner_that_raises_in_a_load(step: str, group: int, tmp_path: Path, 
     monkeypatch.setattr("nvme_ops.checkpoint.dcp.reader._GROUP", group)
     save(tmp_path, 1)
     reader = NvmeStorageReader(tmp_path, verify=True, handle=aio_handle())
-    for good in (0, 1):
-        error = why_of(lambda: dcp.load(state(99), storage_reader=reader, planner=LoadPlanner(step, good)))  # noqa: B023
+    for planner in (LoadPlanner(step, 0), LoadPlanner(step, 1)):
+        error = why_of(lambda: dcp.load(state(99), storage_reader=reader, planner=planner))  # noqa: B023
         assert type(error) is PlannerError
     assert equal(load(reader), state(1))
 
