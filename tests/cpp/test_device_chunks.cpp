@@ -34,14 +34,6 @@ TEST(neighbours_share_a_chunk_without_a_gap) {
   }
 }
 
-TEST(strangers_share_a_chunk_too) {
-  const std::vector<DevicePart> parts{{0, 0, 1000, 0, 0}, {1, 0, 1000, 1000, 1}, {2, 0, 1000, 5000, 0}};
-  const auto chunks = all(parts);
-  CHECK_EQUAL(chunks.size(), std::size_t{1});
-  const DeviceChunks judge(parts, kChunk);
-  CHECK(!judge.joins(chunks[0][0], chunks[0][1]) && !judge.joins(chunks[0][1], chunks[0][2]), "three runs");
-}
-
 TEST(many_small_files_are_not_open_at_once) {
   std::vector<DevicePart> parts;
   for (std::size_t i = 0; i < 100; ++i) parts.push_back({i, 0, 10, 0, i});

@@ -136,18 +136,6 @@ TEST(all_requests_failing_is_one_failure) {
   });
 }
 
-TEST(short_transfers_go_on_where_they_ended) {
-  each_way([](Op op, bool all_lanes) {
-    for (const std::uint64_t bytes : {512U, 513U, 1024U, 4095U, 4096U, 5000U, 20479U}) {
-      const check::Context context("short by " + std::to_string(bytes));
-      Bench bench;
-      bench.script().judge = counted(
-          [bytes](unsigned long count, const Request&, bool) { return count % 3 == 0 ? Verdict{} : Verdict{bytes}; });
-      bench.must_succeed(op, all_lanes);
-    }
-  });
-}
-
 TEST(nothing_moved_is_a_failure) {
   for (const bool all_lanes : {false, true}) {
     for (const Op op : {Op::Read, Op::Write}) {
@@ -180,31 +168,6 @@ TEST(again_for_ever_is_a_failure_in_the_end) {
     bench.script().judge = [](const Request&, bool) { return Verdict{0, EAGAIN}; };
     CHECK_FAILURE(bench.transfer(op, all_lanes), System, EAGAIN, "bytes at offset");
     bench.must_work();
-  });
-}
-
-TEST(completions_in_any_order_are_told_apart) {
-  each_way([](Op op, bool all_lanes) {
-    Bench bench;
-    bench.script().judge = counted([](unsigned long count, const Request&, bool) {
-      return Verdict{UINT64_MAX, 0, static_cast<unsigned>(count * 7 % 5)};
-    });
-    bench.script().choose = [](std::size_t finished) { return finished - 1; };
-    bench.must_succeed(op, all_lanes);
-  });
-}
-
-TEST(partial_submits_offer_the_rest_again) {
-  each_way([](Op op, bool all_lanes) {
-    for (const std::size_t most : {1U, 2U, 3U}) {
-      Bench bench;
-      bench.script().take = [most](std::size_t) { return most; };
-      bench.must_succeed(op, all_lanes);
-      bench.change([](Script& script) {
-        script.take = [calls = 0](std::size_t offered) mutable { return ++calls % 4 == 0 ? offered : 0; };
-      });
-      bench.must_succeed(op, all_lanes);
-    }
   });
 }
 

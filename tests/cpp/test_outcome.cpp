@@ -19,18 +19,6 @@ Failure failure_with(int error) {
 
 }  // namespace
 
-TEST(waiting_sees_the_result) {
-  Outcome outcome;
-  CHECK(!outcome.done(), "no result yet");
-  CHECK(!outcome.wait_for(milliseconds(1)), "the wait to end without a result");
-  std::thread settles([&] { outcome.succeed(42); });
-  while (!outcome.wait_for(milliseconds(50))) {
-  }
-  CHECK_EQUAL(outcome.bytes(), std::uint64_t{42});
-  CHECK(!outcome.failure(), "no failure");
-  settles.join();
-}
-
 TEST(listeners_are_told_once_before_or_after) {
   Outcome outcome;
   int told = 0;

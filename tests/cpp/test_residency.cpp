@@ -43,12 +43,6 @@ unsigned resident_pieces(Cached& file, std::uint64_t start, std::uint64_t end, s
 
 }  // namespace
 
-TEST(a_cold_run_is_asked_about_once) {
-  Cached file;
-  CHECK_EQUAL(resident_pieces(file, 0, 1000 * kPage, 4 * kPage), 0U);
-  CHECK_EQUAL(file.asked, 1U);
-}
-
 TEST(a_resident_run_is_asked_about_once) {
   Cached file;
   for (std::uint64_t page = 0; page < 1000; ++page) file.pages.insert(page);

@@ -55,13 +55,6 @@ TEST(the_best_tool_is_found_within_twenty_uses) {
   }
 }
 
-TEST(a_bad_tool_is_used_for_one_turn) {
-  Trials trials(3, 1, 3);
-  const auto used = use(trials, {1, 10, 0.9}, 100);
-  CHECK_EQUAL(std::count(used.begin(), used.end(), 1U), 1);
-  CHECK_EQUAL(trials.chosen(), 2U);
-}
-
 TEST(the_first_tool_is_kept_unless_another_is_clearly_better) {
   Trials trials(2, 1, 3);
   use(trials, {1, 0.99}, 20);
@@ -129,18 +122,6 @@ TEST(a_tool_whose_use_failed_or_says_nothing_is_not_dropped) {
     use(trials, {1, 1, 0.5}, 10);
     CHECK_EQUAL(trials.chosen(), 2U);
   }
-}
-
-TEST(a_use_that_says_nothing_is_repeated_when_the_others_of_its_round_have_begun) {
-  Trials trials(3, 1, 3);
-  use(trials, {1, 1, 1}, 1);
-  trials.repeat(trials.choose());
-  CHECK(use(trials, {1, 1, 1}, 3) == (std::vector<std::size_t>{1, 2, 0}), "the first one again, after the others");
-  Trials often(3, 4, 2);
-  use(often, {1, 1, 1}, 2);
-  often.repeat(often.choose());
-  CHECK(use(often, {1, 1, 1}, 11) == (std::vector<std::size_t>{0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 0}),
-        "its turn has a cost");
 }
 
 TEST(a_better_tool_is_found_though_half_of_all_uses_say_nothing) {
