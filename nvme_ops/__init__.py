@@ -52,24 +52,7 @@ _MODULE_OF = {
 }
 
 
-__all__ = [
-    "ChecksumError",
-    "File",
-    "FormatError",
-    "IoFuture",
-    "Priority",
-    "__version__",
-    "aio_handle",
-    "data",
-    "dcp",
-    "empty",
-    "gds_handle",
-    "load",
-    "offload",
-    "open",
-    "save",
-    "save_async",
-]
+__all__ = ["__version__", "data", "dcp", "offload", *_MODULE_OF]
 
 if not TYPE_CHECKING:  # so that a name which is not there is an error to type checkers
 

@@ -139,12 +139,9 @@ def engine_of(handle: aio_handle) -> Engine:
 
 def statistics_of(counters: dict[str, int]) -> Statistics:
     """Converts the counters of ``Engine.statistics`` to seconds and means."""
+    same = ("read_bytes", "written_bytes", "staged_bytes", "cached_bytes", "requests")
     return Statistics(
-        read_bytes=counters["read_bytes"],
-        written_bytes=counters["written_bytes"],
-        staged_bytes=counters["staged_bytes"],
-        cached_bytes=counters["cached_bytes"],
-        requests=counters["requests"],
+        **{name: counters[name] for name in same},
         mean_in_flight=counters["in_flight_sum"] / max(1, counters["requests"]),
         max_in_flight=counters["in_flight_max"],
         queue_seconds=counters["queued_nanoseconds"] / 1e9,

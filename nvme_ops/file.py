@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -110,12 +111,12 @@ class File(_RawFile):
         try:
             # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-            if stat.S_ISFIFO(kind := os.fstat(self._fd).st_mode):
-                raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE), path)
-            if stat.S_ISDIR(kind):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            kind = os.fstat(self._fd).st_mode
+            for refused, code in ((stat.S_ISFIFO, errno.ESPIPE), (stat.S_ISDIR, errno.EISDIR)):
+                if refused(kind):
+                    raise OSError(code, os.strerror(code), path)
             os.set_blocking(self._fd, True)
-            if _FLAGS[plain] & os.O_CREAT and stat.S_ISREG(os.fstat(self._fd).st_mode):
+            if _FLAGS[plain] & os.O_CREAT and stat.S_ISREG(kind):
                 self._unnamed = os.path.dirname(os.path.realpath(path))
             self._open_file = native().OpenFile(self._fd)
             self._stream = Stream(self._handle, self._fd, self._open_file, plain)
@@ -145,26 +146,22 @@ class File(_RawFile):
             OSError: the kernel reported an error.
             ValueError: the tensor cannot be filled in place, or the file is closed.
         """
-        self._require_readable()
-        self._stream.flush()
+        self._to_read()
         return self._engine.run(Op.READ, tensor, self._open_file, offset, False)
 
     def pwrite(self, tensor: torch.Tensor, offset: int) -> int:
         """Stores ``tensor`` at byte ``offset`` of the file; returns the bytes written. The position does not move."""
-        self._require_writable()
-        self._stream.give_way()
+        self._to_write()
         return self._engine.run(Op.WRITE, tensor, self._open_file, offset, False)
 
     def pread_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Starts what ``pread`` does and returns a future."""
-        self._require_readable()
-        self._stream.flush()
+        self._to_read()
         return self._submit(Op.READ, tensor, offset)
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Starts what ``pwrite`` does and returns a future."""
-        self._require_writable()
-        self._stream.give_way()
+        self._to_write()
         return self._submit(Op.WRITE, tensor, offset)
 
     def sync(self) -> None:
@@ -186,19 +183,14 @@ class File(_RawFile):
                 self._syncing.wait()
             self._syncing = Syncing(self.fileno(), self.name)
             self._syncing.wait()
+            self._syncing = None
+            if self._unnamed:
+                with contextlib.suppress(PermissionError):  # a folder that only takes files
+                    sync_folder(self._unnamed)
+                self._unnamed = ""
         except OSError as error:
             self._unsynced = error.errno
             raise
-        self._syncing = None
-        if self._unnamed:
-            try:
-                sync_folder(self._unnamed)
-            except PermissionError:
-                pass  # a folder that only takes files
-            except OSError as error:
-                self._unsynced = error.errno
-                raise
-            self._unnamed = ""
 
     # The stream
 
@@ -217,13 +209,13 @@ class File(_RawFile):
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Reads into ``buffer`` at the position; returns the bytes read, 0 at the end of the file."""
-        self._require_readable()
+        self._require(self.readable(), "readable")
         with memoryview(buffer) as whole, whole.cast("B") as view:
             return self._stream.read_into(view)
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Reads at most ``size`` bytes, fewer only at the end of the file; by default everything that follows."""
-        self._require_readable()
+        self._require(self.readable(), "readable")
         return self._stream.read(self._size() if size is None or size < 0 else size)
 
     def readall(self) -> bytes:
@@ -232,12 +224,12 @@ class File(_RawFile):
 
     def peek(self, size: int = 1, /) -> bytes:
         """Returns at most ``size`` of the next bytes without moving the position; empty at the end of the file."""
-        self._require_readable()
+        self._require(self.readable(), "readable")
         return self._stream.peek(max(1, size))
 
     def write(self, buffer: ReadableBuffer, /) -> int:
         """Writes ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns the bytes written: all."""
-        self._require_writable()
+        self._require(self.writable(), "writable")
         with memoryview(buffer) as whole, whole.cast("B") as view:
             self._stream.write(view)
             return len(view)
@@ -264,8 +256,7 @@ class File(_RawFile):
 
     def truncate(self, size: int | None = None, /) -> int:
         """Truncates or extends the file to ``size`` bytes, by default to the position; returns the size."""
-        self._require_writable()
-        self._stream.give_way()
+        self._to_write()
         self._settle()
         size = self._stream.tell() if size is None else size
         with naming("truncate", self.name):
@@ -333,12 +324,17 @@ class File(_RawFile):
         if self.closed:
             raise ValueError(f"the file is closed: {self.name!r}")
 
-    def _require_readable(self) -> None:
+    def _require(self, allowed: bool, what: str) -> None:
         self._require_open()
-        if not self.readable():
-            raise io.UnsupportedOperation(f"not readable in mode {self.mode!r}: {self.name!r}")
+        if not allowed:
+            raise io.UnsupportedOperation(f"not {what} in mode {self.mode!r}: {self.name!r}")
 
-    def _require_writable(self) -> None:
-        self._require_open()
-        if not self.writable():
-            raise io.UnsupportedOperation(f"not writable in mode {self.mode!r}: {self.name!r}")
+    def _to_read(self) -> None:
+        """Requires that it may be read at any place, and makes what was written be there."""
+        self._require(self.readable(), "readable")
+        self._stream.flush()
+
+    def _to_write(self) -> None:
+        """Requires that it may be written at any place, and forgets what was read ahead."""
+        self._require(self.writable(), "writable")
+        self._stream.give_way()

@@ -26,37 +26,24 @@ __all__ = ["GDSBuilder", "gds_handle"]
 _PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
 
 
-def mode_of_environment() -> str:
-    """Returns ``NVME_OPS_GDS``. Raises ValueError if it is none of the three."""
-    mode = os.environ.get("NVME_OPS_GDS") or "auto"
-    if mode not in ("auto", "require", "off"):
-        raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
-    return mode
-
-
 def is_ready() -> bool:
     """Returns whether the gds op is built."""
     builder = GDSBuilder()
     return builder.is_loaded() or builder.is_installed() or builder.is_cached()
 
 
-def opened(mode: str) -> Any:
-    """Returns the native module, cuFile's driver open unless ``mode`` is off.
+def opened() -> Any:
+    """Returns the native module, cuFile's driver open unless ``NVME_OPS_GDS`` is ``off``.
 
-    Raises RuntimeError, without compiling anything, if cuFile cannot work here or not as ``mode`` requires.
+    Raises:
+        ValueError: ``NVME_OPS_GDS`` is none of the three.
+        RuntimeError: cuFile cannot work here, or not as ``NVME_OPS_GDS`` requires. Nothing is compiled for that.
     """
-    module = _native(mode)
-    if mode != "off":
-        driver = _open_driver(module)
-        if mode == "require" and driver["why_not_direct"]:
-            raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
-    return module
-
-
-def _native(mode: str) -> Any:
-    """Returns the native module. Raises RuntimeError, without compiling anything, if cuFile cannot work here."""
     from nvme_ops.op_builder import cufile
 
+    mode = os.environ.get("NVME_OPS_GDS") or "auto"
+    if mode not in ("auto", "require", "off"):
+        raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
     builder = GDSBuilder()
     unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # whoever names a library means that one
     if not (unchecked or is_ready()) and not builder.is_compatible():
@@ -64,7 +51,14 @@ def _native(mode: str) -> Any:
             f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
             "(NVME_OPS_GDS=off moves GPU tensors without cuFile)"
         )
-    return builder.load()
+    module: Any = builder.load()
+    if mode != "off":
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a CUDA context must exist before the driver is opened, once per process
+        driver = module.open_driver(cufile.libraries())
+        if mode == "require" and driver["why_not_direct"]:
+            raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
+    return module
 
 
 class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
@@ -97,7 +91,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     _way = "gds"
 
     def _make_engine(self) -> Engine:
-        self._gds = opened(mode_of_environment())
+        self._gds = opened()
         return Engines(super()._make_engine(), self._native_engine(self._gds))
 
     @property
@@ -190,9 +184,8 @@ class Engines:
         return self._of(memory).submit(op, memory, *rest)
 
     def submit_many(self, op: int, memories: Sequence[object] | torch.Tensor, *rest: Any) -> Operation:
-        first = memories if isinstance(memories, torch.Tensor) else next(iter(memories), None)
-        mixed = not isinstance(memories, torch.Tensor) and any(self._of(one) is self._device for one in memories)
-        engine = self._device if mixed else self._of(first)
+        several = [memories] if isinstance(memories, torch.Tensor) else memories
+        engine = self._device if any(self._of(one) is self._device for one in several) else self._host
         return engine.submit_many(op, memories, *rest)
 
     def statistics(self) -> dict[str, int]:
@@ -203,13 +196,3 @@ class Engines:
     def sweep(self) -> None:
         self._host.sweep()
         self._device.sweep()
-
-
-def _open_driver(gds: Any) -> dict[str, Any]:
-    """Opens cuFile's driver, once per process. A CUDA context must exist before."""
-    from nvme_ops.op_builder import cufile
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    driver: dict[str, Any] = gds.open_driver(cufile.libraries())
-    return driver

@@ -5,10 +5,11 @@ The native module ``async_io`` re-exports everything in ``__all__``.
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -99,13 +100,15 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if not 1 <= value < 2**63:
                 raise ValueError(f"{name} must lie between 1 and 2**63 - 1, not {value}")
-        self._block_size = block_size
-        self._queue_depth = queue_depth
-        self._single_submit = flag("single_submit", single_submit)
-        self._overlap_events = flag("overlap_events", overlap_events)
-        self._lanes = lanes
-        self._cache = cache_mode(cache)
-        self._backend = backend
+        self._settings: dict[str, Any] = {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": flag("single_submit", single_submit),
+            "overlap_events": flag("overlap_events", overlap_events),
+            "intra_op_parallelism": lanes,
+            "backend": backend,
+            "cache": cache_mode(cache),
+        }
         self._engine: Engine = self._make_engine()
         self._pending: Pending = native().Pending()
 
@@ -165,7 +168,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
         handle = cls.tuned(path, way=way, **given)
         device = identify(path, way or cls._way, handle.backend)
-        handle._dictionary = dictionary_of(device, handle._settings(), given)
+        handle._dictionary = dictionary_of(device, handle._settings, given)
         if handle._dictionary is not None:
             handle._learns_for = {"path": os.path.abspath(os.fspath(path)), "way": way, **given}
             handle._engine = handle._make_engine()
@@ -192,9 +195,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     def _native_engine(self, module: Any) -> Engine:
         experience = None if self._dictionary is None else self._dictionary.of(module)
-        sizes, switches = (self._block_size, self._queue_depth), (self._single_submit, self._overlap_events)
-        lanes = AUTOMATIC if self._lanes is None else self._lanes
-        engine: Engine = module.Engine(*sizes, *switches, lanes, self._backend or "", self._cache, experience)
+        *sizes, lanes, backend, cache = self._settings.values()
+        lanes = AUTOMATIC if lanes is None else lanes
+        engine: Engine = module.Engine(*sizes, lanes, backend or "", cache, experience)
         return engine
 
     def close(self) -> None:
@@ -222,48 +225,37 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "block_size": self._block_size,
-            "queue_depth": self._queue_depth,
-            "single_submit": self._single_submit,
-            "overlap_events": self._overlap_events,
-            "intra_op_parallelism": self._lanes,
-            "backend": self._backend,
-            "cache": self._cache,
-        }
-
     def __repr__(self) -> str:
         """Returns for example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
-        settings = self._settings() if self.closed else {**self._settings(), "backend": self.backend}
+        settings = self._settings if self.closed else {**self._settings, "backend": self.backend}
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the handle's settings: unpickling makes a new handle with the same ones, adaptive if this one is."""
         if self._dictionary is not None:
-            return made, (type(self).adaptive, self._learns_for)
-        return made, (type(self), self._settings())
+            return functools.partial(type(self).adaptive, **self._learns_for), ()
+        return functools.partial(type(self), **self._settings), ()
 
     def get_block_size(self) -> int:
         """Returns the constructor's ``block_size``, in bytes."""
-        return self._block_size
+        return cast("int", self._settings["block_size"])
 
     def get_queue_depth(self) -> int:
         """Returns the constructor's ``queue_depth``."""
-        return self._queue_depth
+        return cast("int", self._settings["queue_depth"])
 
     def get_single_submit(self) -> bool:
         """Returns the constructor's ``single_submit``."""
-        return self._single_submit
+        return cast("bool", self._settings["single_submit"])
 
     def get_overlap_events(self) -> bool:
         """Returns the constructor's ``overlap_events``."""
-        return self._overlap_events
+        return cast("bool", self._settings["overlap_events"])
 
     def get_intra_op_parallelism(self) -> int:
         """Returns the constructor's ``intra_op_parallelism``; 1, as DeepNVMe's default, if that is automatic."""
-        return self._lanes or 1
+        return self._settings["intra_op_parallelism"] or 1
 
     def get_thread_count(self) -> int:
         """Returns the same as ``get_intra_op_parallelism``."""
@@ -490,11 +482,6 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         Any handle of the process may have made it. False once it was freed.
         """
         return pin_memory.is_pinned(buffer)
-
-
-def made(make: Callable[..., aio_handle], settings: dict[str, Any]) -> aio_handle:
-    """Makes a handle from pickled settings."""
-    return make(**settings)
 
 
 def aio_read(

@@ -24,8 +24,7 @@ def flag(name: str, value: object) -> bool:
 
 def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bool:
     """Returns whether a call is asynchronous: ``async_op``, or ``async`` given as ``**{"async": True}``."""
-    unknown = next((name for name in others if name != "async"), None)
-    if unknown is not None:
+    for unknown in others.keys() - {"async"}:
         raise TypeError(f"{method}() got an unexpected keyword argument '{unknown}'")
     if "async" not in others:
         return flag("async_op", async_op)

@@ -2,79 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 _NOW_AND_THEN = 30.0  # seconds between lines
+_STEPS = "{l_bar}{bar}| {n}/{total} {elapsed}"
 
 Step = Callable[[str], None]  # ends the previous step and names the next one
 
 
-class _Remarks:
-    """What stands in for a bar: nothing is shown of what is short."""
+class _Progress:
+    """A bar of tqdm's; without a terminal or without tqdm lines, and nothing of what is short."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        self._bar: Any = None
         self._shown = time.monotonic()
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-    def show(self, words: str) -> None:
-        if time.monotonic() - self._shown >= _NOW_AND_THEN:
+                self._bar = tqdm(leave=False, **options)
+
+    def advance(self, count: int, line: str, words: str = "") -> None:
+        """Adds to what is done, which a line says in full; a bar has ``words`` beside it."""
+        if self._bar is not None:
+            if words:
+                self._bar.set_description_str(words)
+            self._bar.update(count)
+        elif time.monotonic() - self._shown >= _NOW_AND_THEN:
             self._shown = time.monotonic()
-            sys.stderr.write(f"{words}\n")
+            sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
 
-
-def _bar(**options: Any) -> Any:
-    """Returns a bar of tqdm's; None without a terminal or without tqdm."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
-    except ImportError:
-        return None
-    return tqdm(leave=False, **options)
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Step]:
     """Shows a bar of ``total`` steps; yields a function that starts the next step and names it."""
-    bar = _bar(total=total, dynamic_ncols=True, bar_format="{l_bar}{bar}| {n}/{total} {elapsed}")
-    lines, number = _Remarks(), 0
+    numbers = itertools.count(1)
+    with contextlib.closing(_Progress(total=total, dynamic_ncols=True, bar_format=_STEPS)) as progress:
 
-    def step(words: str) -> None:
-        nonlocal number
-        number += 1
-        if bar is None:
-            lines.show(f"{number} of {total}: {words}")
-            return
-        bar.update(number - 1 - bar.n)
-        bar.set_description_str(words)
+        def step(words: str) -> None:
+            number = next(numbers)
+            progress.advance(min(1, number - 1), f"{number} of {total}: {words}", words)
 
-    try:
         yield step
-    finally:
-        if bar is not None:
-            bar.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def byte_bar(total: int, words: str) -> Iterator[Callable[[int], None]]:
     """Shows a bar of ``total`` bytes; yields a function that adds to the bytes done."""
-    bar = _bar(total=total, desc=words, unit="B", unit_scale=True, unit_divisor=1024)
-    lines, done = _Remarks(), 0
+    bytes_ = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with contextlib.closing(_Progress(total=total, desc=words, **bytes_)) as progress:
+        done = 0
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if bar is None:
-            lines.show(f"{words}: {100 * done // max(1, total)} %")
-        else:
-            bar.update(count)
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.advance(count, f"{words}: {100 * done // max(1, total)} %")
 
-    try:
         yield advance
-    finally:
-        if bar is not None:
-            bar.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nvme_ops.gds import gds_handle
-from tests.conftest import MIB, contents, in_threads, pattern, store
+from tests.conftest import MIB, in_threads, pattern, store
 from tests.fake_cufile import FakeCuFile, Function
 from tests.private_device import PrivateDevice
 
@@ -95,18 +95,6 @@ def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Privat
     assert handle.unpin_device_tensor(limit) is (code == 5016)
     assert handle.pin_device_tensor(tensor) is True  # there is room now
     handle.unpin_device_tensor(tensor)
-
-
-def test_transfers_of_a_pinned_tensor(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path = gds_handle(65536, intra_op_parallelism=2), folder / "file"
-    tensor = handle.new_pinned_device_tensor(ODD, device.empty(1))
-    tensor.copy_(pattern(ODD))
-    handle.write(tensor, path)
-    assert torch.equal(contents(path), pattern(ODD))
-    store(path, pattern(ODD, 1))
-    handle.sync_pread(tensor[777:], path, 777)  # a view, and ends that are no whole pages
-    assert torch.equal(device.peek(tensor), torch.cat([pattern(777), pattern(ODD, 1)[777:]]))
-    handle.free_pinned_device_tensor(tensor)
 
 
 def test_a_tensor_of_which_only_part_is_pinned_bounces(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:

@@ -230,20 +230,6 @@ def test_memcpy() -> None:
         memcpy(torch.zeros(4), [0, 0, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("block_size", "queue_depth"),
-    [(1 << 31, 4), (1 << 40, 1 << 20), ((1 << 63) - 1, (1 << 63) - 1), (65537, 1 << 33)],
-)
-def test_a_larger_block_times_depth_than_32_bits(
-    make_handle: HandleFactory, folder: Path, block_size: int, queue_depth: int
-) -> None:
-    handle, data = make_handle(block_size=block_size, queue_depth=queue_depth), pattern(5 * 1048576 + 1)
-    back = torch.zeros_like(data)
-    handle.sync_pwrite(data, folder / "file")
-    handle.sync_pread(back, folder / "file")
-    assert torch.equal(back, data)
-
-
 def test_a_path_may_be_anything_that_names_a_file(handle: aio_handle, folder: Path) -> None:
     path, data = folder / "größe \udcff.bin", pattern(1000)
     for name in (path, str(path), os.fsencode(path)):

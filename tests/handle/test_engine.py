@@ -55,20 +55,6 @@ def test_a_file_that_is_cut_grows_or_is_replaced_meanwhile(folder: Path) -> None
             assert target.eq(ord("x")).all()
 
 
-def test_closing_leaves_no_descriptor_open(folder: Path) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    handle = aio_handle()
-    for _ in range(2):  # the first opens the ring
-        before = descriptors()
-        with nvme_ops.open(folder / "file", "w+", handle=handle) as file:
-            file.pwrite(pattern(MIB), 0)
-            file.pread(torch.empty(MIB, dtype=torch.uint8), 0)
-            assert descriptors() > before
-    assert descriptors() == before
-
-
 def test_a_file_closed_while_it_is_read_is_read_to_the_end(folder: Path) -> None:
     data = pattern(8 * MIB)
     (folder / "file").write_bytes(data.numpy().tobytes())
