@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError
+from tests.contract.faulty import flip
 
 MIB = 1 << 20
 WIDTH = 301  # divided by neither 2 nor 3
@@ -175,11 +176,7 @@ def fail_to_load(checkpoint: Path) -> None:
     """A flipped bit in what one rank reads: all are told which tensor it is in."""
     if dist.get_rank() == 0:
         info = next(iter(NvmeStorageReader(checkpoint).read_metadata().storage_data.values()))
-        with (checkpoint / info.relative_path).open("r+b") as file:
-            file.seek(info.offset + info.length // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+        flip(checkpoint / info.relative_path, info.offset + info.length // 2)
     dist.barrier()
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load(sharded(reference(99), 0), storage_reader=NvmeStorageReader(checkpoint, verify=True))
