@@ -123,6 +123,7 @@ def test_a_model_of_transformers_loads_what_was_converted(folder: Path) -> None:
             assert torch.equal(streamed(ids).logits, wanted)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(folder: Path) -> None:
     """By the window, the buffers of writing, and the modules that are imported; not by the size of the file."""
     torch.save({str(number): torch.full((80 << 18,), float(number)) for number in range(5)}, folder / "a.pt")

@@ -224,7 +224,7 @@ def test_a_folder_of_dcp(folder: Path) -> None:
 
 
 def test_release_memory_before_the_first_save() -> None:
-    run_python("import nvme_ops; nvme_ops.checkpoint.background.release_memory()", fresh=True)
+    run_python("import nvme_ops; nvme_ops.checkpoint.background.release_memory()")
 
 
 # What killed saves leave

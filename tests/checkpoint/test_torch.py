@@ -116,14 +116,6 @@ def test_what_is_one_object_stays_one(folder: Path) -> None:
         assert found["u"][1][0] == 7
 
 
-def test_plain_values(folder: Path) -> None:
-    numbers = [0, 255, 256, 65535, 65536, -1, 2**31 - 1, 2**31, -(2**31) - 1, 2**63, -(2**200)]
-    others = ["", "é", "x" * 70000, 1.5, float("inf"), None, True, (), [], {}, (1, 2, 3, 4)]
-    path = saved_here(folder / "a.pt", {"k": numbers, 3: [others] * 2500})
-    for found in (load(path), torch.load(path, weights_only=True)):
-        assert found == {"k": numbers, 3: [others] * 2500}
-
-
 def test_many_tensors_take_no_detour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     state = {f"layer.{number}": torch.full((number % 7, 3), float(number)) for number in range(3000)}

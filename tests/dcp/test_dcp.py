@@ -186,6 +186,7 @@ def test_tensors_on_an_accelerator_are_saved_and_filled(tmp_path: Path) -> None:
 
 
 @needs_fork
+@pytest.mark.slow
 def test_little_memory_is_used_beside_the_tensors(tmp_path: Path) -> None:
     def most(work: Callable[[], object]) -> int:
         def status(name: str) -> int:
