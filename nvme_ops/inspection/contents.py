@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
 def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
     """Returns the names of tensors whose bytes do not match their checksums. Tensors without one are skipped."""
     wrong = list(found.damaged)
-    for path, items in _by_file(found.items):
+    for path, items in itertools.groupby(found.items, lambda item: item.path):
         with opened(path) as fd:
             for item in items:
                 if item.checksum is None:
@@ -98,13 +99,6 @@ def _same(item: Item, other: Item, on_progress: OnProgress) -> bool:
             same = same and torch.equal(piece, against)
             on_progress(piece.numel())
         return same
-
-
-def _by_file(items: list[Item]) -> list[tuple[str, list[Item]]]:
-    files: dict[str, list[Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    return list(files.items())
 
 
 def _pieces(fd: int, item: Item) -> Iterator[torch.Tensor]:

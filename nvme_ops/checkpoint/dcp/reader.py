@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -201,13 +201,8 @@ class Wanted:
         return str(self.item.storage_index.fqn)
 
 
-@dataclass
-class _Group:
-    """Reads in flight, and what has to be done when they end."""
-
-    future: IoFuture
-    targets: list[tuple[Wanted, torch.Tensor]] = field(default_factory=list)
-    framed: list[tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+#: What is read whole, to be compared with its checksum: before, in and behind the target.
+_Framed: TypeAlias = tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Loading:
@@ -235,15 +230,14 @@ class Loading:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
         with InFlight() as in_flight:
             for wanted_group in _groups(wanted):
-                group = self._start(wanted_group)
-                in_flight.add(group.future, functools.partial(self._finish, group))
+                in_flight.add(*self._start(wanted_group))
         if self._wrong:
             raise ChecksumError(self._folder, list(self._wrong))
 
-    def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> _Group:
-        """Starts reads straight into the targets, and copies the rest."""
+    def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> tuple[IoFuture, Callable[[], None]]:
+        """Starts reads straight into the targets, copies the rest, and returns what to do when they end."""
         targets: list[tuple[Wanted, torch.Tensor]] = []
-        framed: list[tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        framed: list[_Framed] = []
         reads: list[tuple[torch.Tensor, str, int]] = []
         others: list[tuple[Wanted, Stored, torch.Tensor]] = []
         for one, stored in group:
@@ -271,7 +265,7 @@ class Loading:
             self.verify_in_files(one for one, *_ in others)
             self._copy(others)
             in_flight.hand_over()
-        return _Group(future, targets, framed)
+        return future, functools.partial(self._finish, targets, framed)
 
     def _copy(self, wanted: Iterable[tuple[Wanted, Stored, torch.Tensor]]) -> None:
         """Reads what cannot be read into its target, and copies the parts wanted."""
@@ -285,13 +279,13 @@ class Loading:
         for (_, span), found in zip(parts, held, strict=True):
             span.target.copy_(found.view(span.dtype).view(span.shape)[span.part])
 
-    def _finish(self, group: _Group) -> None:
-        payloads = checksums_of([target for _, _, target, _ in group.framed], CHECKSUM)
-        for (one, head, target, tail), payload in zip(group.framed, payloads, strict=True):
+    def _finish(self, targets: Sequence[tuple[Wanted, torch.Tensor]], framed: Sequence[_Framed]) -> None:
+        payloads = checksums_of([target for _, _, target, _ in framed], CHECKSUM)
+        for (one, head, target, tail), payload in zip(framed, payloads, strict=True):
             found = joined(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
             if checksum_of(tail, CHECKSUM, found) != one.checksum:
                 self._wrong[one.name] = None
-        for one, target in group.targets:
+        for one, target in targets:
             self._planner.commit_tensor(one.item, target)
 
 
