@@ -25,17 +25,7 @@ from nvme_ops.arguments import command_line, listed, positive, size
 from nvme_ops.measure import files, machine, stop
 from nvme_ops.measure.rows import Row, Unavailable, interleave
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import (
-    Table,
-    add_outputs,
-    as_json,
-    as_text,
-    check_outputs,
-    document_text,
-    plot,
-    show_progress,
-    write_outputs,
-)
+from nvme_ops.measure.tables import Table, add_outputs, as_json, as_text, check_outputs, deliver, show_progress
 from nvme_ops.text import MIB, size_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +61,7 @@ def names() -> dict[str, str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs a benchmark; returns 0; 1: a folder cannot be used, wrong bytes; 2: wrong arguments; 130: after Ctrl-C."""
+    """Runs a benchmark; returns 0; 1: wrong bytes; 2: wrong arguments, unusable folders; 130: after Ctrl-C."""
     known = names()
     if not words or words[0] not in known:
         print(f"usage: python benchmarks NAME ...\n\n{listed(known.items(), 14)}", file=sys.stderr)
@@ -103,7 +93,7 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
         for folder in given.folder:
             if not os.path.isdir(folder):
                 raise ValueError(f"--folder {folder}: no such folder")
-        check_outputs(given.output, ".json", pictures=True)
+        check_outputs(given.output, pictures=True)
         program.check(given)
     except ValueError as error:
         made.error(str(error))
@@ -178,24 +168,18 @@ def data_file(scratch: str, size: int) -> str:
 def run(name: str, words: Sequence[str]) -> int:
     """Runs one benchmark; the status is that of ``main``."""
     program, given = parse(name, words)
-    stop.leave_on_signals()
-    try:
+
+    @stop.measuring(name)
+    def measured(_: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
             found = Run(program, given)
-    except files.NotUsable as reason:
-        print(f"{name}: {reason}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the files are removed", file=sys.stderr)
-        return 130
-    if given.json:
-        sys.stdout.write(document_text(found.result))
-    if not write_outputs(given.output, lambda file: plot(found.tables, file), json=lambda: document_text(found.result)):
-        print(f"{name}: nothing to plot: no throughput was measured", file=sys.stderr)
-    wrong = [row.name for group in found.tables.values() for table in group for row in table.rows if row.wrong]
-    if wrong:
-        print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+        deliver(given, found.result, "", found.tables)
+        wrong = [row.name for group in found.tables.values() for table in group for row in table.rows if row.wrong]
+        if wrong:
+            print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
+        return 1 if wrong else 0
+
+    return measured()
 
 
 def environment() -> dict[str, str]:

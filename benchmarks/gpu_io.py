@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,7 +30,7 @@ from nvme_ops import gds
 from nvme_ops.arguments import positive, size
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
-from nvme_ops.measure.remote import Remote, environment
+from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Sample, Unavailable, spread
 from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder, cufile
@@ -90,7 +91,7 @@ class GpuWork(Task):
 
 def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
     """Raises Unavailable with the reason where cuFile cannot work."""
-    with environment(NVME_OPS_GDS=mode):
+    with mock.patch.dict(os.environ, NVME_OPS_GDS=mode):
         try:
             return nvme_ops.gds_handle(work.block_size, QUEUE_DEPTH, intra_op_parallelism=work.threads)
         except RuntimeError as reason:

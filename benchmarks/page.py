@@ -55,7 +55,6 @@ _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}}
 SECTIONS = {
     "raw_io": Section(_PROGRAM.format("raw_io")),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
-    "overhead": Section(_PROGRAM.format("overhead")),
     "checkpoint": Section(_PROGRAM.format("checkpoint")),
     "fresh": Section(_PROGRAM.format("fresh_process")),
     "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
@@ -296,21 +295,18 @@ def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]
 def main(words: Sequence[str]) -> int:
     """Status 0; 1 when a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
     given = arguments(words)
-    stop.leave_on_signals()
-    failed = []
-    try:
+
+    @stop.measuring("page")
+    def measured(_: Sequence[str] | None = None) -> int:
         given.results.mkdir(parents=True, exist_ok=True)
         write(given)
+        failed = []
         for name in SECTIONS:
             if not given.render and (not given.only or name in given.only):
                 failed += [] if measure(name, given) else [name]
                 write(given)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the sections that were finished are kept", file=sys.stderr)
-        return 130
-    except OSError as error:
-        print(f"page: {error}", file=sys.stderr)
-        return 1
-    if failed:
-        print(f"page: failed, and the page says so: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+        if failed:
+            print(f"page: failed, and the page says so: {', '.join(failed)}", file=sys.stderr)
+        return 1 if failed else 0
+
+    return measured()

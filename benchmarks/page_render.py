@@ -14,8 +14,8 @@ import jinja2
 from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from benchmarks.command import ROOT
-from nvme_ops.measure.rows import PERCENTILES, Spread
-from nvme_ops.measure.tables import COLUMNS, with_range
+from nvme_ops.measure.run import blocks_rows
+from nvme_ops.measure.tables import Cells, cells, filled
 from nvme_ops.text import size_words
 
 # What results that are damaged, or of another version, raise here
@@ -33,7 +33,6 @@ _ROWS = [
 
 Json = Mapping[str, Any]
 Results = Mapping[str, Json]  # by section, in the order of the page
-Cells = dict[str, str]  # of a row, by column
 
 
 def page(text: str, results: Results, pictures: str) -> str:
@@ -46,7 +45,7 @@ def page(text: str, results: Results, pictures: str) -> str:
                if stored["description"]}  # fmt: skip
     parts = {f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures)
              for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)}  # fmt: skip
-    return filled(text, {"machines": _part("machines", machines), **parts})
+    return between_marks(text, {"machines": _part("machines", machines), **parts})
 
 
 def readme(text: str, results: Results) -> str:
@@ -55,10 +54,10 @@ def readme(text: str, results: Results) -> str:
         block = _readme_block(results)
     except _DAMAGED as error:
         block = _cannot_be_shown(error)
-    return filled(text, {"benchmarks": block})
+    return between_marks(text, {"benchmarks": block})
 
 
-def filled(text: str, parts: Mapping[str, str]) -> str:
+def between_marks(text: str, parts: Mapping[str, str]) -> str:
     """``text`` with each of the parts between the lines that name it. Raises ValueError where it has none."""
     for name, part in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -96,7 +95,7 @@ def _storage(place: Mapping[str, str]) -> str:
 
 def _readme_rows(folders: Json) -> Iterator[Cells]:
     for words, group, name in _ROWS:
-        cells, cpu = {"": words}, "-"
+        made, cpu = {"": words}, "-"
         for place, found in folders.items():
             wanted = ((table, row) for table in found["tables"] if table["group"] == group for row in table["rows"])
             missing: tuple[Json, Json] = ({}, {"spread": None})
@@ -108,8 +107,8 @@ def _readme_rows(folders: Json) -> Iterator[Cells]:
                 times = _median(row["against_peer"], 1)
                 cpu = _median(row["columns"].get("CPU s/GiB"), 3) if cpu == "-" else cpu
             columns = {"{}, GB/s": rate, "{}: of fio's best": of, "{}: x DeepSpeed": times}
-            cells |= {column.format(place.lower()): cell for column, cell in columns.items()}
-        yield {**cells, "CPU s/GiB": cpu}
+            made |= {column.format(place.lower()): cell for column, cell in columns.items()}
+        yield {**made, "CPU s/GiB": cpu}
 
 
 def _rate(median: float, unit: str) -> str:
@@ -125,41 +124,9 @@ def _median(found: Json | None, digits: int) -> str:
 
 def table(rows: Iterable[Cells]) -> str:
     """Markdown. A column that no row fills is left out."""
-    lines = list(rows)
-    first, *others = dict.fromkeys(name for row in lines for name in row)
-    kept = [first, *(name for name in others if any(row.get(name, "-") not in ("", "-") for row in lines))]
-    cells = [[row.get(name, "-").replace("|", "\\|").replace("\n", " ") for name in kept] for row in lines]
-    return str(tabulate(cells, kept, "github", disable_numparse=True))
-
-
-def spread(found: Json | None, digits: int) -> str:
-    """The median and its range."""
-    return with_range(Spread(found["median"], found["min"], found["max"]), digits) if found else "-"
-
-
-def measured_rows(document: Json) -> Iterator[Cells]:
-    """Of what ``tables.as_json`` gave."""
-    unit, reference = document["unit"], document["reference"]
-    for row in document["rows"]:
-        known = {name: found["median"] for name, found in row.get("columns", {}).items() if found}
-        columns = {name: words(known[name]) if name in known else "-" for name, (_, words) in COLUMNS.items()}
-        ratio = "-" if row["name"] == reference else spread(row.get("against_reference"), 3)
-        ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": spread(row.get("against_peer"), 3)}
-        if unit == "bytes":
-            value = {unit: size_words(int(row["spread"]["median"])) if row["spread"] else "unknown"}
-        else:
-            value = {f"{unit} (min - max)": spread(row["spread"], 4)}
-        yield {"": row["name"], **value, **columns, **ratios, "note": row.get("note", "")}
-
-
-def block_rows(blocks: Json) -> Iterator[Cells]:
-    """Latencies of single blocks, in us."""
-    for name, times in blocks.items():
-        wanted = [(f"p{100 * share:g}", "complete", str(share), 0) for share in PERCENTILES]
-        wanted += [("submit p50", "submit", "0.5", 1), ("submit p99", "submit", "0.99", 1)]
-        cells = {column: f"{1e6 * times[part][share]:.{digits}f}" if share in times.get(part, {}) else "-"
-                 for column, part, share, digits in wanted}  # fmt: skip
-        yield {"": name, **cells, "blocks": str(times["count"])}
+    lines = filled(rows)
+    escaped = [[word.replace("|", "\\|").replace("\n", " ") for word in row.values()] for row in lines]
+    return str(tabulate(escaped, list(lines[0]), "github", disable_numparse=True))
 
 
 def machine_rows(description: Json, number: int) -> Iterator[Cells]:
@@ -192,7 +159,7 @@ def _part(macro: str, *values: object) -> str:
 
 
 _FILTERS = {
-    "table": table, "rows": measured_rows, "blocks": block_rows, "machine": machine_rows, "shown": shown,
+    "table": table, "rows": cells, "blocks": blocks_rows, "machine": machine_rows, "shown": shown,
     "size": size_words, "wrapped": _wrapped,
 }  # fmt: skip
 _ENVIRONMENT = jinja2.Environment(

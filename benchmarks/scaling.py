@@ -11,7 +11,6 @@ pause as well.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -34,8 +33,8 @@ from nvme_ops.measure import fio, machine, stop
 from nvme_ops.measure.engines import Contender, Task, make_row
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.remote import Remote, joint_row
-from nvme_ops.measure.rows import Row, Sample, paired_ratios, spread, timed
-from nvme_ops.measure.tables import Table
+from nvme_ops.measure.rows import Row, paired_ratios, spread, summed, timed
+from nvme_ops.measure.tables import ALONE, Table
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB, size_words
 
@@ -264,26 +263,17 @@ def _all(calls: Sequence[Callable[[], object]]) -> None:
         call()
 
 
-def sums(alone: Sequence[Row], counts: Sequence[int]) -> dict[int, Row]:
-    """What the first so many devices do alone, added up, over the rounds in which all of them succeeded."""
-    made = {count: Row(f"the sum of {count} alone") for count in counts}
-    for count, row in made.items():
-        for taken in itertools.zip_longest(*(each.samples for each in alone[:count])):  # one that is wrong has none
-            rates = [sample.rate for sample in taken if sample is not None]
-            row.samples.append(Sample(1, int(sum(rates))) if len(rates) == count else None)
-    return made
-
-
 def compared(group: str, title: str, alone: Sequence[Row], together: dict[tuple[str, int], Row]) -> Table:
     """Each row over the sum of the same devices alone, round by round, and whether it reaches what is aimed at."""
-    added = sums(alone, sorted({count for _, count in together}))
+    counts = sorted({count for _, count in together})
+    added = {count: Row(f"the sum of {count} alone", samples=summed(alone[:count])) for count in counts}
     for (name, count), row in together.items():
         row.peer = added[count].name
         found = spread(paired_ratios(row.samples, added[count].samples))
         if found and name != FIO:
             kept = "reached" if found.median >= LEAST else "missed"
             row.note = "; ".join(filter(None, [f"aim {LEAST:g}: {kept}", row.note.replace("io_uring", "")]))
-    return Table(group, title, "GB/s", [*added.values(), *together.values()], peers="the sum of each alone")
+    return Table(group, title, "GB/s", [*added.values(), *together.values()], peers=ALONE)
 
 
 def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:

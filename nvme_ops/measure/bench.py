@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, count, listed, positive, say, show, size
-from nvme_ops.measure import explain, run, stop
+from nvme_ops.arguments import command_line, count, listed, positive, say, size
+from nvme_ops.measure import explain, run
 from nvme_ops.measure.engines import ENGINES
-from nvme_ops.measure.files import NotUsable
-from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, show_progress, write_outputs
+from nvme_ops.measure.search import SWEPT, swept
+from nvme_ops.measure.stop import measuring
+from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
 
 _DESCRIPTION = """\
@@ -39,15 +40,6 @@ exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and
 for folders that cannot be used or lack the space; 130 after Ctrl-C, which
 prints what was measured until then
 """
-#: What --sweep takes, by the name of the setting it changes.
-_SWEEPABLE = {
-    "block_size": "block_size",
-    "queue_depth": "queue_depth",
-    "io_parallel": "intra_op_parallelism",
-    "single_submit": "single_submit",
-    "sequential_requests": "overlap_events",
-}
-_SWITCHES = {"0": False, "1": True, "false": False, "true": True}
 
 
 @dataclass(frozen=True)
@@ -86,19 +78,17 @@ def parser() -> argparse.ArgumentParser:
     how("--sequential_requests", action="store_true", help="handles with overlap_events=False (default: True)")
     words = "intra_op_parallelism of a handle (default 1)"
     how("--io_parallel", type=positive, default=1, metavar="N", help=words)
-    words = f"all combinations of these values; NAME: {', '.join(_SWEEPABLE)}"
+    words = f"all combinations of these values; NAME: {', '.join(SWEPT)}"
     how("--sweep", nargs="+", action="extend", default=[], metavar="NAME=A,B", help=words)
     memory = made.add_argument_group("memory").add_argument
     memory("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     memory("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     memory("--pageable", action="store_true", help="an ordinary CPU tensor (default: a page-locked one)")
     memory("--use_gds", action="store_true", help="through cuFile where an engine can; with a GPU")
-    words = "handles go through host memory that is page-locked anew for every pass; with a GPU"
-    memory("--slow_bounce_buffer", action="store_true", help=words)
     out = made.add_argument_group("comparison and output").add_argument
     out("--no_reference", dest="reference", action="store_false", help="leave out the row of fio at its best")
     out("--scaling", action="store_true", help="also 1, 2, ... of the folders, against the sum of each alone")
-    add_outputs(out, ".json, .csv (a line for every pass), a picture's")
+    add_outputs(out, ".json, a picture's")
     made.add_argument("--version", action="version", version=f"nvme-bench {__version__}")
     return made
 
@@ -129,12 +119,11 @@ def _check(given: Namespace) -> None:
     given.engines = wanted if "all" in given.engines else list(dict.fromkeys(given.engines))
     for flag, needs, there in (
         ("use_gds", "device cuda", given.gpu),
-        ("slow_bounce_buffer", "device cuda", given.gpu),
         ("cached", "read", not given.write),
     ):
         if getattr(given, flag) and not there:
             raise ValueError(f"--{flag} goes with --{needs}")
-    check_outputs(given.output, ".json", ".csv", pictures=True)
+    check_outputs(given.output, pictures=True)
 
 
 def _places(given: Namespace) -> list[Workplace]:
@@ -174,68 +163,40 @@ def _check_gpus(places: list[Workplace], pageable: bool) -> None:
 
 def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
     """Returns all combinations of the values of --sweep, and which settings they change."""
-    axes: dict[str, list[object]] = {}
+    axes: dict[str, Sequence[object]] = {}
     for entry in given.sweep:
-        name, separator, values = entry.partition("=")
-        if not separator or not values or name not in _SWEEPABLE:
-            raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(_SWEEPABLE)}")
-        if _SWEEPABLE[name] in axes:
+        name, _, values = entry.partition("=")
+        if not values or name not in SWEPT:
+            raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(SWEPT)}")
+        try:
+            axis = swept(name, values.split(","))
+        except ValueError as error:
+            raise ValueError(f"--sweep {error}") from None
+        if axis.name in axes:
             raise ValueError(f"--sweep {name}: twice; name all its values once")
-        axes[_SWEEPABLE[name]] = [_swept_value(name, value) for value in values.split(",")]
+        axes[axis.name] = axis.values
     base = Settings(
         given.block_size, given.queue_depth, given.single_submit, not given.sequential_requests, given.io_parallel
     )
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     settings = [replace(base, **changes) for changes in combinations]  # type: ignore[arg-type]
-    if len(set(settings)) > 1 and given.scaling:
+    if len(settings) > 1 and given.scaling:
         raise ValueError("--sweep and --scaling are two runs")
-    return list(dict.fromkeys(settings)), list(axes)
+    return settings, list(axes)
 
 
-def _swept_value(name: str, text: str) -> object:
-    if name in ("single_submit", "sequential_requests"):
-        if text.lower() not in _SWITCHES:
-            raise ValueError(f"--sweep {name}: {text!r} is neither true nor false")
-        return _SWITCHES[text.lower()] != (name == "sequential_requests")
-    try:
-        return (size if name == "block_size" else positive)(text)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--sweep {name}: {error}") from None
-
-
-@command("nvme-bench")
+@measuring("nvme-bench")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
-    words = sys.argv[1:] if words is None else words
-    stop.leave_on_signals()
-    try:
-        if words and words[0] == "explain":
-            return explain.main(words[1:])
-        if words and words[0] == "workload":
-            from nvme_ops.measure.workload import cli as workload
+    words = words or []
+    if words and words[0] == "explain":
+        return explain.main(words[1:])
+    if words and words[0] == "workload":
+        from nvme_ops.measure.workload import cli as workload
 
-            return workload.main(words[1:])
-        return _bench(words)
-    except (NotUsable, OSError) as reason:
-        say(f"nvme-bench: {reason}")
-        return 2
-    except KeyboardInterrupt:
-        say("\nnvme-bench: interrupted; the files are removed")
-        return 130
-
-
-def _bench(words: Sequence[str]) -> int:
-    given = parse(words)
-    result = run.run(given, show_progress)
-
-    def document() -> str:
-        return document_text(run.as_document(result))
-
-    sys.stdout.write(document()) if given.json else show(run.text(result))
-    if not write_outputs(
-        given.output, lambda file: run.plot(result, file), json=document, csv=lambda: run.as_csv(result)
-    ):
-        say("nvme-bench: nothing to plot: nothing was measured")
+        return workload.main(words[1:])
+    result = run.run(parse(words), show_progress)
+    deliver(result.options, run.as_document(result), run.text(result), {"": [result.table]})
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")
     return 130 if result.interrupted else 1 if result.wrong else 0

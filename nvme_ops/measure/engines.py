@@ -57,7 +57,6 @@ class Task:
     validate: bool = False
     pageable_memory: bool = False  # an ordinary tensor instead of a page-locked one
     use_gds: bool = False
-    slow_bounce_buffer: bool = False
     more_paths: tuple[str, ...] = ()  # with them each pass takes the next file
     written: int = field(default=0, init=False)  # number of checked writes, to distinguish them
     _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -221,20 +220,8 @@ def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> 
         handle.wait()
         task.finish()
 
-    def move_through_new_memory(tensor: torch.Tensor) -> None:
-        bounce = handle.new_cpu_locked_tensor(tensor.numel(), torch.empty(0, dtype=tensor.dtype))
-        if task.write:
-            bounce.copy_(tensor)
-        move(bounce)
-        if not task.write:
-            tensor.copy_(bounce)
-        task.finish()
-        handle.free_cpu_locked_tensor(bounce)
-
-    through = move_through_new_memory if task.slow_bounce_buffer else move
-    row = tensor_row(task, name, lambda: task.buffer, through, past_cache=past_cache)
+    row = tensor_row(task, name, lambda: task.buffer, move, past_cache=past_cache)
     run = row.run
-
     row.run = lambda: replace(run(), submit_seconds=submitted)
     row.blocks = lambda: block_times(task, handle)
     return row

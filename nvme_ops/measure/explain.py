@@ -1,27 +1,21 @@
 """``nvme-bench explain FILE|DIR``: compares what was reached with the ceiling; says what limits, and what to change.
 
-Inspects the file, measures rows and the processor's rates, has ``judge`` draw conclusions from the rates alone, and
-formats all of it as one page.
+Inspects the file, measures rows, has ``judge`` draw conclusions from the rates alone, and formats all as one page.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import fcntl
 import mmap
 import os
 import re
 import stat
 import statistics
-import struct
 import textwrap
-import timeit
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -31,17 +25,16 @@ from nvme_ops.limits import free_memory
 from nvme_ops.measure import files, fio, machine
 from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import Task, unavailable
-from nvme_ops.measure.judge import EMPTY, GDS, GPU, KEPT, LANES, LOCKED, NEW, Judgement, Measured, Variation, judge
+from nvme_ops.measure.judge import EMPTY, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.measure.rows import Row, Spread, interleave, metered, spread, timed
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Table, with_range
-from nvme_ops.measure.tables import as_text as table_text
+from nvme_ops.measure.tables import Table, as_text, with_range
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.progress import progress_bar
 from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
-from nvme_ops.storage.device import MEMORY, NETWORK, Mount, devices_under, mount_of
-from nvme_ops.text import GIB, KIB, MIB, rate_words, size_words, terminal_width
+from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
+from nvme_ops.text import GIB, MIB, size_words, terminal_width
 
 _DESCRIPTION = """\
 Measures for about half a minute how fast a default aio_handle moves an ordinary
@@ -54,7 +47,11 @@ exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
 cannot be used
 """
 _PASS_SECONDS = 0.4  # of a pass, unless the user chooses its size
+_LEAST_PASS = 64 * MIB  # a pass moves a smaller file several times
+_MOST_CALLS = 1024
 _TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
+_LEAST_FILE = MIB  # one block of a default handle; below, a call's latency counts and not a rate
+_NOTE = 50  # characters of a row's note
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,7 +62,7 @@ def main(words: Sequence[str]) -> int:
     except (OSError, EOFError, RuntimeError) as reason:
         say(f"nvme-bench explain: {reason}")
         return 1
-    show(as_text(page))
+    show("\n".join(page))
     return 0
 
 
@@ -98,31 +95,39 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _explain(given: argparse.Namespace) -> Page:
-    with _file(given) as (path, scratch):
-        place = inspect(path)
-        size = _size(given, place)
+def _explain(given: argparse.Namespace) -> list[str]:
+    """Returns the verdicts, then for each direction its table and findings, then the place and the machine."""
+    with _file(given) as path:
+        place = _require_device(path)
+        most = min(os.path.getsize(path), given.io_size or _default_size())
+        if given.io_size:
+            _check_memory(most)
         meter = Meter([] if given.gpu is None else [given.gpu])
-        as_found = None if scratch or place.cached == 0 else _as_found(Task(path, size, False, given.gpu), given.rounds)
+        found = Task(path, min(most, _LEAST_PASS), False, given.gpu)
+        about = [] if path != given.path else [_as_found(found, given.rounds)]
         files.make_cold(path)
-        page = Page(
-            place, scratch, size, given.rounds, machine.machine(), meter.unavailable(), as_found,
-            files.cached_bytes(path),
-        )  # fmt: skip
+        task = Task(path, most if given.io_size else _in_time(path, most), False, given.gpu)
+        about += _cautions(path, task.size)
+        verdicts, page = [], []
         for write in [False, True] if given.write else [False]:
-            task = Task(path, size, write, given.gpu)
-            page.hindrances = hindrances(task.handle.backend, lock(task))
-            page.directions.append(_direction(task, meter, page))
-        return page
+            task = replace(task, write=write)
+            refused = hindrances(task.handle.backend, _lock(task))
+            judgement, lines = _direction(task, meter, given.rounds, refused)
+            verdicts.append(judgement.verdict)
+            page += ["", *lines]
+        about += [f"refused: {words}; fix: {fix}" for words, fix in refused]
+        about += [f"energy: {meter.unavailable()}"] if meter.unavailable() else []
+        about += [f"place: {place}", "machine: " + "; ".join(map(" ".join, machine.machine().items()))]
+        return [*verdicts, *page, "", *(part for line in about for part in _wrapped("", line, "  "))]
 
 
 @contextmanager
-def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
-    """Returns the file to work on, and whether it is one of ours."""
-    if not is_folder(given.path):
-        yield given.path, False
+def _file(given: argparse.Namespace) -> Iterator[str]:
+    """Returns the file to work on: the one that is named, or in a folder one of ours."""
+    if not _is_folder(given.path):
+        yield given.path
         return
-    mount_of_device(given.path)
+    _require_device(given.path)
     size = given.io_size or _default_size()
     with scratch_folder(given.path, size + 64 * MIB, "--io_size or folder") as folder:
         _check_memory(size)
@@ -131,21 +136,64 @@ def _file(given: argparse.Namespace) -> Iterator[tuple[str, bool]]:
             files.make_file(path, size)
         except OSError as error:
             raise files.NotUsable(f"{given.path}: {error.strerror}") from error
-        yield path, True
+        yield path
+
+
+def _is_folder(path: str) -> bool:
+    """Returns False for a file that can be explained. Raises NotUsable for anything else."""
+    try:
+        about = os.stat(path)
+        if stat.S_ISDIR(about.st_mode):
+            return True
+        if not stat.S_ISREG(about.st_mode):
+            raise files.NotUsable(f"{path} is no file: name a file, or a folder on the device")
+        _require_device(path)
+        if about.st_size < _LEAST_FILE:
+            words = f"{size_words(about.st_size)}, less than a block of {size_words(_LEAST_FILE)}"
+            raise files.NotUsable(f"{path} has {words}: too little to tell a rate; name a larger file, or a folder")
+        _require_direct(path)
+    except OSError as error:
+        raise files.NotUsable(f"{path}: {error.strerror}") from error
+    return False
+
+
+def _require_device(path: str) -> str:
+    """Returns file system and device in words. Raises NotUsable for a file system in memory."""
+    mount = mount_of(Host(), path)
+    if mount is None:
+        return "unknown file system"
+    if mount.kind in MEMORY:
+        raise files.NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
+    words = [f"{mount.kind} on {mount.point}"]
+    for device in devices_under(Host(), path, mount):
+        words += filter(None, (device.name, device.kind, device.model))
+    return ", ".join(words + [f"from {mount.source}"] * (mount.kind in NETWORK))
+
+
+def _require_direct(path: str) -> None:
+    """Raises NotUsable for what can be read through the page cache only, OSError for what cannot be read."""
+    os.close(os.open(path, os.O_RDONLY))
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, 1 << 16) as block:  # page-aligned, and a multiple of every logical block size
+                os.preadv(descriptor, [block], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = "the file system refuses O_DIRECT, everything goes through the page cache"
+        raise files.NotUsable(f"{path}: {reason} ({error.strerror})") from error
 
 
 def _default_size() -> int:
     return min(GIB, max(MIB, free_memory() // _TENSORS))
 
 
-def _size(given: argparse.Namespace, place: FilePlace) -> int:
-    """Returns the bytes of a pass. Raises NotUsable if there is not enough memory for the tensors."""
-    size = min(place.size, given.io_size or _default_size())
-    if given.io_size:
-        _check_memory(size)
-        return size
-    in_time = int(probe(place.path, size) * _PASS_SECONDS)
-    return min(size, max(64 * MIB, in_time // (16 * MIB) * 16 * MIB))
+def _in_time(path: str, most: int) -> int:
+    """Returns the bytes of a pass of ``_PASS_SECONDS``, from one short read of a cold file."""
+    tensor = files.filled(nvme_ops.empty(min(most, _LEAST_PASS), dtype=torch.uint8))
+    rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
+    return min(most, max(_LEAST_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
 
 
 def _check_memory(size: int) -> None:
@@ -157,20 +205,36 @@ def _check_memory(size: int) -> None:
         )
 
 
-def _as_found(task: Task, rounds: int) -> Spread | None:
-    """Returns GB/s with the page cache as it is; reads that bypass it do not change it."""
-    row = as_found_row(task)
-    interleave([row], rounds)
-    return spread([sample.rate / 1e9 for sample in row.samples if sample is not None])
+def _as_found(task: Task, rounds: int) -> str:
+    """Says how much of a file is in the page cache, and its GB/s as it is; reads that bypass it do not change it."""
+    size, cached = os.path.getsize(task.path), files.cached_bytes(task.path)
+    words = "nothing of it in the page cache"
+    if cached != 0:
+        row = _row(task, "as found", task.handle, NEW if task.gpu is None else GPU)
+        row.before = lambda: None
+        interleave([row], rounds)
+        rate: Spread | None = spread([sample.rate / 1e9 for sample in row.samples if sample is not None])
+        share = "unknown how much of it" if cached is None else f"{cached / size:.0%} of it"
+        words = f"{share} in the page cache, as found {with_range(rate, 3)} GB/s"
+    return f"file: {task.path}, {size_words(size)}; {words}"
 
 
-def _direction(task: Task, meter: Meter, page: Page) -> Direction:
+def _cautions(path: str, size: int) -> list[str]:
+    """Says what makes the file look faster than the device."""
+    about, cached = os.stat(path), files.cached_bytes(path) or 0
+    missing = about.st_size - about.st_blocks * 512  # stat(2) counts so whatever the file system's block
+    words = [f"{size_words(missing)} of it are not on the device (holes or compression)"] if missing > 0 else []
+    words += [f"{size_words(cached)} of it stay in the page cache: others map them"] if cached > size // 50 else []
+    return [f"caution: {each}" for each in words]
+
+
+def _direction(task: Task, meter: Meter, rounds: int, refused: list[tuple[str, str]]) -> tuple[Judgement, list[str]]:
+    """Returns what was concluded of one direction, and its table and findings."""
     rows = make_rows(task)
     for row in rows:
         metered(row, meter)
-    rates = (copy_rate(task), new_page_rate(task), device_copy_rate(task))
-    with progress_bar(len(rows) * (1 + page.rounds)) as step:
-        interleave(rows, page.rounds, step)
+    with progress_bar(len(rows) * (1 + rounds)) as step:
+        interleave(rows, rounds, step)
     by_name = {row.name: row for row in rows}
     for name in (usual := reached(task), LOCKED):
         if not any(by_name[name].samples):
@@ -180,12 +244,18 @@ def _direction(task: Task, meter: Meter, page: Page) -> Direction:
         usual,
         {row.name: [None if sample is None else sample.rate for sample in row.samples] for row in rows},
         {row.name: busy for row in rows if (busy := _busy(row)) is not None},
-        variations(task),
-        *rates,
         missing="" if any(by_name[fio.NAME].samples) else by_name[fio.NAME].note,
-        hindrances=page.hindrances,
+        hindrances=refused,
     )
-    return Direction(rows, measured, judge(measured))
+    judgement = judge(measured)
+    marks = {judgement.ceiling: "the ceiling", usual: "what was reached"}
+    for row in rows:
+        note = ", ".join(filter(None, (marks.get(row.name), row.note)))
+        row.note = textwrap.shorten(note, _NOTE, placeholder=" ...")
+    word = "write" if task.write else "read"
+    title = f"{word} of {size_words(task.size)} past the page cache, default aio_handle, medians of {rounds} rounds"
+    table = Table(word, title, "GB/s", rows, judgement.ceiling, ("CPU s/GiB", "J/GiB"))
+    return judgement, [as_text(table), "", *_findings(judgement, measured)]
 
 
 def _busy(row: Row) -> float | None:
@@ -194,26 +264,9 @@ def _busy(row: Row) -> float | None:
     return statistics.median((each.cpu_seconds or 0) / each.seconds for each in known) if known else None
 
 
-_LEAST_PASS = 64 * MIB  # a pass moves a smaller file several times
-_MOST_CALLS = 1024
-_COPIED = 256 * MIB
-_SETTINGS = (
-    ("block_size", 256 * KIB),
-    ("block_size", 4 * MIB),
-    ("queue_depth", 32),
-    ("queue_depth", 512),
-    (LANES, 2),
-)
-
-
 def reached(task: Task) -> str:
     """Returns the row to be explained: a default handle and an ordinary tensor."""
     return GPU if task.gpu is not None else KEPT if task.write else NEW
-
-
-def variations(task: Task) -> list[Variation]:
-    """Returns the rows with other settings than the default."""
-    return [*(Variation(LOCKED, argument, value) for argument, value in _SETTINGS), Variation(reached(task), LANES, 2)]
 
 
 def make_rows(task: Task) -> list[Row]:
@@ -222,29 +275,11 @@ def make_rows(task: Task) -> list[Row]:
     rows = [_fio_row(task), *(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
     if task.gpu is not None:
         rows.append(_gds_row(task))
-    for each in variations(task):
-        handle = nvme_ops.aio_handle(**{each.argument: each.value})  # type: ignore[arg-type]
-        rows.append(_row(task, each.name, handle, each.of))
-    return rows
+    lanes = nvme_ops.aio_handle(intra_op_parallelism=2)
+    return rows + [_row(task, two_lanes(name), lanes, name) for name in (LOCKED, reached(task))]
 
 
-def as_found_row(task: Task) -> Row:
-    """Returns a row of the default handle and an ordinary tensor, with the page cache as it is."""
-    row = _row(task, "as found", task.handle, NEW if task.gpu is None else GPU)
-    row.before = lambda: None
-    return row
-
-
-def probe(path: str, size: int) -> float:
-    """Returns bytes per second of one short read, to estimate how much can be read in the time available."""
-    handle = nvme_ops.aio_handle()
-    tensor = files.filled(nvme_ops.empty(min(size, _LEAST_PASS), dtype=torch.uint8))
-    task = Task(path, tensor.numel(), write=False)
-    task.set_out()
-    return timed(lambda: handle.sync_pread(tensor, path, 0), tensor.numel()).rate
-
-
-def lock(task: Task) -> bool:
+def _lock(task: Task) -> bool:
     """Allocates the page-locked tensor; returns False if the system refuses to lock it, which works all the same."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -268,55 +303,6 @@ def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
     if huge.status is Status.WARNING:
         found.append((f"huge pages: {huge.detail}", huge.fix))
     return found
-
-
-def copy_rate(task: Task) -> float:
-    """Returns bytes per second that one core copies to a tensor that has its pages: the best of three.
-
-    Copies in blocks from a few MiB that are in its cache, as data are just after the device has written them.
-    """
-    count = min(task.size, _COPIED)
-    source, target, block = task.locked.data_ptr(), task.pageable.data_ptr(), min(count, MIB)
-
-    def copy() -> None:
-        for offset in range(0, count - block + 1, block):
-            ctypes.memmove(target + offset, source + offset % (16 * MIB), block)
-
-    return count // block * block / _best_of_three(copy)
-
-
-def new_page_rate(task: Task) -> float:
-    """Returns bytes per second of new memory that one core touches for the first time: the best of three."""
-    count = max(min(task.size, _COPIED), _LEAST_PASS)  # smaller allocations might reuse freed memory
-    tensor = torch.empty(0)
-
-    def make() -> None:
-        nonlocal tensor
-        tensor = torch.empty(count, dtype=torch.uint8)
-
-    def touch() -> None:
-        tensor[::4096] = 1
-
-    return count / _best_of_three(touch, make)
-
-
-def device_copy_rate(task: Task) -> float:
-    """Returns bytes per second from pinned memory to the GPU or back: the best of three; 0 without a GPU."""
-    if task.gpu is None:
-        return 0.0
-    count = min(task.size, _COPIED)
-    pinned, device = torch.empty(count, dtype=torch.uint8, pin_memory=True), task.buffer[:count]
-    target, source = (pinned, device) if task.write else (device, pinned)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        task.finish()
-
-    return count / _best_of_three(copy)
-
-
-def _best_of_three(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    return min(timeit.repeat(work, before, number=1, repeat=3))
 
 
 def calls(size: int) -> int:
@@ -366,170 +352,7 @@ def _fio_row(task: Task) -> Row:
     return fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_out, fio.variants(shape))
 
 
-_FIEMAP = 0xC020660B  # FS_IOC_FIEMAP, linux/fs.h
-_LEAST = MIB  # one block of a default handle; below, a call's latency counts and not a rate
-_KINDS = {
-    stat.S_IFCHR: "a device node",
-    stat.S_IFBLK: "a device node",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
-
-
-@dataclass(frozen=True)
-class FilePlace:
-    """What is known about a file without reading it."""
-
-    path: str
-    size: int
-    file_system: str
-    device: str
-    alignment: str
-    cached: int | None  # bytes of it in the page cache; None: unknown
-    extents: int | None  # pieces on the device; None: unknown
-    stored: int  # bytes that it takes there; less than its size where it has holes or is compressed
-
-
-def is_folder(path: str) -> bool:
-    """Returns False for a file. Raises NotUsable for anything else."""
-    try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
-    except OSError as error:
-        raise files.NotUsable(f"{path}: {error.strerror}") from error
-    if kind not in (stat.S_IFDIR, stat.S_IFREG):
-        raise files.NotUsable(f"{path} is {_KINDS.get(kind, 'no file')}: name a file, or a folder on the device")
-    return kind == stat.S_IFDIR
-
-
-def mount_of_device(path: str) -> Mount | None:
-    """Returns the mount of ``path``. Raises NotUsable for a file system in memory."""
-    mount = mount_of(Host(), path)
-    if mount and mount.kind in MEMORY:
-        raise files.NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
-    return mount
-
-
-def inspect(path: str) -> FilePlace:
-    """Inspects a file. Raises NotUsable if it is too small, or can be read through the page cache only."""
-    mount = mount_of_device(path)
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  (below)
-    except OSError as error:
-        raise files.NotUsable(f"{path}: {error.strerror}") from error
-    with file:
-        about = os.fstat(file.fileno())
-        if about.st_size == 0:
-            raise files.NotUsable(f"{path} is empty: there is nothing to read")
-        if about.st_size < _LEAST:
-            words = f"{size_words(about.st_size)}, less than a block of {size_words(_LEAST)}"
-            raise files.NotUsable(f"{path} has {words}: too little to tell a rate; name a larger file, or a folder")
-        _refuse_cached_only(path)
-        return FilePlace(
-            path,
-            about.st_size,
-            f"{mount.kind} on {mount.point}" if mount else "unknown file system",
-            _device_words(path, mount),
-            _alignment(file.fileno()),
-            files.cached_bytes(path),
-            _extents(file.fileno()),
-            about.st_blocks * 512,  # stat(2) counts so whatever the file system's block
-        )
-
-
-def _refuse_cached_only(path: str) -> None:
-    reason = "the file system refuses O_DIRECT, everything goes through the page cache"
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as error:
-        raise files.NotUsable(f"{path}: {reason} ({error.strerror})") from error
-    try:
-        with mmap.mmap(-1, 1 << 16) as block:  # page-aligned, and a multiple of every logical block size
-            os.preadv(descriptor, [block], 0)
-    except OSError as error:
-        raise files.NotUsable(f"{path}: cannot be read past the page cache: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-
-
-def _device_words(path: str, mount: Mount | None) -> str:
-    found = devices_under(Host(), path, mount)
-    if not found and mount and mount.kind in NETWORK:
-        return f"network file system from {mount.source}"
-    return "; ".join(", ".join(filter(None, (device.name, device.kind, device.model))) for device in found)
-
-
-def _alignment(descriptor: int) -> str:
-    with contextlib.suppress(OSError):
-        said = kernel.direct_io_alignment(descriptor)
-        if said and said.offset:
-            return f"direct I/O aligned to {said.offset} bytes"
-    return ""
-
-
-def _extents(descriptor: int) -> int | None:
-    request = bytearray(struct.pack("=QQIIII", 0, 2**64 - 1, 0, 0, 0, 0))  # room for none: the kernel counts them
-    try:
-        fcntl.ioctl(descriptor, _FIEMAP, request)
-    except OSError:
-        return None
-    return int(struct.unpack_from("=I", request, 20)[0])  # fm_mapped_extents
-
-
-_NOTE = 50
-
-
-@dataclass(frozen=True)
-class Direction:
-    """The measurements and conclusions of one direction."""
-
-    rows: list[Row]
-    measured: Measured
-    judgement: Judgement
-
-
-@dataclass
-class Page:
-    """Everything on the page."""
-
-    place: FilePlace
-    scratch: bool  # the file is one of ours
-    size: int  # bytes of a pass
-    rounds: int
-    machine: dict[str, str]
-    energy: str  # why there is none
-    as_found: Spread | None  # GB/s, before the page cache was emptied
-    still_cached: int | None  # bytes that could not be dropped from the page cache
-    hindrances: list[tuple[str, str]] = field(default_factory=list)
-    directions: list[Direction] = field(default_factory=list)
-
-
-def as_text(page: Page) -> str:
-    """Returns the verdicts, then for each direction its table and findings, then the place and the machine."""
-    lines = [direction.judgement.verdict for direction in page.directions]
-    for direction in page.directions:
-        lines += ["", _table_text(_table(page, direction)), "", *_findings(direction)]
-    return "\n".join([*lines, "", *_surroundings(page)])
-
-
-def _table(page: Page, direction: Direction) -> Table:
-    judgement = direction.judgement
-    marks = {judgement.ceiling: "the ceiling", judgement.reached: "what was reached"}
-    rows = [replace(row, note=", ".join(filter(None, (marks.get(row.name), row.note)))) for row in direction.rows]
-    word = "write" if direction.measured.write else "read"
-    title = (
-        f"{word} of {size_words(page.size)} past the page cache, default aio_handle, medians of {page.rounds} rounds"
-    )
-    return Table(word, title, "GB/s", rows, judgement.ceiling, ("CPU s/GiB", "J/GiB"))
-
-
-def _table_text(table: Table) -> str:
-    """Returns what fits on a screen; the document has the notes in full."""
-    short = [replace(row, note=textwrap.shorten(row.note, _NOTE, placeholder=" ...")) for row in table.rows]
-    return table_text(replace(table, rows=short))
-
-
-def _findings(direction: Direction) -> list[str]:
-    judgement, measured = direction.judgement, direction.measured
+def _findings(judgement: Judgement, measured: Measured) -> list[str]:
     lines = []
     for number, finding in enumerate(judgement.findings, 1):
         lines.append(f"{number}. {finding.name}: {finding.share:.0%} of the gap")
@@ -540,39 +363,7 @@ def _findings(direction: Direction) -> list[str]:
         why = measured.missing or f"{fio.NAME} is slower here"
         lines += _wrapped("", f"The ceiling is this package's own best with page-locked memory: {why}.")
     words = f"Differences below {judgement.noise:.0%} cannot be distinguished from noise (try more --rounds)."
-    if not any("one core" in finding.evidence for finding in judgement.findings):
-        copied, made = rate_words(measured.copy_rate), rate_words(measured.new_page_rate)
-        words += f" One core copies {copied} and makes new pages at {made}."
     return lines + _wrapped("", words)
-
-
-def _surroundings(page: Page) -> list[str]:
-    place, about, lines = page.place, page.machine, []
-    if not page.scratch:
-        extents = "" if place.extents is None else f" in {place.extents} extent{'' if place.extents == 1 else 's'}"
-        lines.append(f"file: {place.path}, {size_words(place.size)}{extents}; {_cache_words(page)}")
-    if place.stored < place.size:
-        missing = size_words(place.size - place.stored)
-        lines.append(f"caution: {missing} of it are not on the device (holes or compression)")
-    if page.still_cached is not None and page.still_cached > page.size // 50:
-        lines.append(f"caution: {size_words(page.still_cached)} of it stay in the page cache: others map them")
-    lines += [f"refused: {words}; fix: {fix}" for words, fix in page.hindrances]
-    if page.energy:
-        lines.append(f"energy: {page.energy}")
-    lines.append(f"place: {', '.join(filter(None, (place.file_system, place.device, place.alignment)))}")
-    lines.append(
-        f"machine: {about['cpu']}; {about['memory']}; kernel {about['kernel']}; python {about['python']}; "
-        f"torch {about['torch']}; {about['backends']}"
-    )
-    return [part for line in lines for part in _wrapped("", line, "  ")]
-
-
-def _cache_words(page: Page) -> str:
-    cached = page.place.cached
-    if cached == 0:
-        return "nothing of it in the page cache"
-    share = "unknown how much of it" if cached is None else f"{cached / page.place.size:.0%} of it"
-    return f"{share} in the page cache, as found {with_range(page.as_found, 3)} GB/s"
 
 
 def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:

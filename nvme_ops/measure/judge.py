@@ -1,7 +1,7 @@
 """What limits a transfer, judged from measured rates alone: no file is opened here.
 
 Steps lead from what was reached to the device's ceiling, each the difference between two rows: a new tensor, a kept
-one, page-locked memory, other settings, the ceiling. A step is a finding if it is beyond the noise of the run.
+one, page-locked memory, two lanes, the ceiling. A step is a finding if it is beyond the noise of the run.
 
 Noise: each rate is divided by the medians of its row and of its round; ``rows.noise`` of what is left gives, with the
 number of rounds, how much the medians of two rows differ by chance. More than ``_SURE`` times that counts, if the
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import noise, noise_of_median
-from nvme_ops.text import rate_words, size_words
+from nvme_ops.text import rate_words
 
 # The rows' displayed names
 FIO = fio.NAME
@@ -28,32 +28,20 @@ NEW = "torch.empty, new"
 GPU = "GPU tensor"
 GDS = "GPU tensor, gds_handle"
 
-LANES = "intra_op_parallelism"
-
 #: Differences below this are of no use to anybody, however sure.
 LEAST = 0.03
 _SURE = 2.5  # standard errors; some eight comparisons are made
 _PLAINLY = 0.95  # of the ceiling; less may be noise
 _BUSY = 0.85  # of a core; a thread that waits less is not waiting for the device
 _WITHOUT_COPY = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
+_TWO_LANES = "aio_handle(intra_op_parallelism=2)"
 
 Rates = Sequence[float | None]  # bytes per second, round by round; None where a pass failed
 
 
-@dataclass(frozen=True)
-class Variation:
-    """A row that differs from another in one argument of the handle."""
-
-    of: str  # the name of that other row
-    argument: str
-    value: int
-
-    @property
-    def name(self) -> str:
-        """The name of the row."""
-        if self.argument == LANES:
-            return f"{self.of}, {self.value} lanes"
-        return f"{self.of}, {self.argument} {size_words(self.value) if self.argument == 'block_size' else self.value}"
+def two_lanes(name: str) -> str:
+    """Returns the name of the row that differs from ``name`` in two lanes."""
+    return f"{name}, 2 lanes"
 
 
 @dataclass(frozen=True)
@@ -64,10 +52,6 @@ class Measured:
     reached: str  # NEW, KEPT or GPU: the row of a default handle and an ordinary tensor
     rates: Mapping[str, Rates]
     busy: Mapping[str, float] = field(default_factory=dict)  # CPU seconds for each second, by row
-    variations: Sequence[Variation] = ()
-    copy_rate: float = 0.0  # bytes per second that one core copies
-    new_page_rate: float = 0.0  # bytes per second of new memory that one core touches first
-    device_copy_rate: float = 0.0  # bytes per second between page-locked memory and the GPU
     missing: str = ""  # why there is no fio
     hindrances: Sequence[tuple[str, str]] = ()  # what the system refuses the handle, each with the fix
 
@@ -84,13 +68,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The conclusions. ``fraction``: what was reached over the ceiling."""
+    """The conclusions. ``noise`` is the least relative difference between two rows that counts."""
 
     verdict: str
-    reached: str
     ceiling: str
-    fraction: float
-    noise: float  # the least relative difference between two rows that counts
+    noise: float
     findings: list[Finding]
 
 
@@ -107,7 +89,7 @@ def judge(measured: Measured) -> Judgement:
         verdict += f"; most is lost to: {findings[0].name} ({findings[0].share:.0%} of the gap)"
     elif reached / ceiling < _PLAINLY:
         verdict += ", as far as this run can tell"
-    return Judgement(verdict, measured.reached, case.ceiling, reached / ceiling, case.noise, findings)
+    return Judgement(verdict, case.ceiling, case.noise, findings)
 
 
 def least_difference(rates: Mapping[str, Rates]) -> float:
@@ -135,15 +117,10 @@ class _Case:
         self.measured, self.noise = measured, least_difference(measured.rates)
         known = {name: [rate for rate in row if rate is not None] for name, row in measured.rates.items()}
         self.medians = {name: statistics.median(rates) for name, rates in known.items() if rates}
-        # page-locked memory with the default settings, or with others that are faster
-        settings = [each.name for each in measured.variations if each.of == LOCKED]
-        self.own = self._fastest([LOCKED, *(name for name in settings if self.faster(name, LOCKED))])
+        self.own = two_lanes(LOCKED) if self.faster(two_lanes(LOCKED), LOCKED) else LOCKED
         # not the fastest of all rows: with many rows one is fastest by chance
         fio = self.medians.get(FIO, 0.0)
         self.ceiling = self.own if self.medians[self.own] > fio * (1 + self.noise) else FIO
-
-    def _fastest(self, names: Sequence[str]) -> str:
-        return max(names, key=self.medians.__getitem__)
 
     def faster(self, name: str, other: str) -> bool:
         """Returns whether a row is faster beyond the noise, and in all rounds but one in five."""
@@ -157,7 +134,7 @@ class _Case:
 
     def findings(self) -> list[Finding]:
         """Returns each finding once, those that cost most first."""
-        found = [*self._memory(), *self._settings(), *self._processor()]
+        found = [*self._memory(), *self._lanes()]
         found += self._rest(bool(found))
         greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
         return sorted(greatest.values(), key=lambda finding: -finding.share)
@@ -179,18 +156,16 @@ class _Case:
         measured = self.measured
         if measured.reached == GPU:
             name = "copy from the GPU" if measured.write else "copy to the GPU"
-            evidence = "GPU memory {}, host memory {}" + _rate_of("the copy alone", measured.device_copy_rate)
-            return self._step(name, GPU, LOCKED, evidence, self._gpu_fix())
+            return self._step(name, GPU, LOCKED, "GPU memory {}, host memory {}", self._gpu_fix())
         found = []
         if measured.reached == NEW:
             fix = "keep the tensor and read into it again"
             if self.faster(EMPTY, NEW):
                 fix += f", or take nvme_ops.empty(...), new each time: {self.words(EMPTY)}"
-            evidence = "a new torch.empty for each pass {}, one that is kept {}"
-            evidence += _rate_of("one core makes new pages at", measured.new_page_rate)
-            found += self._step("page faults", NEW, KEPT, evidence, fix)
+            found += self._step(
+                "page faults", NEW, KEPT, "a new torch.empty for each pass {}, one that is kept {}", fix
+            )
         evidence = "an ordinary tensor that is kept {}, page-locked memory, without a copy, {}"
-        evidence += _rate_of("one core copies", measured.copy_rate)
         found += self._step("memory copies", KEPT, LOCKED, evidence, _WITHOUT_COPY)
         if not found:
             evidence = "a new torch.empty for each pass {}, page-locked memory {}; the noise hides which of the two"
@@ -198,62 +173,38 @@ class _Case:
         return found
 
     def _gpu_fix(self) -> str:
-        if self.faster(GDS, GPU):
-            return f"nvme_ops.gds_handle(): {self.words(GDS)}"
-        if lanes := self._best_variation(GPU, LANES):
-            return f"aio_handle({LANES}={lanes.value}): {self.words(lanes.name)}"
+        for fast, fix in ((GDS, "nvme_ops.gds_handle()"), (two_lanes(GPU), _TWO_LANES)):
+            if self.faster(fast, GPU):
+                return f"{fix}: {self.words(fast)}"
         return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
 
-    def _best_variation(self, of: str, argument: str) -> Variation | None:
-        """Returns the fastest variation that is faster than the row ``of``."""
-        rows = [each for each in self.measured.variations if (each.of, each.argument) == (of, argument)]
-        faster = [each for each in rows if self.faster(each.name, of)]
-        return max(faster, key=lambda each: self.medians[each.name], default=None)
-
-    def _settings(self) -> list[Finding]:
-        """Returns the best value of each argument that beats the default with page-locked memory."""
-        busy, found = self.measured.busy.get(LOCKED, 0.0), []
-        for argument, name in {"block_size": "block size", "queue_depth": "queue depth", LANES: "one lane"}.items():
-            if best := self._best_variation(LOCKED, argument):
-                evidence = f"the default {self.words(LOCKED)}, {best.name} {self.words(best.name)}"
-                if argument == LANES and busy >= _BUSY:
-                    name, evidence = "CPU", f"{evidence}; one lane keeps {busy:.0%} of a core busy"
-                fix = f"aio_handle({argument}={best.value}), or search all settings: nvme-tune"
-                found.append(self._finding(name, LOCKED, best.name, evidence, fix))
+    def _lanes(self) -> list[Finding]:
+        """Reports what a second lane gains: with page-locked memory, and where a tensor must stay what it is."""
+        reached, busy = self.measured.reached, self.measured.busy
+        name, evidence = "one lane", "one lane {}, two lanes {}"
+        if busy.get(LOCKED, 0.0) >= _BUSY:
+            name, evidence = "CPU", f"{evidence}; one lane keeps {busy[LOCKED]:.0%} of a core busy"
+        fix = f"{_TWO_LANES}, or search all settings: nvme-tune"
+        found = self._step(name, LOCKED, two_lanes(LOCKED), evidence, fix)
+        if busy.get(reached, 0.0) >= _BUSY:
+            evidence = f"one lane keeps {busy[reached]:.0%} of a core busy at {{}}, two lanes reach {{}}"
+            fix = f"{_TWO_LANES}, where the tensor has to stay what it is"
+            found += self._step("CPU", reached, two_lanes(reached), evidence, fix)
         return found
 
-    def _processor(self) -> list[Finding]:
-        """Reports a core that is always busy with an ordinary tensor: more lanes help if the tensor must stay."""
-        reached = self.measured.reached
-        busy, lanes = self.measured.busy.get(reached, 0.0), self._best_variation(reached, LANES)
-        if busy < _BUSY or lanes is None:
-            return []
-        evidence = (
-            f"one lane keeps {busy:.0%} of a core busy at {self.words(reached)}, "
-            f"{lanes.value} lanes reach {self.words(lanes.name)}"
-        )
-        fix = f"aio_handle({LANES}={lanes.value}), where the tensor has to stay what it is"
-        return [self._finding("CPU", reached, lanes.name, evidence, fix)]
-
     def _rest(self, found: bool) -> list[Finding]:
-        """Reports what even page-locked memory and the best setting do not reach."""
+        """Reports what even page-locked memory and two lanes do not reach."""
         reached, own, busy = self.measured.reached, self.own, self.measured.busy.get(self.own, 0.0)
         if not self.faster(self.ceiling, own):
             evidence = f"{reached} {self.words(reached)}; no single step is beyond the noise"
             fix = "take more rounds to tell them apart: --rounds 9"
             return [] if found else [Finding("several small parts", 1.0, evidence, fix)]
         evidence = f"{own} {self.words(own)}, {self.ceiling} {self.words(self.ceiling)}"
+        name, fix = "settings", "search all: nvme-tune"
         if self.measured.hindrances:
-            refusals, fixes = map("; ".join, zip(*self.measured.hindrances, strict=True))
-            name, evidence, fix = "what the system refuses", f"{evidence}; {refusals}", fixes
+            refusals, fix = map("; ".join, zip(*self.measured.hindrances, strict=True))
+            name, evidence = "what the system refuses", f"{evidence}; {refusals}"
         elif busy >= _BUSY:
             evidence += f"; it keeps {busy:.0%} of a core busy"
             name, fix = "CPU", "a larger block_size, and fewer other programs on this processor"
-        else:
-            evidence += "; no other setting tried comes closer"
-            name, fix = "settings", "search all: nvme-tune"
         return [self._finding(name, own, self.ceiling, evidence, fix)]
-
-
-def _rate_of(words: str, rate: float) -> str:
-    return f"; {words} {rate_words(rate)}" if rate else ""

@@ -16,28 +16,14 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
+from unittest import mock
 
 from nvme_ops.measure import stop
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, cached_share_of
 
 _FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
 LIMIT = 300.0  # seconds until any other
 _PATIENCE = 10.0  # seconds for a process to end by itself
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Sets these variables for what is made or started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
@@ -105,7 +91,7 @@ class Remote:
         said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
         process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
         # only the parent handles Ctrl-C; and the process is recorded before anything can end the run
-        with environment(**self._variables), stop.deferred(), _without_ctrl_c():
+        with mock.patch.dict(os.environ, self._variables), stop.deferred(), _without_ctrl_c():
             process.start()
             self._running = process, pipe
         theirs.close()
@@ -221,8 +207,6 @@ def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
     def total(values: Sequence[Any]) -> Any:
         return None if any(value is None for value in values) else sum(values)
 
-    found = [sample for sample in samples if sample.from_page_cache is not None]
-    cached = sum((sample.from_page_cache or 0) * sample.amount for sample in found)
     submits = [sample.submit_seconds for sample in samples if sample.submit_seconds is not None]
     return replace(
         samples[0],
@@ -232,5 +216,5 @@ def combined(samples: Sequence[Sample], end_to_end: float) -> Sample:
         submit_seconds=max(submits, default=None),
         peak_bytes=total([sample.peak_bytes for sample in samples]),
         end_to_end=end_to_end,
-        from_page_cache=cached / sum(sample.amount for sample in found) if found else None,
+        from_page_cache=cached_share_of(samples),
     )

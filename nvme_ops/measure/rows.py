@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from nvme_ops.measure.energy import Meter, used
 from nvme_ops.measure.files import cached_share
 from nvme_ops.text import GIB
+
+Item = TypeVar("Item")
 
 
 class Unavailable(Exception):  # noqa: N818  (not an error: the row stays empty and says why)
@@ -59,8 +61,8 @@ class Spread:
     """The median of some values, with their minimum and maximum."""
 
     median: float
-    low: float
-    high: float
+    min: float
+    max: float
 
 
 #: The percentiles of latencies, as shares.
@@ -162,7 +164,7 @@ def interleave(
                 row.check()
                 able.append(row)
         for number in range(rounds):
-            for row in (able[place] for place in order(len(able), number)):
+            for row in in_turn(able, number):
                 progress(f"round {number + 1} of {rounds}: {row.name}")
                 row.samples.append(None)
                 with kept_as_note(row):
@@ -173,14 +175,15 @@ def interleave(
             row.run, row.before, row.check, row.reads = _over, _nothing, _nothing, None
 
 
-def order(count: int, number: int) -> list[int]:
-    """Returns the order of a round: in ``count`` rounds each row has every place and every predecessor once.
+def in_turn(items: Sequence[Item], number: int) -> list[Item]:
+    """Returns the order of a round: in ``len(items)`` rounds each has every place and every predecessor once.
 
     E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949. An odd
-    number of rows needs twice as many rounds, of which half are reversed.
+    number of items needs twice as many rounds, of which half are reversed.
     """
+    count = len(items)
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
-    order = [(step + number) % count for step in zigzag]
+    order = [items[(step + number) % count] for step in zigzag]
     return order[::-1] if count % 2 and number // count % 2 else order
 
 
@@ -218,6 +221,22 @@ def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | No
     """Returns my rate over the reference's, round by round; omits rounds that lack either."""
     pairs = zip(mine, reference, strict=False)
     return [own.rate / other.rate for own, other in pairs if own is not None and other is not None]
+
+
+def cached_share_of(samples: Sequence[Sample | None]) -> float | None:
+    """Returns the share of all bytes that came from the page cache; None for writes and reads that bypass it."""
+    known = [each for each in samples if each is not None and each.from_page_cache is not None]
+    cached = sum((each.from_page_cache or 0) * each.amount for each in known)
+    return cached / sum(each.amount for each in known) if known else None
+
+
+def summed(rows: Sequence[Row]) -> list[Sample | None]:
+    """Returns the sum of the rows' rates, round by round; None where one has none."""
+    made: list[Sample | None] = []
+    for taken in itertools.zip_longest(*(row.samples for row in rows)):
+        rates = [sample.rate for sample in taken if sample is not None]
+        made.append(Sample(1, int(sum(rates))) if len(rates) == len(rows) else None)
+    return made
 
 
 _SPREAD_OF_MEDIAN = 1.2533  # of n normal values: sqrt(pi / 2) of that of their mean

@@ -9,6 +9,7 @@ docs/tune.md explains the races. Given the measurements, the search is determini
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -20,9 +21,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nvme_ops.arguments import positive, size
 from nvme_ops.handle import aio_handle
 from nvme_ops.measure.files import make_cold, sync
-from nvme_ops.measure.rows import noise, noise_of_median
+from nvme_ops.measure.rows import in_turn, noise, noise_of_median
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 
@@ -75,10 +77,9 @@ class Rounds:
         return len(self._rates)
 
     def measure(self, contestants: Sequence[Settings], measure: Callable[[Settings], Rates | None]) -> bool:
-        """Measures each contestant once, starting with another one each round; returns False if a pass is None."""
-        first = len(self) % len(contestants)
+        """Measures each contestant once, in another order each round; returns False if a pass is None."""
         rates: dict[Settings, float] = {}
-        for settings in [*contestants[first:], *contestants[:first]]:
+        for settings in in_turn(contestants, len(self)):
             taken = measure(settings)
             if taken is None:
                 return False
@@ -128,7 +129,7 @@ class Passes:
     make_handle: Callable[..., aio_handle]  # from settings; that is cheap, so every pass has one of its own
     directions: Sequence[str] = DIRECTIONS
     loops: int = 1  # times that a pass is done; the rate is that of all of them
-    before_read: Callable[[int], None] | None = None  # in place of dropping the file from the page cache
+    before_read: Callable[[int], None] = lambda _: None  # after the file is dropped from the page cache
 
     def __post_init__(self) -> None:
         self.short = self.full = min(self.tensor.numel(), LEAST_PASS)
@@ -163,10 +164,9 @@ class Passes:
         return {name: memory.numel() * self.loops / taken for name, taken in seconds.items()}
 
     def _pass(self, handle: aio_handle, direction: str, memory: torch.Tensor) -> float:
-        if direction == "read" and self.before_read is not None:
-            self.before_read(memory.numel())
-        elif direction == "read":
+        if direction == "read":
             make_cold(self.path)
+            self.before_read(memory.numel())
         start = time.perf_counter()
         if direction == "read":
             handle.sync_pread(memory, self.path, 0)
@@ -216,6 +216,31 @@ def axes(processors: int) -> list[Axis]:
         Axis("overlap_events", [False, True]),
         Axis("single_submit", [False, True]),
     ]
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("1", "true")
+
+
+#: What can be swept, by ds_nvme_tune's names: the setting, and how a value is read.
+SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "block_size": ("block_size", size),
+    "queue_depth": ("queue_depth", positive),
+    "io_parallel": ("intra_op_parallelism", positive),
+    "single_submit": ("single_submit", _switch),
+    "sequential_requests": ("overlap_events", lambda text: not _switch(text)),
+}
+
+
+def swept(name: str, values: Iterable[object]) -> Axis:
+    """Returns the axis of a name in ``SWEPT``, with each value once. Raises ValueError, which says what is wrong."""
+    setting, read = SWEPT[name]
+    try:
+        return Axis(setting, list(dict.fromkeys(read(str(value)) for value in values)))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)

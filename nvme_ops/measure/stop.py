@@ -10,13 +10,38 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from types import FrameType
 
+from nvme_ops.arguments import Main, command, say
+from nvme_ops.measure.files import NotUsable
+
 #: A lost terminal, a request to end, Ctrl-\.
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
+
+
+def measuring(name: str) -> Callable[[Main], Main]:
+    """Decorates the ``main`` of a command that measures: however it ends, its files are removed.
+
+    As ``arguments.command``, and SIGNALS end it too, and a place that cannot be used with status 2.
+    """
+
+    def decorated(main: Main) -> Main:
+        @command(name)
+        @functools.wraps(main)
+        def run(words: Sequence[str] | None = None) -> int:
+            leave_on_signals()
+            try:
+                return main(sys.argv[1:] if words is None else words)
+            except NotUsable as reason:
+                say(f"{name}: {reason}")
+                return 2
+
+        return run
+
+    return decorated
 
 
 def leave_on_signals() -> None:

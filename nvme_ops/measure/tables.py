@@ -1,19 +1,18 @@
-"""Tables of rows: as text, as JSON, as pictures; and where a command puts what it found."""
+"""Tables of rows: as text, as JSON, as a picture; and where a command puts what it found."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import check_output
+from nvme_ops.arguments import check_output, say, show
 from nvme_ops.measure.energy import total
 from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
 from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
@@ -22,16 +21,16 @@ from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0, "bytes": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
 _DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns, and a picture
-_WIDTH = 7.5  # inches of a column of pictures
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
 FROM_PAGE_CACHE = "from page cache"
+ALONE = "the sum of each alone"  # what rows of several devices are divided by
 
 _Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
 
 
-def _figure(name: str, words: Callable[[float], str]) -> _Column:
-    return lambda each: each.figures.get(name), words
+def _figures(words: Callable[[float], str], *names: str) -> dict[str, _Column]:
+    return {name: (lambda each, name=name: each.figures.get(name), words) for name in names}  # type: ignore[misc]
 
 
 def _seconds(value: float) -> str:
@@ -54,13 +53,10 @@ COLUMNS: dict[str, _Column] = {
     FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
     "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, _ratio),
     "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, _ratio),
-    "of the bound": _figure("of the bound", share_words),
-    **{name: _figure(name, _seconds) for name in ("step", "first token", "load", "forward", "backward", "optimizer")},
-    **{
-        name: _figure(name, _bytes)
-        for name in ("read per step", "written per step", "read and written", "while decoding")
-    },
-    "GB/s": _figure("GB/s", _ratio),
+    **_figures(share_words, "of the bound"),
+    **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer"),
+    **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding"),
+    **_figures(_ratio, "GB/s"),
 }
 
 
@@ -83,12 +79,6 @@ class Table:
             return [sample.seconds / TIMES[self.unit] for sample in taken]
         return [sample.rate / RATES[self.unit] for sample in taken]
 
-    def words(self, found: Spread | None) -> str:
-        """Returns a spread of values."""
-        if self.unit == "bytes":
-            return _bytes(found.median) if found else "unknown"
-        return with_range(found, 4)
-
     def against(self, row: Row, name: str) -> list[float]:
         """Returns the row over the row ``name``, round by round; a ratio of times if the unit is one, else of rates."""
         other: list[Sample | None] = next((each.samples for each in self.rows if each.name == name), [])
@@ -108,103 +98,104 @@ def values_of(row: Row, column: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def as_text(table: Table) -> str:
-    """Returns medians, with the minimum and maximum in brackets."""
-    peers = any(table.against(row, row.peer) for row in table.rows)
-    columns = table.known_columns()
-    head = ["", table.unit if table.unit == "bytes" else f"{table.unit} (min - max)", *columns]
-    head += [f"/ {table.reference}"] if table.reference else []
-    head += [f"/ {table.peers}"] if peers else []
-    lines = [[*head, ""]]
-    for row in table.rows:
-        line = [row.name, table.words(spread(table.values(row)))]
-        for name in columns:
-            found = spread(values_of(row, name))
-            line.append(COLUMNS[name][1](found.median) if found else "-")
-        if table.reference:
-            ratios = [] if row.name == table.reference else table.against(row, table.reference)
-            line.append(with_range(spread(ratios), 3))
-        if peers:
-            line.append(with_range(spread(table.against(row, row.peer)), 3))
-        lines.append([*line, row.note])
-    return f"{table.title}\n{columns_text(lines)}"
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    found = spread(values)
+    return None if found is None else asdict(found)
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Returns everything in the text, and each round's figures."""
+    """Returns everything of a table, and each round's figures."""
+    columns = table.known_columns()
     return {
         **{name: getattr(table, name) for name in ("group", "title", "unit", "reference", "peers")},
         "rows": [
             {
                 **{name: getattr(row, name) for name in ("name", "note", "wrong", "peer")},
                 "values": table.values(row),
-                "spread": plain(spread(table.values(row))),
-                "columns": {name: plain(spread(values_of(row, name))) for name in table.known_columns()},
-                "against_reference": plain(spread(table.against(row, table.reference))),
-                "against_peer": plain(spread(table.against(row, row.peer))),
+                "spread": _spread(table.values(row)),
+                "columns": {name: _spread(values_of(row, name)) for name in columns},
+                "against_reference": _spread(table.against(row, table.reference)),
+                "against_peer": _spread(table.against(row, row.peer)),
             }
             for row in table.rows
         ],
     }
 
 
+Cells = dict[str, str]  # of a row, by column
+
+
+def cells(document: Mapping[str, Any]) -> list[Cells]:
+    """Returns the rows of what ``as_json`` gave, in words: medians, with the minimum and maximum in brackets."""
+
+    def ranged(found: Mapping[str, float] | None, digits: int) -> str:
+        return with_range(Spread(**found) if found else None, digits)
+
+    unit, reference = document["unit"], document["reference"]
+    made = []
+    for row in document["rows"]:
+        found = row["spread"]
+        value = {f"{unit} (min - max)": ranged(found, 4)}
+        if unit == "bytes":
+            value = {unit: _bytes(found["median"]) if found else "unknown"}
+        columns = {name: COLUMNS[name][1](each["median"]) if each else "-" for name, each in row["columns"].items()}
+        ratio = "-" if row["name"] == reference else ranged(row["against_reference"], 3)
+        ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": ranged(row["against_peer"], 3)}
+        made.append({"": row["name"], **value, **columns, **ratios, "note": row["note"]})
+    return filled(made)
+
+
+def filled(rows: Iterable[Cells]) -> list[Cells]:
+    """Returns the rows without the columns that none of them fills, but for the first two."""
+    rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    kept = names[:2] + [name for name in names[2:] if any(row.get(name, "-") not in ("", "-") for row in rows)]
+    return [{name: row.get(name, "-") for name in kept} for row in rows]
+
+
+def as_text(table: Table) -> str:
+    """Returns the title and the rows."""
+    return f"{table.title}\n{cells_text(cells(as_json(table)))}"
+
+
+def cells_text(rows: Sequence[Cells]) -> str:
+    """Returns a table of words; notes have no heading."""
+    head = ["" if name == "note" else name for name in rows[0]] if rows else []
+    return columns_text([head, *(list(row.values()) for row in rows)])
+
+
 def with_range(found: Spread | None, digits: int) -> str:
     """Returns the median and, in brackets, minimum and maximum; ``-`` for nothing."""
     if found is None:
         return "-"
-    return f"{rounded(found.median, digits)} ({rounded(found.low, digits)} - {rounded(found.high, digits)})"
-
-
-def plain(found: Spread | None) -> dict[str, float] | None:
-    """Returns a value for JSON."""
-    return None if found is None else {"median": found.median, "min": found.low, "max": found.high}
-
-
-# Pictures, which need matplotlib
+    return f"{rounded(found.median, digits)} ({rounded(found.min, digits)} - {rounded(found.max, digits)})"
 
 
 def plot(tables: Mapping[str, Sequence[Table]], path: str) -> bool:
-    """Draws bars of the throughput tables, one picture for all folders; False if there are none.
-
-    The tables are arranged in as many columns as make the picture about as high as it is wide.
-    """
+    """Draws bars of the throughput tables of all folders, one below the other; False if there are none."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
-    shown = [(folder, table) for folder, group in tables.items() for table in group if table.unit in _DRAWN]
-    if not any(table.values(row) for _, table in shown for row in table.rows):
+    shown = [
+        (folder, table)
+        for folder, group in tables.items()
+        for table in group
+        if table.unit in _DRAWN and any(map(table.values, table.rows))
+    ]
+    if not shown:
         return False
-    columns = _in_columns(shown)
-    most = max(sum(_height(table) for _, table in column) for column in columns)
-    figure = Figure(figsize=(_WIDTH * len(columns), most), layout="constrained")
-    for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
-        heights = [_height(table) for _, table in column]
-        *axes, rest = part.subplots(len(column) + 1, 1, height_ratios=[*heights, most - sum(heights) + 0.01])
-        rest.remove()
-        for axis, (folder, table) in zip(axes, column, strict=True):
-            _draw(axis, table, folder if len(tables) > 1 else "")
-    figure.savefig(path, dpi=80 if len(columns) == 1 else 56, bbox_inches="tight")
+    heights = [0.28 * len(table.rows) + 1.1 for _, table in shown]
+    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+    axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (folder, table) in zip(axes, shown, strict=True):
+        _draw(axis, table, folder if len(tables) > 1 else "")
+    figure.savefig(path, dpi=80, bbox_inches="tight")
     return True
-
-
-def _height(table: Table) -> float:
-    return 0.28 * len(table.rows) + 1.1
-
-
-def _in_columns(shown: Sequence[tuple[str, Table]]) -> list[list[tuple[str, Table]]]:
-    """Arranges the tables, in order, in columns of about equal height."""
-    heights = [_height(table) for _, table in shown]
-    count = max(1, min(len(shown), round(math.sqrt(sum(heights) / _WIDTH))))
-    columns: list[list[tuple[str, Table]]] = [[] for _ in range(count)]
-    for each, height, end in zip(shown, heights, itertools.accumulate(heights), strict=True):
-        columns[int(count * (end - height / 2) / sum(heights))].append(each)
-    return [column for column in columns if column]
 
 
 def _draw(axis: Any, table: Table, folder: str) -> None:
     for place, row in enumerate(table.rows):
-        found = spread(table.values(row))
-        if found:
-            error = [[found.median - found.low], [found.high - found.median]]
+        if found := spread(table.values(row)):
+            error = [[found.median - found.min], [found.max - found.median]]
             colour = "tab:orange" if row.name.startswith(_OURS) else "tab:gray"
             axis.barh(place, found.median, xerr=error, color=colour, ecolor="black", capsize=2)
     axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
@@ -212,41 +203,6 @@ def _draw(axis: Any, table: Table, folder: str) -> None:
     title = f"{table.title}; {os.path.basename(folder.rstrip('/')) or folder}" if folder else table.title
     axis.set_title("\n".join(textwrap.wrap(title, 70)), loc="left", fontsize=10)
     axis.set_xlabel(f"{table.unit}: median, least and most", fontsize=9)
-
-
-@dataclass
-class Lines:
-    """GB/s along a setting or a number of devices: ``lines`` are measured, ``bounds`` drawn without marks."""
-
-    title: str
-    label: str  # of the axis
-    lines: dict[str, list[tuple[float, Spread]]]
-    bounds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    ticks: dict[float, str] = field(default_factory=dict)
-    doubling: bool = False
-
-
-def plot_lines(panels: Sequence[Lines], path: str) -> None:
-    """Draws panels beside each other, over one scale of GB/s."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2 + 6 * len(panels), 5), layout="tight")
-    for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        for label, points in panel.lines.items():
-            points = sorted(points, key=lambda point: point[0])
-            low = [each.median - each.low for _, each in points]
-            high = [each.high - each.median for _, each in points]
-            places, medians = [place for place, _ in points], [each.median for _, each in points]
-            axis.errorbar(places, medians, [low, high], marker="o", capsize=2, label=label)
-        for label, bound in panel.bounds.items():
-            axis.plot(*zip(*bound, strict=True), linestyle=":", color="gray", label=label)
-        if panel.doubling:
-            axis.set_xscale("log", base=2)
-        axis.set_xticks(list(panel.ticks), list(panel.ticks.values()))
-        axis.set(title=panel.title, xlabel=panel.label, ylabel="GB/s: median, least and most", ylim=(0, None))
-        axis.grid(visible=True, alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
 
 
 # Where a command puts what it found
@@ -259,41 +215,38 @@ def add_outputs(add: Callable[..., Any], kinds: str) -> None:
     add("--output", action="append", default=[], metavar="FILE", help=words)
 
 
-def check_outputs(files: Sequence[str], *endings: str, pictures: bool = False) -> None:
-    """Raises ValueError if a file cannot be written, before any work is done; ``endings``: .json, ..."""
+def check_outputs(files: Sequence[str], pictures: bool = False) -> None:
+    """Raises ValueError if a file cannot be written, before any work is done. Without ``pictures`` there is JSON."""
     for file in files:
         check_output("--output", file)
         ending = os.path.splitext(file)[1].lower()
-        if ending in endings:
+        if ending == ".json":
             continue
         if not pictures:
-            raise ValueError(f"--output {file}: a file's name ends with {' or '.join(endings)}")
+            raise ValueError(f"--output {file}: a file's name ends with .json")
         try:
             from matplotlib.backend_bases import FigureCanvasBase  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
             raise ValueError(f"--output {file}: a picture needs matplotlib: pip install matplotlib") from None
-        kinds = [*endings, *(f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes()))]
+        kinds = [f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes())]
         if ending not in kinds:
-            raise ValueError(f"--output {file}: a file's name ends with one of {', '.join(kinds)}")
+            raise ValueError(f"--output {file}: a file's name ends with one of .json, {', '.join(kinds)}")
 
 
-def write_outputs(
-    files: Sequence[str], picture: Callable[[str], bool] = lambda _: True, **texts: Callable[[], str]
-) -> bool:
-    """Writes each file: ``texts`` by its ending, else the picture; False if there was nothing to draw."""
-    drawn = True
-    for file in files:
-        make = texts.get(os.path.splitext(file)[1][1:].lower())
-        if make is None:
-            drawn = picture(file)
-        else:
-            Path(file).write_text(make(), encoding="utf-8")
-    return drawn
-
-
-def document_text(document: Mapping[str, Any]) -> str:
-    """Returns a JSON document as it is printed and written."""
-    return json.dumps(document, indent=2) + "\n"
+def deliver(
+    given: Namespace, document: Mapping[str, Any], text: str, tables: Mapping[str, Sequence[Table]] | None = None
+) -> None:
+    """Prints the text, or with ``--json`` the document, and writes the files of ``--output``."""
+    written = json.dumps(document, indent=2) + "\n"
+    if given.json:
+        sys.stdout.write(written)
+    elif text:
+        show(text)
+    for file in given.output:
+        if file.lower().endswith(".json"):
+            Path(file).write_text(written, encoding="utf-8")
+        elif not plot(tables or {}, file):
+            say(f"{file}: nothing to plot: no throughput was measured")
 
 
 def show_progress(words: str) -> None:

@@ -22,52 +22,47 @@ from typing import Any, TextIO
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, positive, say, show, size
+from nvme_ops.arguments import command_line, positive, say, size
 from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.measure import stop
-from nvme_ops.measure.files import NotUsable, cached_share, filled, handles_read_the_cache, make_cold
+from nvme_ops.measure.files import NotUsable, cached_share, filled, handles_read_the_cache
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.search import DEFAULT, DIRECTIONS, LEAST_PASS, Axis, Duel, Outcome, Passes, Rates, Search, axes
-from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, write_outputs
+from nvme_ops.measure.search import (
+    DEFAULT,
+    DIRECTIONS,
+    LEAST_PASS,
+    SWEPT,
+    Axis,
+    Duel,
+    Outcome,
+    Passes,
+    Rates,
+    Search,
+    axes,
+    swept,
+)
+from nvme_ops.measure.stop import measuring
+from nvme_ops.measure.tables import add_outputs, check_outputs, deliver
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
-from nvme_ops.text import MIB, columns_text, parse_size, share_words, size_words
+from nvme_ops.text import MIB, columns_text, share_words, size_words
 from nvme_ops.tuning import store
 
 
-@command("nvme-tune")
+@measuring("nvme-tune")
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
-    stop.leave_on_signals()
     given = parse(words)
     shown_by_the_bar = sys.stderr.isatty() and not given.verbose
-    try:
-        result = tune(given, (lambda _: None) if shown_by_the_bar else say)
-        if result.interrupted:
-            say("\nnvme-tune: interrupted; the files are removed")
-        if result.devices:
-            _show(result)
-        return 130 if result.interrupted else 0
-    except (NotUsable, OSError) as reason:
-        say(f"nvme-tune: {reason}")
-        return 2
-    except KeyboardInterrupt:
+    result = tune(given, (lambda _: None) if shown_by_the_bar else say)
+    if result.interrupted:
         say("\nnvme-tune: interrupted; the files are removed")
-        return 130
-
-
-def _show(result: TuneResult) -> None:
-    given = result.options
-
-    def document() -> str:
-        return document_text(as_document(result))
-
-    sys.stdout.write(document()) if given.json else show(text(result))
-    write_outputs(given.output, json=document)
-    if not given.no_store and not result.interrupted:
-        _keep(result)
+    if result.devices:
+        deliver(given, as_document(result), text(result))
+        if not given.no_store and not result.interrupted:
+            _keep(result)
+    return 130 if result.interrupted else 0
 
 
 def _keep(result: TuneResult) -> None:
@@ -86,7 +81,6 @@ def _keep(result: TuneResult) -> None:
             say(f"kept for aio_handle.tuned in {path}")
 
 
-DROP_CACHES = "/proc/sys/vm/drop_caches"
 _DESCRIPTION = """\
 Finds the settings of aio_handle with which a device is read and written
 fastest, in less than 20 seconds. Prints them as the section "aio" that
@@ -133,8 +127,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     made.add_argument("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     switch("--gds", "tensors in GPU memory, with gds_handle")
-    switch("--flush_page_cache", "before reads drop the whole page cache, which needs root; without, only the file is "
-           "dropped from it, which suffices")  # fmt: skip
     value("--log_dir", "DIR", "write every pass to DIR/passes.jsonl")
     value("--loops", "N", "repetitions in each pass (default 1)", type=positive, default=1)
     switch("--verbose", "show every pass")
@@ -182,10 +174,7 @@ def _check(given: Namespace) -> None:
         raise ValueError(f"--seconds: {given.seconds:g} is not a number of seconds above 0")
     if given.no_store and given.replace:
         raise ValueError("--replace with --no_store: nothing is kept")
-    check_outputs(given.output, ".json")
-    if given.flush_page_cache and not os.access(DROP_CACHES, os.W_OK):
-        raise ValueError(f"--flush_page_cache: {DROP_CACHES} may be written by root only; without the flag the file is "
-                         "dropped from the cache, which suffices")  # fmt: skip
+    check_outputs(given.output)
     if given.way != "cpu" and not torch.cuda.is_available():
         flag = "--gds" if given.gds else "--device cuda"
         raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
@@ -206,41 +195,13 @@ def _sweep_axes(path: str) -> list[Axis]:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("not an object with lists of values")
-    return [_axis(key, values) for key, values in found.items()]
-
-
-def _axis(key: str, values: Any) -> Axis:
-    if key not in _SWEPT:
-        raise ValueError(f"{key!r} is none of {', '.join(_SWEPT)}")
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{key} must be a list of values")
-    name, read = _SWEPT[key]
-    try:
-        return Axis(name, sorted({read(value) for value in values}))
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is not a whole number of at least 1")
-    return value
-
-
-#: The keys of ds_nvme_tune: the setting that each stands for, and how its values are read.
-_SWEPT: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "block_size": ("block_size", lambda value: parse_size(value) if isinstance(value, str) else _whole(value)),
-    "queue_depth": ("queue_depth", _whole),
-    "io_parallel": ("intra_op_parallelism", _whole),
-    "sequential_requests": ("overlap_events", lambda value: not _switch(value)),
-    "single_submit": ("single_submit", _switch),
-}
+    for key, values in found.items():
+        if key not in SWEPT:
+            raise ValueError(f"{key!r} is none of {', '.join(SWEPT)}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{key} must be a list of values")
+    made = [swept(key, values) for key, values in found.items()]
+    return [replace(axis, values=sorted(axis.values)) for axis in made]
 
 
 _HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
@@ -340,10 +301,6 @@ class _Tuning:
             self._shown += 1
 
     def _before_read(self, size: int) -> None:
-        if self._options.flush_page_cache:
-            _flush()
-        else:
-            make_cold(self._path)
         share = cached_share(self._path, size) if handles_read_the_cache() else None
         if share is not None:
             self._cached.append(share)
@@ -386,12 +343,6 @@ def _memory(options: Namespace) -> torch.Tensor:
             return filled(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
     except (MemoryError, OSError, RuntimeError) as error:
         raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
-
-
-def _flush() -> None:
-    os.sync()
-    with open(DROP_CACHES, "w", encoding="ascii") as file:
-        file.write("1")
 
 
 _HASTY = 0.25  # of the earlier run's seconds

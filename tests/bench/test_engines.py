@@ -1,9 +1,10 @@
-"""Each engine of nvme-bench: one small transfer whose bytes are looked at, and what it says where it
-cannot work."""
+"""Each engine of nvme-bench, fio and gdsio among them: what bytes it moves, and what it says where it cannot."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -14,61 +15,45 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.measure import bench, engines, files, stop
-from nvme_ops.measure.engines import ENGINES, BenchEngine, Contender, Task, _over_files, handle_row, make_row
-from nvme_ops.measure.files import cached_share
-from nvme_ops.measure.rows import Row, Sample, interleave
-from nvme_ops.measure.run import BenchResult, run
+from nvme_ops.measure import bench, engines, files, fio
+from nvme_ops.measure.engines import ENGINES, Contender, Task, _over_files, make_row
+from nvme_ops.measure.rows import PERCENTILES, Row, Sample, interleave
+from nvme_ops.measure.run import run
 from nvme_ops.settings import Settings
-from nvme_ops.text import KIB, MIB
+from nvme_ops.text import GIB, KIB, MIB
 from tests.conftest import contents
 
-SETTINGS = Settings(block_size=256 * KIB, queue_depth=8, overlap_events=True)
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+ABSENT = ("is not installed", "does not load", "this torch has")
 
 
-def measure(folder: Path, *words: str) -> BenchResult:
-    """A run of the flags, in this process where it can be."""
-    given = bench.parse(["--folder", str(folder), "--loops", "1", "--no_reference", *words])
-    try:
-        return run(given)
-    finally:
-        assert list(folder.iterdir()) == []
-
-
-def row_of(engine: str, task: Task, settings: Settings = SETTINGS) -> Row:
-    return make_row(Contender(engine, settings, engine), task)
+def row_of(engine: str, task: Task, settings: Settings | None = None) -> Row:
+    return make_row(Contender(engine, settings or Settings(256 * KIB, 8), engine), task)
 
 
 @pytest.fixture
 def make_task(folder: Path) -> Callable[..., Task]:
-    """A file of random bytes, and what shall be done with it."""
+    """A file of random bytes, and what shall be done with it. A colon separates files for fio."""
 
     def make(size: int = MIB, write: bool = False, **more: Any) -> Task:
-        path = str(folder / "data")
+        path = str(folder / "a:b")
         files.make_file(path, size)
         return Task(path, size, write, **more)
 
     return make
 
 
-def fio_is_installed() -> None:
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
-
-
-@pytest.mark.parametrize("direction", ["read", "write"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_small_run_of_each_engine(folder: Path, engine: str, direction: str) -> None:
-    flags = ["--read"] if direction == "read" else []
-    result = measure(folder, "--engine", engine, "--io_size", "16M", *flags)
-    (row,) = result.table.rows
-    if ENGINES[engine].gpu_only:
-        assert (row.note, row.samples) == ("moves GPU memory only: --device cuda", [])
-        return
-    if "is not installed" in row.note or "does not load" in row.note:
-        pytest.skip(row.note)
-    assert not row.wrong
-    assert [sample and sample.amount for sample in row.samples] == [16 * MIB], row.note
+@pytest.mark.parametrize("flags", [[], ["--read"], ["--read", "--cached"]], ids=["write", "read", "cached"])
+def test_a_small_run_of_all_engines(folder: Path, flags: list[str]) -> None:
+    words = ["--folder", str(folder), "--loops", "1", "--no_reference", "--io_size", "16M", *flags, "--engine"]
+    result = run(bench.parse([*words, *ENGINES]))
+    assert list(folder.iterdir()) == []
+    for row in result.table.rows:
+        if ENGINES[row.name].gpu_only:
+            assert (row.note, row.samples) == ("moves GPU memory only: --device cuda", [])
+        elif not any(words in row.note for words in ABSENT):
+            assert [sample and sample.amount for sample in row.samples] == [16 * MIB], (row.name, row.note)
+        assert not row.wrong
 
 
 @pytest.mark.parametrize("pageable", [False, True], ids=["locked", "pageable"])
@@ -84,8 +69,6 @@ def test_what_is_read_is_what_the_file_holds(make_task: Callable[..., Task], eng
 
 @pytest.mark.parametrize("engine", ["aio_handle", "python", "torch", "safetensors"])
 def test_what_is_written_is_what_the_tensor_holds(make_task: Callable[..., Task], engine: str) -> None:
-    if engine == "safetensors":
-        pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
     task = make_task(size=MIB + 5, write=True)
     row = row_of(engine, task)
     if "is not installed" in row.note:
@@ -102,89 +85,56 @@ def test_what_is_written_is_what_the_tensor_holds(make_task: Callable[..., Task]
     assert torch.equal(written, task.buffer)
 
 
-@pytest.fixture
-def liar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine ``liar`` that moves other bytes than it should."""
-
-    def row(task: Task, name: str, settings: Settings) -> Row:
-        def pwrite(tensor: torch.Tensor, path: str, *_: object) -> None:
-            Path(path).write_bytes(b"l" * task.size)
-
-        handle = types.SimpleNamespace(pread=lambda tensor, *_: tensor.fill_(7), pwrite=pwrite, wait=lambda: None)
-        return handle_row(task, name, handle)
-
-    monkeypatch.setitem(ENGINES, "liar", BenchEngine("made up", row))
-
-
-@pytest.mark.parametrize("flags", [["--read"], []], ids=["read", "write"])
-@pytest.mark.usefixtures("liar")
-def test_wrong_bytes_are_found_out(
-    folder: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
-    words = ["--folder", str(folder), "--io_size", "1M", "--engine", "liar", "python", "--no_reference", *flags]
-    assert bench.main(words) == 1
-    out, errors = capsys.readouterr()
-    assert "WRONG DATA: tensor and file differ" in out
-    assert errors == "nvme-bench: wrong data: liar\n"
-    assert list(folder.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("engine", "module", "said"),
     [
-        ("safetensors", "safetensors", "safetensors is not installed: pip install safetensors"),
-        ("python", "numpy", "NumPy is not installed: pip install numpy"),
-        ("deepspeed", "deepspeed", "DeepSpeed is not installed: pip install deepspeed"),
+        ("safetensors", "safetensors", "pip install safetensors"),
+        ("python", "numpy", "pip install numpy"),
+        ("deepspeed", "deepspeed", "pip install deepspeed"),
+        ("gdsio", "", "apt-get install nvidia-gds"),
+        ("fio", "", "apt-get install fio"),
+        (fio.NAME, "", "apt-get install fio"),
     ],
 )
 def test_what_is_not_installed_is_said(
     make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch, engine: str, module: str, said: str
 ) -> None:
-    task = make_task(write=True)
+    task = make_task(write=True, gpu=0 if engine == "gdsio" else None)
     for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("-packages")])
     monkeypatch.setattr(engines, "_loaded_deepspeed", engines._loaded_deepspeed.__wrapped__)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     row = row_of(engine, task)
     interleave([row], 1)
-    assert (row.note, row.samples) == (said, [])
+    assert row.note.endswith(f" is not installed: {said}")
+    assert row.samples == []
 
 
-def test_gdsio_that_is_not_installed_is_said(make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    row = row_of("gdsio", make_task(gpu=0))
-    interleave([row], 1)
-    assert row.note == "gdsio is not installed: apt-get install nvidia-gds"
-
-
-@pytest.mark.parametrize("validate", [False, True])
-def test_validate_is_passed_on(make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch, validate: bool) -> None:
+def test_a_handle_is_made_and_asked_as_the_flags_say(
+    make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
-    pread = nvme_ops.aio_handle.pread
-
-    def spy(handle: Any, tensor: torch.Tensor, path: str, asks: bool, asynchronous: bool) -> int:
-        asked.append((asks, asynchronous))
-        return pread(handle, tensor, path, asks, asynchronous)
-
-    monkeypatch.setattr(nvme_ops.aio_handle, "pread", spy)
-    row_of("aio_handle", make_task(validate=validate)).run()
-    assert asked == [(validate, True)]
-
-
-def test_the_handle_has_the_settings_asked_for(make_task: Callable[..., Task], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
-    kind = nvme_ops.aio_handle
+    kind, pread = nvme_ops.aio_handle, nvme_ops.aio_handle.pread
 
     def make(**settings: Any) -> nvme_ops.aio_handle:
-        made.append(settings)
+        asked.extend([settings] if settings else [])  # not the task's own handle
         return kind(**settings)
 
+    def spy(handle: Any, tensor: torch.Tensor, path: str, *flags: bool) -> int:
+        asked.append(flags)
+        return pread(handle, tensor, path, *flags)
+
     monkeypatch.setattr(nvme_ops, "aio_handle", make)
+    monkeypatch.setattr(kind, "pread", spy)
     settings = Settings(64 * KIB, 3, single_submit=True, overlap_events=True, intra_op_parallelism=2)
-    row_of("aio_handle", make_task(), settings)
-    assert made == [settings.as_json()]
+    for validate in (False, True):
+        row_of("aio_handle", make_task(validate=validate), settings).run()
+    assert asked == [settings.as_json(), (False, True), settings.as_json(), (True, True)]
+    refused = row_of("aio_handle", make_task(), Settings(intra_op_parallelism=100_000))
+    interleave([refused], 1)
+    assert "intra_op_parallelism must be at most 1024" in refused.note
 
 
 @pytest.mark.parametrize("pageable", [False, True], ids=["locked", "pageable"])
@@ -196,7 +146,7 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
 
     class Handle:  # it copies whatever it has not locked itself
         def __init__(self, **_: object) -> None:
-            pass
+            self.wait = lambda: None
 
         def new_cpu_locked_tensor(self, count: int, like: torch.Tensor) -> torch.Tensor:
             locked.append(torch.empty(count, dtype=like.dtype))
@@ -205,60 +155,27 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
         def pread(self, tensor: torch.Tensor, *_: object) -> None:
             moved.append(tensor)
 
-        def wait(self) -> None:
-            pass
-
     monkeypatch.setattr(engines, "_loaded_deepspeed", lambda _: types.SimpleNamespace(aio_handle=Handle))
     row_of("deepspeed", make_task(pageable_memory=pageable)).run()
-    assert [tensor.data_ptr() for tensor in moved] == [moved[0].data_ptr()]
     assert (moved[0].data_ptr() in [tensor.data_ptr() for tensor in locked]) is not pageable
 
 
-def test_a_setting_that_a_handle_refuses_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
-    try:
-        bench.main(["--folder", str(folder), "--io_size", "1M", "--no_reference", "--io_parallel", "100000"])
-    except SystemExit as stopped:
-        assert stopped.code == 2  # noqa: PT017
-    assert "intra_op_parallelism must be at most 1024" in "".join(capsys.readouterr())
-
-
-def in_page_cache(path: str) -> bool:
-    """Whether all of it lies there. Not by a read with RWF_NOWAIT: that begins to read, and may have it in time."""
-    share = cached_share(path)
-    if share is None:
-        pytest.skip("this kernel does not say what is in the page cache")
-    assert share in (0, 1)
-    return bool(share)
-
-
-@pytest.mark.parametrize("engine", ["aio_handle", "python", "fio"])
+@pytest.mark.parametrize("engine", ["aio_handle", "python", pytest.param("fio", marks=needs_fio)])
 def test_a_pass_starts_with_the_file_in_the_page_cache_or_out_of_it(
     make_task: Callable[..., Task], engine: str
 ) -> None:
-    if engine == "fio":
-        fio_is_installed()
     task = make_task()
+    if files.cached_share(task.path) is None:
+        pytest.skip("this kernel does not say what is in the page cache")
     row = row_of(engine, task)
-    for cached in (True, False, True):
-        task.cached = cached
+    for task.cached in (True, False, True):
         row.before()
-        assert in_page_cache(task.path) is cached
+        assert files.cached_share(task.path) == int(task.cached)
 
 
-@pytest.mark.parametrize("engine", ["aio_handle", "python", "fio", "torch", "safetensors"])
-def test_cached_reads_are_right(folder: Path, engine: str) -> None:
-    (row,) = measure(folder, "--engine", engine, "--io_size", "8M", "--read", "--cached").table.rows
-    if "is not installed" in row.note:
-        pytest.skip(row.note)
-    assert not row.wrong
-    assert [sample and sample.amount for sample in row.samples] == [8 * MIB], row.note
-
-
-def test_all_engines_take_the_same_file_in_the_same_round() -> None:
-    task = Task("0", 1, write=False, more_paths=("1", "2", "3"))
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_all_engines_take_the_same_new_file_in_the_same_pass(warmups: int) -> None:
+    task = Task("0", 1, write=False, more_paths=("1", "2"))
     taken: dict[str, list[str]] = {name: [] for name in "abc"}
 
     def row(name: str) -> Row:
@@ -266,23 +183,167 @@ def test_all_engines_take_the_same_file_in_the_same_round() -> None:
             taken[name].append(task.path)
             return Sample(1, 1)
 
-        return _over_files(task, Row(name, run))
+        return _over_files(task, Row(name, run, check=lambda: taken[name].append(task.path)))
 
-    interleave([row(name) for name in taken], 3)
-    assert taken == {name: ["0", "1", "2", "3"] for name in "abc"}
+    interleave([row(name) for name in taken], 2, warmups=warmups)
+    assert taken == {name: ["0"] * warmups + ["0", "1", "2"] for name in "abc"}
 
 
-def test_without_a_warm_up_each_pass_has_a_file_of_its_own_too(folder: Path) -> None:
-    given = bench.parse(["--folder", str(folder), "--loops", "2", "--warmup_loops", "0",
-                           "--different_file_each_iteration"])  # fmt: skip
-    paths = [str(number) for number in range(given.files)]
-    task = Task(paths[0], 1, write=False, more_paths=tuple(paths[1:]))
-    taken: list[str] = []
+# fio
 
-    def run() -> Sample:
-        taken.append(task.path)
-        return Sample(1, 1)
 
-    row = _over_files(task, Row("a", run, check=lambda: taken.append(task.path)))
-    interleave([row], given.loops, warmups=given.warmup_loops)
-    assert len(taken) == len(set(taken)) == 3  # the check moves bytes too
+def job(seconds: float = 0.5, **side: Any) -> dict[str, Any]:
+    """What fio says of a job that read."""
+    read = {"total_ios": 256, "runtime": int(1000 * seconds), "io_bytes": GIB, **side}
+    other = {"total_ios": 0, "runtime": 0, "io_bytes": 0}
+    return {"error": 0, "read": read, "write": other, "usr_cpu": 2.0, "sys_cpu": 8.0, "job_runtime": 500}
+
+
+class MadeUpFio:
+    """Instead of starting fio: keeps the command lines, and answers."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.job = job()
+        self.refuses: list[str] = []  # options that it fails with
+
+    def __call__(self, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command)
+        if any(option in self.refuses for option in command):
+            return subprocess.CompletedProcess(command, 1, "", "fio: no such thing here")
+        return subprocess.CompletedProcess([], 0, json.dumps({"jobs": [self.job]}), "")
+
+
+@pytest.fixture
+def made_up_fio(monkeypatch: pytest.MonkeyPatch) -> MadeUpFio:
+    made = MadeUpFio()
+    monkeypatch.setattr(fio, "require", lambda: "fio")
+    monkeypatch.setattr(fio, "COUNTER", "/none/such")  # nothing is reserved for it
+    monkeypatch.setattr(subprocess, "run", made)
+    return made
+
+
+def test_fio_output_is_read() -> None:
+    text = "fio: a note\n" + json.dumps({"jobs": [job()]})
+    sample = fio.read_output(0, text, "")
+    assert sample.rate == 2 * GIB
+    assert sample.cpu_per_gib == pytest.approx(0.05)
+    assert fio.read_output(0, text, "", operations=True).rate == 512
+    both = {**job(), "write": {"total_ios": 256, "runtime": 250, "io_bytes": GIB}}  # of which reading took longer
+    assert fio.read_output(0, json.dumps({"jobs": [both]}), "").rate == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "errors", "words"),
+    [
+        (0, json.dumps({"jobs": [job(seconds=0)]}), "", "too short to time"),
+        (1, "", "fio: engine io_uring not loadable\n", "engine io_uring not loadable"),
+        (0, 'fio: pid=1, err=12\n{"jobs": [{"error": 12}]}', "", "err=12"),
+        (3, "", "", "exit status 3"),
+        (0, "{}", "", "exit status 0"),
+    ],
+)
+def test_fio_failures_keep_its_words(status: int, output: str, errors: str, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        fio.read_output(status, output, errors)
+
+
+def test_latencies_are_those_of_the_shares_asked_for(made_up_fio: MadeUpFio, make_task: Callable[..., Task]) -> None:
+    times = {"50.000000": 100_000, "90.000000": 200_000, "99.000000": 300_000, "99.900000": 4_000_000}
+    made_up_fio.job = job(lat_ns={"percentile": times})
+    found = fio.latencies("randread", make_task().path, MIB, [])
+    assert "--percentile_list=50:90:99:99.9" in made_up_fio.commands[0]
+    assert found.complete == pytest.approx(dict(zip(PERCENTILES, (1e-4, 2e-4, 3e-4, 4e-3), strict=True)))
+
+
+def test_fio_is_given_the_settings_and_at_its_best_its_own(
+    made_up_fio: MadeUpFio, make_task: Callable[..., Task]
+) -> None:
+    task = make_task(size=8 * MIB, write=True)
+    settings = Settings(64 * KIB, 7)
+    for name in ("fio", fio.NAME):
+        row_of(name, task, settings).run()
+    ours, best = made_up_fio.commands
+    name = task.path.replace(":", "\\:")
+    assert {f"--filename={name}", "--rw=write", "--bs=65536", "--iodepth=7", "--direct=1"} <= set(ours)
+    assert {"--ioengine=io_uring", f"--bs={4 * MIB}", "--iodepth=32", "--iomem=mmaphuge", "--fixedbufs=1"} <= set(best)
+
+
+def test_the_first_variant_that_runs_is_kept_and_what_it_lacks_is_said(
+    made_up_fio: MadeUpFio, make_task: Callable[..., Task]
+) -> None:
+    made_up_fio.refuses = ["--iomem=mmaphuge"]
+    row = row_of(fio.NAME, make_task())
+    row.run()
+    assert row.note == "without huge pages (vm.nr_hugepages)"
+    made_up_fio.refuses = []
+    row.run()
+    assert made_up_fio.commands[3:] == made_up_fio.commands[2:3]
+    made_up_fio.refuses = ["--direct=1"]
+    row = row_of(fio.NAME, make_task())
+    interleave([row], 1)
+    assert (row.note, row.samples) == ("failed: RuntimeError: fio: fio: no such thing here", [])
+    assert "--ioengine=libaio" in made_up_fio.commands[-1]
+
+
+@needs_fio
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_fio_moves_whole_files_once(make_task: Callable[..., Task], folder: Path, lanes: int) -> None:
+    size = 4 * MIB  # no multiple of three lanes of blocks
+    task = make_task(size, write=True)
+    other = str(folder / "other")
+    for path in (task.path, other):
+        Path(path).write_bytes(bytes(size))
+    assert row_of("fio", task, Settings(64 * KIB, 4, intra_op_parallelism=lanes)).run().amount == size
+    options = ["--ioengine=psync", "--bs=64k", "--refill_buffers"]
+    assert fio.run("write", [task.path, other], size, options).amount == 2 * size
+    for path in (task.path, other):
+        pages = contents(Path(path)).view(-1, 4096)
+        assert int((pages == 0).all(dim=1).sum()) == 0, "pages that nothing was written to"
+
+
+@needs_fio
+def test_a_file_smaller_than_fio_s_best_block_has_a_reference_too(make_task: Callable[..., Task]) -> None:
+    rows = [row_of(name, make_task(MIB), Settings(4 * MIB)) for name in (fio.NAME, "fio")]
+    interleave(rows, 1)
+    assert ["larger than" in row.note for row in rows] == [False, False]
+
+
+# gdsio
+
+GDSIO = (
+    "IoType: READ XferType: GPUD Threads: 4 DataSetSize: 1048576/1048576(KiB) IOSize: 1024(KiB) "
+    "Throughput: 2.000000 GiB/sec, Avg_Latency: 589.4 usecs ops: 1024 total_time 0.500000 secs\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "words"),
+    [
+        (1, "\nfile register error: 5027\n", "gdsio: file register error: 5027"),
+        (0, "nothing useful", "gdsio: nothing useful"),
+        (5, "", "gdsio: exit status 5"),
+        (1, GDSIO, "gdsio: IoType"),
+    ],
+)
+def test_gdsio_failures_keep_its_words(status: int, output: str, words: str) -> None:
+    assert engines.read_gdsio(0, GDSIO) == Sample(0.5, GIB)
+    with pytest.raises(RuntimeError, match=words):
+        engines.read_gdsio(status, output)
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+def test_gdsio_is_told_size_block_size_and_threads(
+    make_task: Callable[..., Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: bool
+) -> None:
+    program, told = tmp_path / "gdsio", tmp_path / "told"
+    program.write_text(f"#!/bin/sh\necho \"$@\" >> '{told}'\necho '{GDSIO.strip()}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: str(program) if name == "gdsio" else None)
+    task = make_task(size=4 * MIB, write=write, gpu=0)
+    row = row_of("gdsio", task, Settings(MIB, intra_op_parallelism=2))
+    interleave([row], 1)
+    assert row.samples == [Sample(0.5, GIB)]
+    path = f"{task.path}.gdsio" if write else task.path
+    assert told.read_text().splitlines()[0] == f"-f {path} -d 0 -w 2 -s 4096K -i 1024K -x 2 -I {int(write)}"
+    assert Path(path).stat().st_size == task.size

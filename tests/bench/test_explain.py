@@ -1,4 +1,4 @@
-"""``nvme-bench explain``: what is refused, what is seen of a file, and small real runs."""
+"""``nvme-bench explain``: what it concludes from made-up rates, what it refuses, and small real runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import os
 import resource
 import shutil
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,152 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure import bench, explain, files
-from nvme_ops.measure.judge import EMPTY, FIO, KEPT, LOCKED, NEW
+from nvme_ops.measure.judge import (
+    EMPTY,
+    FIO,
+    GDS,
+    GPU,
+    KEPT,
+    LEAST,
+    LOCKED,
+    NEW,
+    Judgement,
+    Measured,
+    judge,
+    least_difference,
+    two_lanes,
+)
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.text import GIB, MIB
 from tests.conftest import give_up_root, in_child, open_to_all
 
-# The place
+# Judgements: rates in GB/s, 2 unless said
+
+LOCKED_2, NEW_2 = two_lanes(LOCKED), two_lanes(NEW)
+HOST_ROWS = (FIO, LOCKED, EMPTY, KEPT, NEW, LOCKED_2, NEW_2)
+STEADY, QUIET, NOISY = (1.0, 1.0, 1.0), (1.0, 1.004, 0.997), (1.0, 1.25, 0.8, 1.15, 0.85)
+
+
+def rows(gigabytes: dict[str, float], wobble: tuple[float, ...] = QUIET) -> dict[str, list[float | None]]:
+    """Rates by row; each row wobbles in another order."""
+    made: dict[str, list[float | None]] = {}
+    for number, name in enumerate(dict.fromkeys([*HOST_ROWS, *gigabytes])):
+        turn = number % len(wobble)
+        made[name] = [1e9 * gigabytes.get(name, 2.0) * factor for factor in wobble[turn:] + wobble[:turn]]
+    return made
+
+
+def judged(
+    gigabytes: dict[str, float], wobble: tuple[float, ...] = QUIET, reached: str = NEW, **more: Any
+) -> Judgement:
+    return judge(Measured(False, reached, rows(gigabytes, wobble), **more))
+
+
+def names(judgement: Judgement) -> list[str]:
+    return [finding.name for finding in judgement.findings]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "more", "found"),
+    [
+        ({}, {}, []),
+        ({NEW: 0.8, NEW_2: 0.8, EMPTY: 0.8}, {}, ["page faults"]),
+        ({KEPT: 1.2, NEW: 1.2, NEW_2: 1.2}, {}, ["memory copies"]),
+        # seconds for each GB: 1 - 0.77 - 0.5 - 0.33
+        ({FIO: 3, NEW: 1, KEPT: 1.3, NEW_2: 1, LOCKED_2: 3}, {}, ["memory copies", "page faults", "one lane"]),
+        ({FIO: 3.5, LOCKED_2: 3.5}, {"busy": {LOCKED: 0.84}}, ["one lane"]),
+        ({FIO: 3.5, LOCKED_2: 3.5}, {"busy": {LOCKED: 0.85}}, ["CPU"]),
+        ({FIO: 3.5}, {"busy": {LOCKED: 0.97}}, ["CPU"]),
+        ({FIO: 3.5}, {"busy": {LOCKED: 0.84}}, ["settings"]),
+        ({KEPT: 1, NEW: 1, NEW_2: 1.6}, {"busy": {NEW: 0.99}}, ["memory copies", "CPU"]),
+        ({KEPT: 1, NEW: 1, NEW_2: 1.6}, {"busy": {NEW: 0.84}}, ["memory copies"]),
+        ({FIO: 4, LOCKED_2: 4, NEW_2: 3}, {"busy": {LOCKED: 0.97, NEW: 0.97}}, ["CPU"]),  # each is named once
+        ({FIO: 4, LOCKED_2: 3}, {"busy": {LOCKED: 0.3, LOCKED_2: 0.97}}, ["one lane", "CPU"]),
+        ({FIO: 4}, {"hindrances": [("no io_uring", "allow it")]}, ["what the system refuses"]),
+        ({}, {"hindrances": [("no io_uring", "allow it")]}, []),
+        ({NEW: 1.8, KEPT: 1.9}, {"wobble": NOISY}, []),
+        ({NEW: 0.5, NEW_2: 0.5}, {"wobble": NOISY}, ["page faults"]),
+        ({FIO: 2.04}, {"wobble": STEADY}, []),  # sure, and of no use
+        ({NEW: 1.4, NEW_2: 1.4, KEPT: 1.75}, {"wobble": (1.0, 1.08, 0.92)}, ["page faults and memory copies"]),
+        ({NEW: 1.7, NEW_2: 1.7, KEPT: 1.85, FIO: 2.3}, {"wobble": (1.0, 1.06, 0.94)}, ["several small parts"]),
+        ({GPU: 1}, {"reached": GPU}, ["copy to the GPU"]),
+    ],
+)
+def test_what_is_lost_to_what(gigabytes: dict[str, float], more: dict[str, Any], found: list[str]) -> None:
+    judgement = judged(gigabytes, **more)
+    assert names(judgement) == found
+    assert all(0 <= finding.share <= 1 for finding in judgement.findings)
+    assert ("the device is the limit" in judgement.verdict) == (not found)
+
+
+def test_the_verdict_has_the_rates_and_the_greatest_loss() -> None:
+    assert judged({}).verdict == "read: the device is the limit: 2 GB/s reached, 100% of its ceiling of 2 GB/s"
+    assert judged({NEW: 1.8, KEPT: 1.9}, NOISY).verdict.endswith("as far as this run can tell")
+    found = judged({FIO: 3, NEW: 1, KEPT: 1.3, NEW_2: 1, LOCKED_2: 3})
+    assert [finding.share for finding in found.findings] == pytest.approx([0.404, 0.346, 0.25], abs=0.02)
+    assert found.verdict.endswith("33% of the ceiling of 3 GB/s; most is lost to: memory copies (40% of the gap)")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "reached", "fix"),
+    [
+        ({NEW: 0.8, EMPTY: 0.8}, NEW, "keep the tensor and read into it again"),
+        ({NEW: 0.8, EMPTY: 1.9}, NEW, "nvme_ops.empty(...), new each time: 1.9 GB/s"),
+        ({KEPT: 1.2, NEW: 1.2, NEW_2: 1.2}, NEW, "new_cpu_locked_tensor"),
+        ({FIO: 4, LOCKED_2: 4}, NEW, "intra_op_parallelism=2"),
+        ({FIO: 4}, NEW, "nvme-tune"),
+        ({GPU: 1, GDS: 1.9}, GPU, "nvme_ops.gds_handle(): 1.9 GB/s"),
+        ({GPU: 1, two_lanes(GPU): 1.5}, GPU, "intra_op_parallelism=2): 1.5 GB/s"),
+        ({GPU: 1}, GPU, "nvme-report"),
+    ],
+)
+def test_what_was_faster_is_advised(gigabytes: dict[str, float], reached: str, fix: str) -> None:
+    assert fix in judged(gigabytes, reached=reached).findings[0].fix
+
+
+def test_rounds_that_disagree_or_failed_are_minded() -> None:
+    rates = rows({}, STEADY)
+    for rounds in ([4e9, 1.9e9, 4e9], [3e9, 3e9, 2e9]):  # equal counts against a difference
+        assert judge(Measured(False, NEW, {**rates, FIO: rounds})).findings == []
+    rates = rows({NEW: 0.8, NEW_2: 0.8})
+    rates[NEW][1] = rates[KEPT][0] = rates[FIO][2] = None
+    assert names(judge(Measured(False, NEW, rates))) == ["page faults"]
+    few: dict[str, list[float | None]] = {
+        FIO: [9e9] * 3,
+        NEW: [1e9] * 3,
+        KEPT: [1e9, 5e9, 5e9],
+        LOCKED: [2e9, None, None],
+    }
+    assert {each.name: each.share for each in judge(Measured(False, NEW, few)).findings}["memory copies"] == 0.0
+
+
+def test_the_ceiling_is_fio_or_what_is_surely_faster_with_page_locked_memory() -> None:
+    assert [judged({FIO: rate}).ceiling for rate in (1.0, 1.99)] == [LOCKED, FIO]
+    for faster, ceiling in (
+        ({}, LOCKED),
+        ({LOCKED_2: 3.0}, LOCKED_2),
+        ({NEW_2: 3.0}, LOCKED),
+        ({LOCKED_2: 2.02}, LOCKED),
+    ):
+        assert judge(Measured(False, NEW, {**rows(faster), FIO: []})).ceiling == ceiling
+
+
+def test_writes_know_no_page_faults() -> None:
+    found = judge(Measured(True, KEPT, rows({KEPT: 1.0, NEW: 0.5})))
+    assert names(found) == ["memory copies"]
+    assert found.verdict.startswith("write: 1 GB/s reached, 50%")
+    assert names(judge(Measured(True, GPU, {FIO: [2e9] * 3, LOCKED: [2e9] * 3, GPU: [1e9] * 3}))) == [
+        "copy from the GPU"
+    ]
+
+
+def test_a_slow_round_is_not_noise_and_more_rounds_tell_smaller_differences() -> None:
+    assert least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == LEAST
+    assert LEAST < least_difference(rows({}, NOISY * 3)) < least_difference(rows({}, NOISY))
+
+
+# Places
 
 
 @pytest.fixture
@@ -33,59 +171,15 @@ def file(folder: Path) -> Path:
     return path
 
 
-def test_the_page_cache_is_known(file: Path) -> None:
-    files.make_cold(str(file))
-    assert files.cached_bytes(str(file)) in (0, None)
-    files.make_warm(str(file))
-    assert files.cached_bytes(str(file)) in (2 * MIB + 5, None)
-
-
-def _without_cachestat() -> Any:
-    """The op on a kernel older than 6.5."""
-    return types.SimpleNamespace(cached_pages=lambda *_: None)
-
-
-def test_mincore_tells_where_cachestat_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "native", _without_cachestat)
-    files.make_cold(str(file))
-    assert files.cached_bytes(str(file)) == 0
-    files.make_warm(str(file))
-    assert files.cached_bytes(str(file)) == 2 * MIB + 5
-
-
-def test_a_page_cache_that_the_kernel_hides_is_unknown(file: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("without root there is no file of another user")
-    open_to_all(file.parent)
-    file.chmod(0o444)
-
-    def body() -> None:
-        give_up_root()
-        files.native = _without_cachestat  # type: ignore[attr-defined]
-        assert files.cached_bytes(str(file)) is None
-
-    in_child(body)
-
-
-def test_holes_and_extents_are_seen(file: Path) -> None:
-    with file.open("r+b") as open_file:
-        open_file.truncate(64 * MIB)
-    place = explain.inspect(str(file))
-    assert place.size == 64 * MIB
-    assert place.stored < 16 * MIB
-    assert place.extents is None or place.extents >= 1
-    assert place.file_system
-
-
-def explained(*words: str) -> tuple[int, str]:
-    """The status, and what is printed."""
+def explained(*words: object) -> tuple[int, str]:
+    """The status, and what is printed, on one line."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = bench.main(["explain", *words])
+        status = bench.main(["explain", *map(str, words)])
     return status, said.getvalue().rstrip("\n")
 
 
-def refused(*words: str) -> str:
+def refused(*words: object) -> str:
     """What is said when the place cannot be used."""
     status, text = explained(*words)
     assert status == 2
@@ -93,110 +187,47 @@ def refused(*words: str) -> str:
     return text
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], None]:
-    """Has a function called before each pass."""
-
-    def install(step: Callable[[str], None]) -> None:
-        monkeypatch.setattr(explain, "progress_bar", lambda _: contextlib.nullcontext(step))
-
-    return install
-
-
-def test_a_path_that_is_missing_is_refused(tmp_path: Path) -> None:
-    assert refused(str(tmp_path / "none")).endswith("none: No such file or directory")
-
-
-def test_an_empty_file_is_refused(folder: Path) -> None:
-    (folder / "empty").touch()
-    assert "is empty" in refused(str(folder / "empty"))
-
-
-def test_a_file_smaller_than_a_block_is_refused(folder: Path) -> None:
+def test_what_cannot_be_explained_is_refused(
+    folder: Path, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "small").write_bytes(b"x" * 5000)
-    assert "4.883 KiB, less than a block of 1 MiB" in refused(str(folder / "small"))
-
-
-def test_devices_pipes_and_sockets_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "is a device node" in refused("/dev/null")
-    assert "is a pipe" in refused(str(tmp_path / "pipe"))
+    assert "No such file or directory" in refused(tmp_path / "none")
+    assert "less than a block of 1 MiB" in refused(folder / "small")
+    assert "is no file" in refused("/dev/null")
+    assert "is no file" in refused(tmp_path / "pipe")
+    assert "of free space are needed" in refused(folder, "--io_size", "1000T")
+    monkeypatch.setattr(explain, "free_memory", lambda: 4 * MIB)
+    for place in (file, folder):
+        assert "takes 8 MiB of memory and 4 MiB are free" in refused(place, "--io_size", "2M")
+    assert {path.name for path in folder.iterdir()} <= {file.name, "small", "pipe"}
+    mount = device.mount_of(Host(), "/dev/shm")
+    if mount is not None and mount.kind in device.MEMORY:
+        assert "lives in memory" in refused("/dev/shm")
+    sysfs = "/sys/kernel/mm/transparent_hugepage/enabled"  # refuses O_DIRECT
+    if os.path.isfile(sysfs):
+        monkeypatch.setattr(explain, "_LEAST_FILE", 1)
+        assert "refuses O_DIRECT" in refused(sysfs)
 
 
-def test_an_unreadable_file_is_refused(file: Path) -> None:
+def test_places_of_others_are_refused(file: Path) -> None:
     open_to_all(file.parent)
     file.chmod(0)
+    file.parent.chmod(0o555)
 
     def body() -> None:
         give_up_root()
-        assert refused(str(file)).endswith("Permission denied")
+        assert refused(file).endswith("Permission denied")
+        assert refused(file.parent).endswith("Permission denied")
 
     in_child(body)
+    file.parent.chmod(0o755)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(folder: Path) -> None:
-    open_to_all(folder)
-    folder.chmod(0o555)
-
-    def body() -> None:
-        give_up_root()
-        assert refused(str(folder)).endswith("Permission denied")
-
-    in_child(body)
-    folder.chmod(0o755)
-
-
-def test_a_file_in_memory_is_refused() -> None:
-    mount = device.mount_of(Host(), "/dev/shm")
-    if mount is None or mount.kind not in device.MEMORY or not os.access("/dev/shm", os.W_OK):
-        pytest.skip("/dev/shm is no tmpfs that can be written")
-    path = Path(f"/dev/shm/nvme_ops-explain-{os.getpid()}")
-    path.write_bytes(b"x" * MIB)
-    try:
-        assert "lives in memory" in refused(str(path))
-        assert "lives in memory" in refused("/dev/shm")
-    finally:
-        path.unlink()
-
-
-def test_a_file_system_without_direct_io_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/sys/kernel/mm/transparent_hugepage/enabled"  # sysfs refuses O_DIRECT
-    if not os.path.isfile(path):
-        pytest.skip(f"{path} does not exist")
-    monkeypatch.setattr(explain, "_LEAST", 1)
-    assert "refuses O_DIRECT" in refused(path)
-
-
-def test_too_little_space_is_said_before_anything_is_written(folder: Path) -> None:
-    assert "of free space are needed" in refused(str(folder), "--io_size", "1000T")
-    assert list(folder.iterdir()) == []
-
-
-def test_too_little_memory_is_said(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "free_memory", lambda: 4 * MIB)
-    assert "takes 8 MiB of memory and 4 MiB are free" in refused(str(file), "--io_size", "2M")
-    assert "takes 8 MiB of memory" in refused(str(folder), "--io_size", "2M")
-    assert list(folder.iterdir()) == [file]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "required: FILE|DIR"),
-        ([".", "--rounds", "1"], "--rounds 1: at least 2"),
-        ([".", "--rounds", "two"], "invalid int value"),
-        ([".", "--io_size", "0"], "--io_size: '0' is not a size"),
-        ([".", "--device", "cuda:77"], "--device cuda:77: torch sees"),
-        ([".", "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
-        ([__file__, "--write"], "a file that exists is only read"),
-        ([".", "--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_wrong_arguments_end_with_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        explain.main(words)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_full_device_is_said(make_file_system: Callable[..., Path]) -> None:
+    folder = make_file_system(96 * MIB)
+    (folder / "filler").write_bytes(b"x" * (shutil.disk_usage(folder).free - 70 * MIB))
+    refused(folder, "--io_size", "8M")
 
 
 # Small real runs
@@ -207,139 +238,92 @@ def _no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def load_everything(file: Path) -> None:
-    """Once as ourselves: another user may not even see our Python."""
-    assert explained(str(file), "--rounds", "2", "--io_size", "1M")[0] == 0
-
-
 def state(path: Path) -> tuple[str, int, int, int]:
     about = path.stat()
     return hashlib.sha256(path.read_bytes()).hexdigest(), about.st_mtime_ns, about.st_ctime_ns, about.st_mode
 
 
-def test_a_file_is_explained_and_left_as_it_was(file: Path, steps: Callable[..., None]) -> None:
-    before = state(file)
-    told: list[str] = []
-    steps(told.append)
-    status, text = explained(str(file), "--rounds", "2")
+def test_a_file_is_explained_as_found_and_cold_and_left_as_it_was(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if files.cached_bytes(str(file)) is None:
+        pytest.skip("the kernel does not say what lies in the page cache")
+    before, cached = state(file), []
+    interleave = explain.interleave
+
+    def watched(*given: Any) -> None:
+        cached.append(files.cached_share(str(file)))
+        interleave(*given)
+
+    monkeypatch.setattr(explain, "interleave", watched)
+    files.make_warm(str(file))
+    status, text = explained(file, "--rounds", "2")
     lines = text.splitlines()
     assert status == 0
+    assert cached == [1, 0]
     assert lines[0].startswith("read: ")
-    assert "reached" in lines[0]
-    for name in (LOCKED, EMPTY, KEPT, NEW, f"{LOCKED}, block_size 4 MiB", f"{NEW}, 2 lanes"):
+    for name in (LOCKED, EMPTY, KEPT, NEW, LOCKED_2, NEW_2):
         assert any(line.startswith(f"{name}  ") for line in lines), name
-    assert f"file: {file}, 2 MiB" in text
-    assert "in the page cache" in " ".join(text.split())
+    assert "100% of it in the page cache, as found " in " ".join(text.split())
     assert len(lines) <= 40
-    rows = [line for line in lines if line.startswith((LOCKED, EMPTY, "torch.empty", FIO))]
-    missing = sum("not installed" in line for line in rows)  # of these only the attempt is told
-    assert len(told) == (1 + 2) * (len(rows) - missing) + missing
     assert state(file) == before
     assert list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.usefixtures("_no_fio")
-def test_a_file_that_may_only_be_read_is_explained(file: Path) -> None:
+def test_what_the_system_refuses_is_told_and_a_file_need_only_be_readable(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVME_OPS_BACKEND", "threads")
     open_to_all(file.parent)
+    os.truncate(file, 64 * MIB)
     file.chmod(0o444)
     file.parent.chmod(0o555)
-    load_everything(file)
+    # once as ourselves: another user may not even see our Python
+    status, text = explained(file, "--rounds", "2", "--io_size", "1M")
+    assert status == 0
+    assert "page-locked memory: fio is not installed: apt-get install fio." in " ".join(text.split())
+    assert "are not on the device (holes or compression)" in " ".join(text.split())
 
     def body() -> None:
         give_up_root()
-        status, text = explained(str(file), "--rounds", "2")
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+        status, text = explained(file, "--rounds", "2", "--io_size", "1M")
         assert status == 0, text
+        assert "refused: NVME_OPS_BACKEND=threads; fix: unset NVME_OPS_BACKEND" in text
+        assert "refused: memory cannot be locked (RLIMIT_MEMLOCK); fix: " in text
 
     in_child(body)
     file.parent.chmod(0o755)
 
 
-@pytest.mark.usefixtures("_no_fio")
-def test_without_fio_the_page_says_what_the_ceiling_is(file: Path) -> None:
-    status, text = explained(str(file), "--rounds", "2")
-    assert status == 0
-    assert "page-locked memory: fio is not installed: apt-get install fio." in " ".join(text.split())
-
-
 def test_a_folder_is_explained_in_both_directions_and_left_empty(folder: Path) -> None:
-    status, text = explained(str(folder), "--rounds", "2", "--io_size", "8M", "--write")
+    status, text = explained(folder, "--rounds", "2", "--io_size", "8M", "--write")
     assert status == 0
     assert [line.split(":")[0] for line in text.splitlines()[:2]] == ["read", "write"]
     assert text.count("what was reached") == 2
-    assert text.count(LOCKED) >= 2
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_no_fio")
-def test_what_lies_in_the_page_cache_is_measured_as_found(file: Path) -> None:
-    files.make_warm(str(file))
-    if files.cached_bytes(str(file)) is None:
-        pytest.skip("the kernel does not say what lies in the page cache")
-    _, text = explained(str(file), "--rounds", "2")
-    assert "100% of it in the page cache, as found " in " ".join(text.split())
-    assert files.cached_bytes(str(file)) == 0
-    _, text = explained(str(file), "--rounds", "2")
-    assert "nothing of it in the page cache" in " ".join(text.split())
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_a_file_that_shrinks_meanwhile_is_an_error(file: Path, steps: Callable[..., None]) -> None:
-    def shrink(words: str) -> None:
-        os.truncate(file, MIB)
-
-    steps(shrink)
-    status, text = explained(str(file), "--rounds", "2", "--io_size", "2M")
-    assert status == 1
-    assert "EOFError" in text
-    assert str(file) in text
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_a_file_that_vanishes_meanwhile_is_an_error(file: Path, steps: Callable[..., None]) -> None:
-    def remove(words: str) -> None:
-        file.unlink(missing_ok=True)
-
-    steps(remove)
-    status, text = explained(str(file), "--rounds", "2")
-    assert status == 1
-    assert "No such file" in text
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_ctrl_c_leaves_nothing_behind(folder: Path, steps: Callable[..., None]) -> None:
+def test_what_happens_to_the_file_meanwhile_is_an_error_and_ctrl_c_leaves_nothing(
+    folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes = itertools.count()
 
-    def interrupt(words: str) -> None:
+    def interrupt() -> None:
         if next(passes) == 3:
             raise KeyboardInterrupt
 
-    steps(interrupt)
-    assert explained(str(folder), "--rounds", "2", "--io_size", "4M")[0] == 130
-    assert list(folder.iterdir()) == []
-
-
-def test_a_full_device_is_said(make_file_system: Callable[..., Path]) -> None:
-    folder = make_file_system(96 * MIB)
-    assert "of free space are needed" in refused(str(folder), "--io_size", "64M")
-    filler = folder / "filler"
-    filler.write_bytes(b"x" * (shutil.disk_usage(folder).free - 70 * MIB))
-    refused(str(folder), "--io_size", "8M")
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_refusals_of_the_system_are_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_BACKEND", "threads")
-    open_to_all(file.parent)
-    load_everything(file)
-
-    def body() -> None:
-        give_up_root()
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-        _, text = explained(str(file), "--rounds", "2", "--io_size", "1M")
-        assert "refused: NVME_OPS_BACKEND=threads; fix: unset NVME_OPS_BACKEND" in text
-        assert "refused: memory cannot be locked (RLIMIT_MEMLOCK); fix: " in text
-
-    in_child(body)
+    for step, words, status, said in (
+        (lambda: os.truncate(file, MIB), [file, "--io_size", "2M"], 1, "EOFError"),
+        (interrupt, [folder, "--io_size", "4M"], 130, "interrupted"),
+        (lambda: file.unlink(missing_ok=True), [file, "--io_size", "1M"], 1, "No such file"),
+    ):
+        bar = contextlib.nullcontext(lambda _, step=step: step())
+        monkeypatch.setattr(explain, "progress_bar", lambda _, bar=bar: bar)
+        found, text = explained(*words, "--rounds", "2")
+        assert found == status
+        assert said in text
+        assert [path for path in folder.iterdir() if path != file] == []
 
 
 def test_passes_over_small_files_are_repeated() -> None:

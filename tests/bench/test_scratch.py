@@ -1,7 +1,8 @@
-"""The folder of a run: removed at its end, and by the next run where it was killed; never one of anybody else."""
+"""What a run takes of a machine, a folder and huge pages: given back at its end, however it ends, and nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,21 +10,26 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from nvme_ops.measure import files, scratch
+from nvme_ops.measure import files, fio, scratch
+from nvme_ops.measure.fio import huge_pages
 from nvme_ops.measure.scratch import scratch_folder, sweep
 from nvme_ops.storage.locks import boot_id
-from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, open_to_all
+from tests.conftest import REPOSITORY, give_up_root, in_child, in_threads, open_to_all
 
 NAME = "nvme_ops-bench-0123456789abcdef"
+WANTED = fio.SIZE // fio.page_size()
 HOLDER = """
     import os, sys
+    from nvme_ops.measure import fio
     from nvme_ops.measure.scratch import scratch_folder
-    with scratch_folder(sys.argv[1], 0) as place:
+    fio.COUNTER = sys.argv[2]
+    with scratch_folder(sys.argv[1], 0) as place, fio.huge_pages():
         os.mkdir(os.path.join(place, "folder"))
         open(os.path.join(place, "folder", "data"), "w").close()
         print(place, flush=True)
@@ -31,18 +37,57 @@ HOLDER = """
 """
 
 
+class Counter:
+    """A file with a number, as /proc/sys/vm/nr_hugepages."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.there = 0
+
+    @property
+    def there(self) -> int:
+        return int(self.file.read_text().split()[0])
+
+    @there.setter
+    def there(self, count: int) -> None:
+        self.file.write_text(f"{count}\n")
+
+    def becomes(self, count: int) -> bool:
+        """Within ten seconds: a process that keeps them outlives the one that it keeps them for."""
+        end = time.monotonic() + 10
+        while self.there != count and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.there == count
+
+
 @pytest.fixture
-def hold(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
-    """A process with a folder in ``tmp_path``, until a line is sent to it."""
+def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
+    monkeypatch.setattr(fio, "COUNTER", str(tmp_path / "nr_hugepages"))
+    return Counter(tmp_path / "nr_hugepages")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+Hold = Callable[[], tuple["subprocess.Popen[str]", Path]]
+
+
+@pytest.fixture
+def hold(place: Path, counter: Counter) -> Iterator[Hold]:
+    """A process with a folder and huge pages until a line is sent to it, in a session of its own."""
     started = []
 
     def start() -> tuple[subprocess.Popen[str], Path]:
         process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path)],
+            [sys.executable, "-c", textwrap.dedent(HOLDER), str(place), str(counter.file)],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         started.append(process)
         assert process.stdout is not None
@@ -56,60 +101,43 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], 
 
 def left_by_killed(folder: Path, boot: str = "", name: str = NAME) -> Path:
     """As a run leaves it that is killed."""
-    place = folder / name
-    place.mkdir(mode=0o700)
-    (place / f".lock-{boot or boot_id()}").touch()
-    (place / "data").write_bytes(b"x")
-    return place
+    made = folder / name
+    made.mkdir(mode=0o700)
+    (made / f".lock-{boot or boot_id()}").touch()
+    (made / "data").write_bytes(b"x")
+    return made
 
 
-def test_it_is_removed_and_lack_of_space_is_said(tmp_path: Path) -> None:
-    with scratch_folder(str(tmp_path), 1) as place:
-        Path(place, "data").write_bytes(b"x")
+def test_what_a_killed_run_had_is_given_back_and_nothing_of_one_that_is_alive(
+    place: Path, counter: Counter, hold: Hold
+) -> None:
+    counter.there = 7
+    (killed, gone), (alive, stays) = hold(), hold()
+    assert counter.there == 7 + 2 * WANTED
+    os.killpg(killed.pid, signal.SIGKILL)  # a terminal tells all processes of a session
+    killed.wait()
+    assert counter.becomes(7 + WANTED)
+    alive.send_signal(signal.SIGSTOP)  # one that is stopped for a while is alive
+    with scratch_folder(str(place), 0) as mine:
+        assert not gone.exists()
+        assert sorted(place.iterdir()) == sorted([stays, Path(mine)])
+        with scratch_folder(str(place), 0):
+            assert Path(mine).exists(), "the same process is alive too"
+    assert (stays / "folder" / "data").exists()
+    alive.send_signal(signal.SIGCONT)
+    alive.communicate("\n")
+    assert list(place.iterdir()) == []
+    assert counter.there == 7
+
+
+# The folder
+
+
+def test_lack_of_space_is_said_when_what_is_left_is_gone(tmp_path: Path) -> None:
+    left_by_killed(tmp_path)
+    (tmp_path / "nvme_ops-bench-1111111111111111").mkdir()  # of a run that was killed before it had a lock
     with pytest.raises(files.NotUsable, match="of free space are needed"), scratch_folder(str(tmp_path), 1 << 60):
         pass
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_next_run_removes_what_a_killed_one_left_and_nothing_of_one_that_is_alive(
-    tmp_path: Path, hold: Callable[..., tuple[subprocess.Popen[str], Path]]
-) -> None:
-    (killed, gone), (alive, stays) = hold(), hold()
-    killed.kill()
-    killed.wait()
-    assert (gone / "folder" / "data").exists()
-    with scratch_folder(str(tmp_path), 0) as place:
-        assert sorted(tmp_path.iterdir()) == sorted([stays, Path(place)])
-        with scratch_folder(str(tmp_path), 0):
-            assert Path(place).exists(), "the same process is alive too"
-    assert (stays / "folder" / "data").exists()
-    alive.communicate("\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_is_stopped_for_a_while_is_alive(
-    tmp_path: Path, hold: Callable[..., tuple[subprocess.Popen[str], Path]]
-) -> None:
-    process, place = hold()
-    process.send_signal(signal.SIGSTOP)
-    sweep(str(tmp_path))
-    process.send_signal(signal.SIGCONT)
-    assert (place / "folder" / "data").exists()
-
-
-def test_what_is_left_counts_as_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_without(folder: str, _: int, __: str) -> None:
-        assert os.listdir(folder) == []
-
-    left_by_killed(tmp_path)
-    monkeypatch.setattr(scratch, "require_space", only_without)
-    with scratch_folder(str(tmp_path), 1):
-        pass
-
-
-def test_a_run_that_was_killed_before_it_had_a_lock_leaves_an_empty_folder_that_goes(tmp_path: Path) -> None:
-    (tmp_path / NAME).mkdir()
-    sweep(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,26 +156,12 @@ def test_what_others_have_under_a_similar_name_stays(tmp_path: Path) -> None:
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_link_in_it_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "file").touch()
-    place = left_by_killed(tmp_path)
-    (place / "folder").symlink_to(tmp_path / "kept")
-    (place / "file").symlink_to(tmp_path / "kept" / "file")
-    sweep(str(tmp_path))
-    assert list(tmp_path.iterdir()) == [tmp_path / "kept"]
-    assert (tmp_path / "kept" / "file").exists()
-
-
-def test_another_users_is_passed_over_in_silence(tmp_path: Path) -> None:
+def test_what_another_user_left_stays(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("another user is needed, which needs root")
     open_to_all(tmp_path)
     theirs = left_by_killed(tmp_path)
-    os.chown(theirs, NOBODY, NOBODY)
-    sweep(str(tmp_path))
-    assert (theirs / "data").exists()
-    os.chown(theirs, 0, 0)
+    theirs.chmod(0o777)
 
     def body() -> None:
         give_up_root()
@@ -162,63 +176,113 @@ def test_another_users_is_passed_over_in_silence(tmp_path: Path) -> None:
 def test_one_of_an_earlier_start_is_dead_where_no_other_host_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, stays: bool
 ) -> None:
-    place = left_by_killed(tmp_path, "00000000-0000-0000-0000-000000000000")
+    left = left_by_killed(tmp_path, "00000000-0000-0000-0000-000000000000")
     monkeypatch.setattr(scratch, "_is_local", lambda _: local)
     sweep(str(tmp_path))
-    assert place.exists() == stays
+    assert left.exists() == stays
 
 
 def test_what_cannot_be_removed_now_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: str) -> None:
         raise PermissionError
 
-    place = left_by_killed(tmp_path)
-    (place / "folder").mkdir()
+    left = left_by_killed(tmp_path)
+    (left / "folder").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         sweep(str(tmp_path))
-    assert place.exists()
+    assert left.exists()
     sweep(str(tmp_path))
-    assert not place.exists()
+    assert not left.exists()
 
 
 def test_runs_that_begin_at_once_do_not_take_each_other_for_dead(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
+    def work(_: int) -> None:
+        for _ in range(50):
+            with scratch_folder(str(tmp_path), 0) as made:
+                Path(made, "data").write_bytes(b"x")
+                sweep(str(tmp_path))
+                assert Path(made, "data").exists()
 
-    def work() -> None:
-        try:
-            for _ in range(50):
-                with scratch_folder(str(tmp_path), 0) as place:
-                    Path(place, "data").write_bytes(b"x")
-                    sweep(str(tmp_path))
-                    assert Path(place, "data").exists()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(work, 4)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_still_pending_makes_no_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an asynchronous write that a signal has left behind does, which opens its file when its turn comes."""
     late: list[OSError] = []
-    with scratch_folder(str(tmp_path), 1 << 20) as place:
-        (Path(place) / "data").write_text("data")
+    with scratch_folder(str(tmp_path), 1 << 20) as made:
+        (Path(made) / "data").write_text("data")
         unlink = os.unlink
 
         def unlink_beside_a_writer(path: str) -> None:
             unlink(path)
             try:
-                (Path(place) / "data").write_text("again")
+                (Path(made) / "data").write_text("again")
             except OSError as error:
                 late.append(error)
 
         monkeypatch.setattr(os, "unlink", unlink_beside_a_writer)
-    assert all(isinstance(error, FileNotFoundError) for error in late)
-    assert len(late) == 2  # the data and the lock
+    assert [type(error) for error in late] == [FileNotFoundError] * 2  # the data and the lock
     assert list(tmp_path.iterdir()) == []
+
+
+# Huge pages: a file stands for the kernel's counter
+
+
+def test_there_are_as_many_as_before_and_what_others_reserve_meanwhile_stays(counter: Counter) -> None:
+    counter.there = 7
+    with contextlib.suppress(RuntimeError), huge_pages():
+        assert counter.there == 7 + WANTED
+        counter.there += 3
+        raise RuntimeError
+    assert counter.there == 10
+    with huge_pages():
+        counter.there = 5
+    assert counter.there == 0, "what others take back is not taken twice"
+
+
+def test_no_more_is_given_back_than_was_to_be_had(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without memory for all of them: it sets its counter to less than was written."""
+    most = "os.pwrite(counter, b'%d\\n' % min(20, int(os.pread(counter, 64, 0))), 0)\n    changed ="
+    monkeypatch.setattr(fio, "_KEEPER", fio._KEEPER.replace("changed =", most))
+    counter.there = 17
+    with huge_pages():
+        assert counter.there == 20
+    assert counter.there == 17
+
+
+def test_without_the_right_to_reserve_them_the_block_runs_all_the_same(counter: Counter, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("another user is needed, which needs root")
+    open_to_all(tmp_path)
+    counter.file.chmod(0o644)
+
+    def body() -> None:
+        give_up_root()
+        with huge_pages():
+            assert counter.there == 0
+
+    in_child(body)
+
+
+@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+@pytest.mark.alone
+def test_two_at_once_give_the_machine_s_huge_pages_back(folder: Path) -> None:
+    real = Counter.__new__(Counter)
+    real.file = Path(fio.COUNTER)
+    if not os.access(real.file, os.W_OK):
+        pytest.skip("reserving huge pages needs root")
+    before = real.there
+
+    def work(path: str) -> None:
+        files.make_file(path, 8 * 1024 * 1024)
+        with contextlib.suppress(RuntimeError):  # without huge pages
+            fio.run("read", path, 8 * 1024 * 1024, fio.BEST[1][0])
+
+    threads = [threading.Thread(target=work, args=[str(folder / name)]) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert real.becomes(before)  # or another run of fio on this machine has some

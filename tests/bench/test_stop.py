@@ -1,4 +1,4 @@
-"""nvme-bench that is stopped: after Ctrl-C it prints what was measured, and however it ends, nothing stays for long."""
+"""Commands that measure and are stopped: however they end, nothing stays for long, and nothing goes on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ import pytest
 
 from nvme_ops.measure import bench, files, scratch, stop
 from nvme_ops.measure.remote import Remote
+from tests.conftest import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "nvme_ops.bench"]
-SMALL = ["--io_size", "4M", "--no_reference"]
+BENCH = ("-m", "nvme_ops.bench", "--io_size", "4M", "--no_reference", "--loops", "100000")
+RANKS = (*BENCH, "--multi_process", "2")
+WORKLOAD = ("-m", "nvme_ops.bench", "workload", "retinanet", "--size", "8M", "--seconds", "60", "--reader")
+TUNE = ("-m", "nvme_ops.measure.tune", "--io_size", "32M", "--seconds", "600", "--no_store")
+RAW_IO = (str(REPOSITORY / "benchmarks"), "raw_io", "--size", "16M", "--rounds", "100000", "--only", "latency")
 
 
 def living(session: int) -> list[str]:
@@ -49,16 +52,16 @@ def own_terminal(*ignored: signal.Signals) -> None:
 
 
 class OnTerminal:
-    """The command in a session of its own, on a terminal of its own, where it tells its progress."""
+    """A command in a session of its own, on a terminal of its own, where it tells its progress."""
 
-    def __init__(self, *words: str, ignored: tuple[signal.Signals, ...] = (), path: str = "") -> None:
-        self.said = bytearray()
+    def __init__(self, folder: Path, *words: str, ignored: tuple[signal.Signals, ...] = (), path: str = "") -> None:
+        self.folder, self.said = folder, bytearray()
         self._lost = threading.Event()
         self._ours, theirs = os.openpty()
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
         self.process = subprocess.Popen(
-            [*COMMAND, *words],
-            cwd=ROOT,
+            [sys.executable, *words, "--folder", str(folder)],
+            cwd=REPOSITORY,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=theirs,
@@ -77,10 +80,15 @@ class OnTerminal:
                 if select.select([self._ours], [], [], 0.05)[0]:
                     self.said += os.read(self._ours, 4096)
 
-    def wait_for(self, words: str) -> None:
-        while words not in self.said.decode(errors="replace"):
+    def wait_for(self, there: Callable[[], object]) -> None:
+        while not there():
             assert self.process.poll() is None, self.said.decode(errors="replace")
             time.sleep(0.02)
+
+    def begun(self) -> bool:
+        """Whether it moves data."""
+        patterns = ("data", "samples-*", "plain/*")
+        return b"round 2" in self.said or any(any(self.folder.rglob(pattern)) for pattern in patterns)
 
     def hang_up(self) -> None:
         """The terminal is gone, as when its window is closed or its connection ends."""
@@ -108,164 +116,128 @@ class OnTerminal:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., OnTerminal]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., OnTerminal]]:
+    (tmp_path / "place").mkdir()
     with contextlib.ExitStack() as stack:
 
         def begin(*words: str, **more: Any) -> OnTerminal:
-            begun = OnTerminal(*words, **more)
+            begun = OnTerminal(tmp_path / "place", *words, **more)
             stack.callback(begun.close)
+            begun.wait_for(begun.begun)
+            time.sleep(0.3)
             return begun
 
         yield begin
 
 
-def test_ctrl_c_prints_what_was_measured_until_then(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
-    begun = start("--folder", str(tmp_path), *SMALL, "--multi_process", "2", "--loops", "100000")
-    begun.wait_for("round 3 of 100000: aio_handle")
-    assert list(tmp_path.glob("*/data.1.0"))
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "status"),
+    [
+        pytest.param(BENCH, signal.SIGHUP, 129, id="bench-hangup"),
+        pytest.param(RANKS, signal.SIGTERM, 143, id="ranks-end"),
+        pytest.param(RANKS, signal.SIGQUIT, 131, id="ranks-quit", marks=slow),
+        pytest.param((*WORKLOAD, "nvme_ops", "plain"), signal.SIGINT, 130, id="workload-ctrl-c"),
+        pytest.param((*WORKLOAD, "plain"), signal.SIGTERM, 143, id="workload-end", marks=slow),
+        pytest.param(TUNE, signal.SIGINT, 130, id="tune-ctrl-c"),
+        pytest.param(TUNE, signal.SIGTERM, 143, id="tune-end", marks=slow),
+        pytest.param(RAW_IO, signal.SIGINT, 130, id="benchmarks-ctrl-c"),
+        pytest.param(RAW_IO, signal.SIGTERM, 143, id="benchmarks-end", marks=slow),
+    ],
+)
+def test_a_signal_ends_every_command_and_leaves_nothing(
+    start: Callable[..., OnTerminal], words: tuple[str, ...], number: signal.Signals, status: int
+) -> None:
+    begun = start(*words)
+    begun.process.send_signal(number)
+    out = begun.output()
+    assert begun.process.returncode == status
+    assert b"Traceback" not in begun.said
+    if number == signal.SIGINT:
+        assert b"interrupted" in begun.said
+        assert ('"aio": {' in out) == (words == TUNE), "nvme-tune prints the best so far"
+    assert list(begun.folder.iterdir()) == []
+
+
+def test_ctrl_c_prints_what_was_measured_until_then(start: Callable[..., OnTerminal]) -> None:
+    begun = start(*RANKS)
+    begun.wait_for(lambda: b"round 3 of 100000: aio_handle" in begun.said)
     os.killpg(begun.process.pid, signal.SIGINT)  # a terminal sends it to all of them
     out = begun.output()
     assert begun.process.returncode == 130
-    assert "aio_handle  -  " not in out
     assert "Task Write Speed = " in out
     assert out.endswith("interrupted: this is what was measured until then; the files are removed\n")
     assert b"Traceback" not in begun.said
-    assert list(tmp_path.iterdir()) == []
+    assert list(begun.folder.iterdir()) == []
 
 
-def test_ctrl_c_while_processes_are_started_is_quiet(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
-    begun = start("--folder", str(tmp_path), *SMALL, "--multi_process", "2")
-    begun.wait_for("first pass")
-    os.killpg(begun.process.pid, signal.SIGINT)
-    begun.output()
-    assert begun.process.returncode == 130
-    assert b"Traceback" not in begun.said
-    assert list(tmp_path.iterdir()) == []
-
-
-ENDLESS = ("--loops", "100000")
-ONE_PROCESS, RANKS = ("--engine", "aio_handle", "torch"), ("--multi_process", "2")
-
-
-@pytest.mark.parametrize(
-    ("words", "number"),
-    [
-        (ONE_PROCESS, signal.SIGHUP),
-        (RANKS, signal.SIGTERM),
-        *(pytest.param(ONE_PROCESS, number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGQUIT)),
-        *(pytest.param(RANKS, number, marks=pytest.mark.slow) for number in (signal.SIGHUP, signal.SIGQUIT)),
-    ],
-)
-def test_a_signal_to_end_leaves_nothing(
-    tmp_path: Path, start: Callable[..., OnTerminal], number: signal.Signals, words: tuple[str, ...]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_torch_s_workers_too_leaves_nothing(
+    start: Callable[..., OnTerminal], number: signal.Signals
 ) -> None:
-    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, *words)
-    begun.wait_for("round 2")
-    begun.process.send_signal(number)
+    """Torch raises where it likes then; its traceback may be seen."""
+    begun = start(*WORKLOAD, "plain")
+    time.sleep(4)
+    os.killpg(begun.process.pid, number)
     begun.output()
-    assert begun.process.returncode == 128 + number
-    assert b"Traceback" not in begun.said
-    assert list(tmp_path.iterdir()) == []
+    assert list(begun.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param((), id="one process", marks=pytest.mark.slow), pytest.param(("--multi_process", "2"), id="ranks")],
-)
-def test_a_lost_terminal_leaves_nothing(
-    tmp_path: Path, start: Callable[..., OnTerminal], words: tuple[str, ...]
-) -> None:
-    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, *words)
-    begun.wait_for("round 2")
+def test_a_lost_terminal_and_signals_one_after_the_other_leave_nothing(start: Callable[..., OnTerminal]) -> None:
+    """Of a lost terminal the kernel and the shell both tell; a service manager may send several signals too."""
+    begun = start(*RANKS)
     begun.hang_up()
-    begun.output()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_signals_one_after_the_other_leave_nothing(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
-    """Of a lost terminal the kernel and the shell both tell; a service manager may send several too."""
-    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS, "--multi_process", "2")
-    begun.wait_for("round 2")
     while begun.process.poll() is None:
         for number in (signal.SIGHUP, signal.SIGTERM):
             with contextlib.suppress(ProcessLookupError):
                 begun.process.send_signal(number)
         time.sleep(0.001)
     begun.output()
-    assert list(tmp_path.iterdir()) == []
+    assert list(begun.folder.iterdir()) == []
 
 
-def test_who_asked_for_it_goes_on_without_a_terminal(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
+def test_who_asked_for_it_goes_on_without_a_terminal(start: Callable[..., OnTerminal]) -> None:
     """``nohup`` ignores SIGHUP, and so does what it starts."""
-    begun = start("--folder", str(tmp_path), *SMALL, "--loops", "200", ignored=(signal.SIGHUP,))
-    begun.wait_for("round 2")
+    begun = start(*BENCH, "--loops", "200", ignored=(signal.SIGHUP,))
     begun.process.send_signal(signal.SIGHUP)
     assert "Task Write Speed = " in begun.output()
     assert begun.process.returncode == 0
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_leaves_the_next_one_removes(tmp_path: Path, start: Callable[..., OnTerminal]) -> None:
-    first = start("--folder", str(tmp_path), *SMALL, *ENDLESS, "--multi_process", "2")
-    first.wait_for("round 2")
+def test_what_a_killed_run_leaves_the_next_one_removes(start: Callable[..., OnTerminal]) -> None:
+    first = start(*RANKS)
     first.process.kill()
     first.output()  # its ranks have ended with it
-    (left,) = tmp_path.iterdir()
-    foreign = tmp_path / left.name[:-1]
-    foreign.mkdir()
-    (foreign / "data").touch()
-    begun = start("--folder", str(tmp_path), *SMALL, *ENDLESS)
-    begun.wait_for("round 2")
+    (left,) = first.folder.iterdir()
+    begun = start(*BENCH)
+    begun.wait_for(lambda: b"round 2" in begun.said)
     assert not left.exists()
-    other = start("--folder", str(tmp_path), *SMALL)
+    other = start(*BENCH, "--loops", "2")
     other.output()
     assert other.process.returncode == 0
-    assert len(list(tmp_path.iterdir())) == 2, "the run that goes on has its folder still"
-    begun.process.send_signal(signal.SIGINT)
-    assert "interrupted" in begun.output()
-    assert begun.process.returncode == 130
-    assert [entry.name for entry in tmp_path.iterdir()] == [foreign.name]
+    assert len(list(begun.folder.iterdir())) == 1, "the run that goes on has its folder still"
 
 
-@pytest.fixture
-def endless_fio(tmp_path: Path) -> str:
-    """A PATH where fio does not end by itself."""
-    (tmp_path / "bin").mkdir()
-    fio = tmp_path / "bin" / "fio"
-    fio.write_text(f"#!/bin/sh\ntouch {tmp_path}/bin/begun\nexec sleep 10000\n")
-    fio.chmod(0o755)
-    return f"{tmp_path}/bin:{os.environ['PATH']}"
-
-
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGHUP, signal.SIGQUIT)),
-        signal.SIGTERM,
-        signal.SIGKILL,
-    ],
-)
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param((), id="one process", marks=pytest.mark.slow), pytest.param(("--multi_process", "2"), id="ranks")],
-)
-def test_fio_ends_with_the_run_and_its_huge_pages_are_given_back(
-    tmp_path: Path, start: Callable[..., OnTerminal], endless_fio: str, number: signal.Signals, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_fio_ends_with_the_run_and_its_huge_pages_are_given_back(tmp_path: Path, number: signal.Signals) -> None:
     if number == signal.SIGKILL and not stop._setpriv():
         pytest.skip("setpriv is not installed, or does not know --pdeathsig")
-    place = tmp_path / "place"
-    place.mkdir()
-    begun = start("--folder", str(place), "--io_size", "4M", *words, "--engine", "fio", path=endless_fio)
-    while not (tmp_path / "bin" / "begun").exists():
-        assert begun.process.poll() is None, begun.said.decode(errors="replace")
-        time.sleep(0.02)
-    begun.process.send_signal(number)
-    begun.output()
-    end = time.monotonic() + 20
-    while (left := [*processes_of(endless_fio), *left_by_the_next_run(place)]) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert left == []
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "place").mkdir()
+    fio, path = tmp_path / "bin" / "fio", f"{tmp_path}/bin:{os.environ['PATH']}"
+    fio.write_text(f"#!/bin/sh\ntouch {tmp_path}/bin/begun\nexec sleep 10000\n")
+    fio.chmod(0o755)
+    begun = OnTerminal(tmp_path / "place", *RANKS, "--engine", "fio", path=path)
+    with contextlib.closing(begun):
+        begun.wait_for((tmp_path / "bin" / "begun").exists)
+        begun.process.send_signal(number)
+        begun.output()
+        end = time.monotonic() + 20
+        while (left := [*processes_of(path), *left_by_the_next_run(begun.folder)]) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert left == []
 
 
 def processes_of(path: str) -> list[str]:
@@ -293,13 +265,10 @@ def test_ctrl_c_before_anything_was_measured(
 ) -> None:
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     monkeypatch.setattr(files, "make_file", interrupted)
-    assert bench.main(["--folder", str(tmp_path), *SMALL]) == 130
+    assert bench.main(["--folder", str(tmp_path), "--io_size", "4M"]) == 130
     out, errors = capsys.readouterr()
-    assert (out, "interrupted; the files are removed" in errors) == ("", True)
+    assert (out, "nvme-bench: interrupted" in errors) == ("", True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ctrl_c_while_a_process_is_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = Remote(list)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):

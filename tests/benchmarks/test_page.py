@@ -1,4 +1,4 @@
-"""The page of results: what must not get into it, and sections that are measured, kept and shown."""
+"""The page of results: what must not get into it; sections that are measured, kept and shown; the README's table."""
 
 from __future__ import annotations
 
@@ -20,55 +20,52 @@ import torch
 
 pytest.importorskip("tabulate")  # of the extra bench
 
-from benchmarks import page
+from benchmarks import page, page_render
 from benchmarks.page import SECTIONS, Section
-from tests.benchmarks.test_page_render import DESCRIPTION, PAGE, README, row, table
+from nvme_ops.text import GIB
 
 ROOT = Path(__file__).parents[2]
+DESCRIPTION = {
+    "machine": {"cpu": "4 x Example", "memory": "8 GiB", "kernel": "6.1.2", "deepspeed": "0.19.8"},
+    "settings": {"memlock limit": "8 MiB"},
+    "places": {
+        "DISK": {"file system": "ext4 on DISK from /dev/sda1 (rw,relatime)", "device": "sda, NVMe, Example 9"},
+        "MEMORY": {"file system": "tmpfs on MEMORY from tmpfs", "device": "none, tmpfs lives in memory"},
+    },
+}
+README = "intro\n\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\n\nrest\n"
+PAGE = "intro\n\n<!-- section {} -->\nold\n<!-- /section {} -->\n\n<!-- machines -->\n<!-- /machines -->\n"
 
 
 # What must not get into it
 
 
-def test_folders_are_replaced_by_their_names(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    scrub = page.scrub_for({"DISK": str(tmp_path / "link"), "DEEP": str(tmp_path / "real" / "deep")})
-    value = {f"{tmp_path}/link": [f"{tmp_path}/real/data: gone", {"a": f"in '{tmp_path}/real/deep/x', twice"}]}
-    assert scrub(value) == {"DISK": ["DISK/data: gone", {"a": "in 'DEEP/x', twice"}]}
-
-
-def test_mount_points_of_folders_are_replaced() -> None:
-    scrub = page.scrub_for({"MEMORY": "/dev/shm"})
-    assert scrub("tmpfs on /dev/shm from tmpfs") == "tmpfs on MEMORY from tmpfs"
-
-
-def test_checkout_environment_home_and_scratch_are_replaced(tmp_path: Path) -> None:
-    scrub = page.scrub_for({}, str(tmp_path))
-    words = [str(ROOT / "setup.py"), f"{tmp_path}/raw_io.json", os.path.expanduser("~/x"), "/home/" + "ann/x"]
-    assert scrub(words) == ["CHECKOUT/setup.py", "raw_io.json", "~/x", "~/x"]
-
-
-def test_hosts_and_users_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "blade.example.org")
-    monkeypatch.setattr(getpass, "getuser", lambda: "ann")
-    scrub = page.scrub_for({})
-    words = "blade.example.org, on blade: by ann, planned; blade.nr_pages"
-    assert scrub(words) == "HOST, on HOST: by USER, planned; blade.nr_pages"
-
-
-def test_the_kernel_loses_what_its_builder_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_hosts_users_and_kernels_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Name:
         nodename, release = "blade", "6.1.2-made-by-ann"
 
+    monkeypatch.setattr(socket, "gethostname", lambda: "blade.example.org")
+    monkeypatch.setattr(getpass, "getuser", lambda: "ann")
     monkeypatch.setattr(os, "uname", Name)
-    assert page.scrub_for({})("kernel 6.1.2-made-by-ann; x") == "kernel 6.1.2; x"
-
-
-def test_other_words_and_numbers_stay_as_they_are() -> None:
-    scrub = page.scrub_for({"DISK": "/"})
-    value = {"root": True, "path": "/usr/lib/x", "n": 12345678, "f": 1.23456789, "none": None, "at": "ext4 on / from x"}
-    assert scrub(value) == {**value, "f": 1.23457}
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    places = {"DISK": str(tmp_path / "link"), "DEEP": str(tmp_path / "real" / "deep"), "MEMORY": "/dev/shm"}
+    scrub = page.scrub_for(places, str(tmp_path / "gone"))
+    for value, expected in {
+        f"{tmp_path}/link": "DISK",
+        f"{tmp_path}/real/data: gone": "DISK/data: gone",
+        f"in '{tmp_path}/real/deep/x', twice": "in 'DEEP/x', twice",
+        "tmpfs on /dev/shm from tmpfs": "tmpfs on MEMORY from tmpfs",  # a mount point
+        str(ROOT / "setup.py"): "CHECKOUT/setup.py",
+        f"{tmp_path}/gone/raw_io.json": "raw_io.json",
+        os.path.expanduser("~/x"): "~/x",
+        "/home/" + "ann/x": "~/x",
+        "blade.example.org, on blade: by ann, planned; blade.nr": "HOST, on HOST: by USER, planned; blade.nr",
+        "kernel 6.1.2-made-by-ann; x": "kernel 6.1.2; x",
+    }.items():
+        assert scrub({value: [value]}) == {expected: [expected]}
+    other = {"root": True, "path": "/usr/lib/x", "n": 12345678, "f": 1.23456789, "none": None, "at": "ext4 on / from x"}
+    assert page.scrub_for({"DISK": "/"})(other) == {**other, "f": 1.23457}
 
 
 # Measuring
@@ -108,17 +105,35 @@ class Run:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(page, "describe", lambda places: DESCRIPTION)
     monkeypatch.setattr(page, "SECTIONS", dict.fromkeys(SECTIONS, Section("true")))
+    monkeypatch.setattr("nvme_ops.measure.stop.leave_on_signals", lambda: None)
     return Run(tmp_path)
 
 
-FOUND = json.dumps({"tables": [table("read", "", [row("found HERE", 1)])], "passes": [1]}).replace("HERE", "%s")
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "min": median * 0.9, "max": median * 1.1}
+
+
+def row(name: str, median: float | None, ratio: float | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "note": "", "spread": None if median is None else spread(median), "columns": {},
+        "against_reference": None if ratio is None else spread(ratio), "against_peer": None, **more,
+    }  # fmt: skip
+
+
+def table(group: str, reference: str, *rows: dict[str, Any], unit: str = "GB/s") -> dict[str, Any]:
+    return {"group": group, "title": f"title of {group}", "unit": unit, "reference": reference, "peers": "DeepSpeed",
+            "rows": list(rows)}  # fmt: skip
+
+
+FOUND = json.dumps({"tables": [table("read", "", row("found HERE", 1))], "passes": [1]}).replace("HERE", "%s")
 WRITE = f"json.write_text({FOUND!r} % sys.argv[1])\n"
 DRAW = "pathlib.Path(sys.argv[3]).write_bytes(b'png')\n"
 
 
-def test_a_section_is_measured_stored_and_shown(run: Run) -> None:
+def test_a_section_is_measured_stored_and_shown_and_the_others_stay(run: Run) -> None:
     run.program("raw_io", WRITE + DRAW)
-    assert run("--only", "raw_io") == 0
+    run.program("explain", "print('looked at', sys.argv[1])", json=False)
+    assert run("--only", "raw_io", "explain") == 0
     found = run.stored("raw_io")
     (measured,) = found["runs"]
     assert (found["description"], measured["failure"], measured["plot"]) == (DESCRIPTION, "", "raw_io_disk.png")
@@ -128,56 +143,27 @@ def test_a_section_is_measured_stored_and_shown(run: Run) -> None:
     text = run.page.read_text()
     assert "| found DISK" in text  # the command got the folder
     assert "](results/raw_io_disk.png)" in text
+    assert "```text\nlooked at DISK\n```" in text
     assert str(run.disk) not in text + json.dumps(found)
-
-
-def test_lists_of_figures_are_stored_on_one_line(run: Run) -> None:
-    document = {"found": [1, -2.5, 1e-07], "words": ["a", "[1, 2]"], "none": []}
-    run.program("raw_io", f"json.write_text({json.dumps(json.dumps(document))})")
+    before = run.stored("explain") | {"date": "2001-02-03"}
+    (run.results / "explain.json").write_text(json.dumps(before))
+    run.program("raw_io", f"json.write_text({json.dumps({'tables': [], 'x': [1, -2.5, 1e-07]})!r})")
     assert run("--only", "raw_io") == 0
-    assert run.stored("raw_io")["runs"][0]["document"] == document
-    assert '"found": [1, -2.5, 1e-07],' in (run.results / "raw_io.json").read_text()
-
-
-def test_other_sections_keep_their_results(run: Run) -> None:
-    run.program("raw_io", WRITE)
-    run.program("engines", WRITE)
-    assert run("--only", "raw_io", "engines") == 0
-    before = run.stored("raw_io") | {"date": "2001-02-03"}
-    (run.results / "raw_io.json").write_text(json.dumps(before))
-    assert run("--only", "engines") == 0
-    assert run.stored("raw_io") == before
+    assert run.stored("explain") == before
     assert "2001-02-03, machine 1." in run.page.read_text()
+    assert sorted(path.name for path in run.results.iterdir()) == ["explain.json", "raw_io.json"], "old pictures go"
+    assert '"x": [1, -2.5, 1e-07]' in (run.results / "raw_io.json").read_text()
 
 
 def test_a_command_that_fails_is_told_and_the_next_go_on(run: Run) -> None:
     run.program("raw_io", "sys.exit('no space in ' + sys.argv[1])")
+    run.program("sweep", "pass")
     run.program("engines", WRITE)
-    assert run("--only", "raw_io", "engines") == 1
-    assert run.stored("raw_io")["runs"][0]["failure"] == "exit status 1: no space in DISK"
+    assert run("--only", "raw_io", "engines", "sweep") == 1
+    assert run.stored("sweep")["runs"][0]["failure"].startswith("it wrote no results ([Errno 2]")
     text = run.page.read_text()
-    assert "exit status 1: no space in DISK" in text
+    assert "**This run failed: exit status 1: no space in DISK**" in text
     assert "| found DISK" in text
-
-
-def test_a_command_that_writes_nothing_has_failed(run: Run) -> None:
-    run.program("raw_io", "pass")
-    assert run("--only", "raw_io") == 1
-    assert run.stored("raw_io")["runs"][0]["failure"].startswith("it wrote no results ([Errno 2]")
-
-
-def test_what_a_command_prints_can_be_its_result(run: Run) -> None:
-    run.program("explain", "print('looked at', sys.argv[1])", json=False)
-    assert run("--only", "explain") == 0
-    assert "```text\nlooked at DISK\n```" in run.page.read_text()
-
-
-def test_pictures_of_an_earlier_run_go(run: Run) -> None:
-    run.program("raw_io", WRITE + DRAW)
-    assert run("--only", "raw_io") == 0
-    run.program("raw_io", WRITE)
-    assert run("--only", "raw_io") == 0
-    assert [path.name for path in run.results.iterdir()] == ["raw_io.json"]
 
 
 def test_a_section_that_cannot_run_here_keeps_what_there_is_or_says_why(
@@ -193,30 +179,22 @@ def test_a_section_that_cannot_run_here_keeps_what_there_is_or_says_why(
     assert run.stored("gpu") == measured
 
 
-def test_rendering_measures_nothing(run: Run) -> None:
-    run.program("raw_io", WRITE)
-    assert page.main(["--render", *run.words[2:]]) == 0
-    assert not list(run.results.iterdir())
-    assert "Not measured yet." in run.page.read_text()
-    assert "Not measured yet." in run.readme.read_text()
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"runs": []}'])
-def test_a_damaged_file_of_results_is_named_and_nothing_is_written(
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": []}'])
+def test_rendering_measures_nothing_and_names_a_damaged_file(
     run: Run, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run.program("raw_io", WRITE)
     run.results.mkdir()
-    (run.results / "raw_io.json").write_text(text)
-    assert page.main(["--render", *run.words[2:]]) == 1
-    assert re.match(r"page: .*raw_io\.json is damaged .*: remove it", capsys.readouterr().err)
-    assert "\nold\n" in run.page.read_text()
-    assert run.readme.read_text() == README
+    if text:
+        (run.results / "raw_io.json").write_text(text)
+    assert page.main(["--render", *run.words[2:]]) == (2 if text else 0)
+    assert bool(re.match(r"page: .*raw_io\.json is damaged .*: remove it", capsys.readouterr().err)) == bool(text)
+    for file in (run.page, run.readme):
+        assert ("\nold\n" in file.read_text()) == bool(text)
+        assert ("Not measured yet." in file.read_text()) != bool(text)
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
-def test_a_signal_lets_the_command_clean_up(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_a_signal_lets_the_command_clean_up(tmp_path: Path) -> None:
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     command = f"trap 'touch {ended}; exit 1' TERM; touch {begun}; sleep 60 & wait"
     source = (
@@ -235,9 +213,9 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path, number: signal.Signa
     while not begun.exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == status, errors
+    assert process.returncode == 143, errors
     assert ended.exists()
     assert not (tmp_path / "results" / "raw_io.json").exists()
 
@@ -247,12 +225,15 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path, number: signal.Signa
     [
         ([], "--place NAME=DIR is needed, or --render"),
         (["--place", "/mnt"], "not NAME=DIR"),
-        (["--place", "a b=/"], "not NAME=DIR"),
         (["--place", "disk=/no/such"], "no such folder"),
         (["--only", "all"], "invalid choice"),
         (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--rounds", "0"], "not a number of at least 1"),
         (["--render", "--readme", "/no/such"], "/no/such: No such file"),
+        (
+            ["--render", "--readme", str(ROOT / "setup.py")],
+            "it has no lines <!-- benchmarks --> and <!-- /benchmarks -->",
+        ),
+        (["--render", "--page", str(ROOT / "setup.py")], "it has no lines <!-- machines --> and <!-- /machines -->"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -261,19 +242,6 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(SystemExit, match="2"):
         page.arguments([*Run(tmp_path).words[2:], *words])
     assert said in capsys.readouterr().err
-
-
-def test_a_readme_or_page_without_markers_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = Run(tmp_path)
-    for file, name in ((run.readme, "benchmarks"), (run.page, "machines")):
-        before = file.read_text()
-        file.write_text("nothing\n")
-        with pytest.raises(SystemExit, match="2"):
-            page.arguments(["--render", *run.words[2:]])
-        assert f"{file}: it has no lines <!-- {name} --> and <!-- /{name} -->" in capsys.readouterr().err
-        file.write_text(before)
 
 
 def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
@@ -287,8 +255,135 @@ def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
 def test_the_commands_of_a_section_name_places_and_files_of_their_own(name: str) -> None:
     commands = page.commands(name, ["DISK", "MEMORY"], "1G", 7)
     used = [word for words in commands.values() for word in words]
-    assert commands
     assert name == "scaling" or {"DISK", "MEMORY"} <= set(used)
-    pictures = [word for word in used if word.endswith(".png")]
-    assert pictures in ([], [f"{own}.png" for own in commands])
+    assert [word for word in used if word.endswith(".png")] in ([], [f"{own}.png" for own in commands])
     assert not any("{" in word for word in used)
+
+
+# Showing
+
+
+def stored(document: Any = None, **more: Any) -> dict[str, Any]:
+    run = {"command": "some --command", "failure": "", "document": document, "text": "", "plot": ""}
+    return {"section": "", "date": "2026-01-02", "skipped": "", "description": DESCRIPTION, "runs": [run], **more}
+
+
+def shown(name: str, found: dict[str, Any] | None) -> str:
+    """What the page shows of a section."""
+    text = page_render.page(PAGE.replace("{}", name), {name: found} if found else {}, "pictures")
+    assert "old" not in text
+    return text.partition(f"<!-- section {name} -->\n")[2].partition(f"<!-- /section {name} -->\n")[0].strip("\n")
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The Markdown tables in a text: their rows by column."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
+        assert {len(line) for line in cells} == {len(cells[0])}
+        found.append([dict(zip(cells[0], line, strict=True)) for line in cells[2:]])
+    return found
+
+
+def raw_io_document() -> dict[str, Any]:
+    cpu = {"columns": {"CPU s/GiB": spread(0.0123)}}
+    ours = [row("nvme_ops, locked", 1.9, 0.95, against_peer=spread(1.71), **cpu),
+            row("nvme_ops, pageable", 1.8, 0.9, against_peer=spread(2.5), **cpu)]  # fmt: skip
+    best, random = row("fio best", 2.0, 1.0), "fio randread 4k, depth 128"
+    every = [
+        table("read", "fio best", best, *ours),
+        table("write", "fio best", best, *ours),
+        table("cached", "os.preadv in 64 MiB pieces", row("nvme_ops, pageable", 7.12, 0.99, **cpu)),
+        table(
+            "random",
+            random,
+            row(random, 60.0, 1.0),
+            row("nvme_ops submit_preadv, nvme_ops.empty", 235.4, 1.1),
+            unit="kIOPS",
+        ),
+        table("memory", "", row("busy", 20 << 20), row("peak resident growth", None), unit="bytes"),
+    ]
+    document = {"size": GIB, "rounds": 7, "folders": {name: {"tables": every} for name in ("DISK", "MEMORY")}}
+    copied: dict[str, Any] = json.loads(json.dumps(document))
+    return copied
+
+
+def test_every_figure_of_a_document_is_shown_under_its_column() -> None:
+    document = raw_io_document()
+    document["folders"]["DISK"]["notes"] = ["ours / theirs: reached"]
+    document |= {"about": {"gpu": "Example", "cuda": "13"}}
+    rows = document["folders"]["MEMORY"]["tables"][1]["rows"]
+    rows.append(row("a | b", None, note="not installed:\npip install it"))
+    text = shown("raw_io", stored(document))
+    assert re.findall("^#### .*", text, re.MULTILINE) == ["#### `DISK`", "#### `MEMORY`"]
+    ((best, locked, _), *_, memory, _, (*_, missing), _, _, _) = tables(text)
+    assert list(best.values()) == ["fio best", "2.000 (1.800 - 2.200)", "-", "-", "-"] or best["CPU s/GiB"] == "-"
+    assert list(locked.values()) == ["nvme_ops, locked", "1.900 (1.710 - 2.090)", "0.012", "0.95 (0.85 - 1.04)",
+                                     "1.71 (1.54 - 1.88)"]  # fmt: skip
+    assert [each["bytes"] for each in memory] == ["20 MiB", "unknown"]
+    assert (missing[""], missing["note"]) == ("a \\| b", "not installed: pip install it")
+    assert "- ours / theirs: reached" in text
+    assert "gpu Example; cuda 13" in text
+    times = {"count": 512, "complete": {"0.5": 1e-4, "0.9": 2e-4, "0.99": 3e-4, "0.999": 4e-4}, "submit": {}}
+    ((fio,),) = tables(shown("engines", stored({"tables": [], "blocks": {"fio": times}})))
+    assert list(fio.values()) == ["fio", "100", "200", "300", "400", "512"]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "Not measured yet."),
+        (stored(skipped="no GPU", runs=[]), "Not run: no GPU."),
+        (stored({"tables": [{}]}), "These results cannot be shown"),
+        (stored({"tables": 7}), "These results cannot be shown"),
+        (stored({"folders": {"DISK": {"tables": [{"rows": [{}]}]}}}), "These results cannot be shown"),
+    ],
+    ids=["none", "skipped", "other version", "no list", "empty row"],
+)
+def test_what_there_is_not_is_said(found: dict[str, Any] | None, said: str) -> None:
+    assert said in shown("engines", found)
+
+
+def test_machines_are_described_once_each() -> None:
+    other = {**DESCRIPTION, "machine": {"cpu": "8 x Other"}}
+    results = {"raw_io": stored({}), "engines": stored({}), "sweep": stored({}, description=other)}
+    text = page_render.page(PAGE.replace("{}", "sweep"), results, "x")
+    first, second = tables(text)
+    assert {"machine 1": "cpu", "": "4 x Example"} in first
+    assert {"machine 2": "cpu", "": "8 x Other"} in second
+    place = "file system: ext4 on DISK from /dev/sda1; device: sda, NVMe, Example 9"
+    assert {"machine 1": "`DISK`", "": place} in first
+    assert "2026-01-02, machine 2." in text
+
+
+def test_the_page_has_every_section_once_and_no_figures_that_are_not_measured() -> None:
+    text = (page.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE) == list(page.SECTIONS)
+    prose = re.sub(r"<!-- (section \w+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    assert len(prose) < len(text) / 2
+    assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose.replace("of 10^9 bytes", "")) == []
+
+
+def test_the_readme_gets_the_figures_and_what_they_were_measured_on() -> None:
+    document = raw_io_document()
+    text = page_render.readme(README, {"raw_io": stored(document)})
+    assert text.startswith("intro\n\n<!-- benchmarks -->\n\nAgainst fio at its best (io_uring, 4 MiB")
+    assert text.endswith("|\n\n<!-- /benchmarks -->\n\nrest\n")
+    intro = " ".join(text.partition("\n|")[0].split())
+    for words in ("DeepSpeed 0.19.8", "1 GiB, cold, medians of 7", "4 x Example", "memory is tmpfs)", "2026-01-02:",
+                  "disk is ext4 on sda, NVMe, Example 9;"):  # fmt: skip
+        assert words in intro
+    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
+    ((locked, *_, cached, random),) = tables(text)
+    assert list(locked.values())[1:] == ["1.90", "0.95", "1.7", "1.90", "0.95", "1.7", "0.012"]
+    assert list(cached.values())[1:4] == ["7.12", "0.99 of `os.preadv`", "-"]
+    assert list(random.values())[1:4] == ["235 kIOPS", "1.10", "-"]
+    best, _, ordinary = document["folders"]["DISK"]["tables"][0]["rows"]
+    best["note"], ordinary["spread"] = "without huge pages (vm.nr_hugepages)", None
+    del document["folders"]["MEMORY"]["tables"][2:]
+    text = page_render.readme(README, {"raw_io": stored(document)})
+    assert "(without huge pages (vm.nr_hugepages)) and" in text
+    ((_, ordinary, *_, random),) = tables(text)
+    assert list(ordinary.values())[1:5] == ["-", "-", "-", "1.80"]
+    assert list(random.values())[1:5] == ["235 kIOPS", "1.10", "-", "-"]
+    assert "These results cannot be shown" in page_render.readme(README, {"raw_io": stored({"folders": {"DISK": {}}})})

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nvme_ops.arguments import command_line, listed, positive, say, show, size
 from nvme_ops.measure.machine import machine, place
-from nvme_ops.measure.rows import kept_as_note
+from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import add_outputs, check_outputs, document_text, show_progress, write_outputs
+from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, filled, show_progress
 from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
-from nvme_ops.measure.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, Reader, checked, made
+from nvme_ops.measure.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
-from nvme_ops.text import MIB, columns_text, rate_words, share_words, size_words
+from nvme_ops.text import MIB, rate_words, share_words, size_words
 
 _DESCRIPTION = """\
 Reads as known training and inference jobs do and says how many accelerators
@@ -96,9 +97,7 @@ def main(words: Sequence[str]) -> int:
     finally:
         measured = any(job.get("curves") or job.get("ways") for job in jobs.values())
         if measured or not found["interrupted"]:
-            if given.json:
-                sys.stdout.write(document_text(found))
-            write_outputs(given.output, json=lambda: document_text(found))
+            deliver(given, found, "")
     wrong = [name for job in jobs.values() for name in job["wrong"]]
     if wrong:
         say(f"nvme-bench: wrong data: {', '.join(wrong)}")
@@ -109,7 +108,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     flags = parser()
     given = flags.parse_args(words)
     try:
-        check_outputs(given.output, ".json")
+        check_outputs(given.output)
         of_readers = {"--reader": given.reader, "--accelerators": given.accelerators}
         for flag, wanted in of_readers.items():
             if wanted and not JOBS.keys() & set(given.jobs):
@@ -124,41 +123,35 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-@dataclass
-class _Outcome:
-    note: str = ""
-    wrong: bool = False
-
-
 class _Lines:
-    """The lines of a job's table."""
+    """The lines of a job's table; the first one is the head."""
 
     def __init__(self, found: dict[str, Any], *head: str) -> None:
-        self._found, self.lines = found, [[*head, ""]]
+        self._found, self._head, self._lines = found, head, list[Cells]()
+
+    def add(self, *words: str, note: str = "") -> None:
+        self._lines.append(dict(itertools.zip_longest(self._head, words, fillvalue="-")) | {"note": note})
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
         """Adds a line with the reason if the block fails; the other lines are still measured."""
-        outcome = _Outcome()
-        with kept_as_note(outcome):
+        row = Row(name)
+        with kept_as_note(row):
             yield
-        if outcome.note:
-            self.lines.append([name, "-", *[""] * (len(self.lines[0]) - 3), outcome.note])
-            self._found["notes"][name] = outcome.note
-        if outcome.wrong:
+        if row.note:
+            self.add(name, note=row.note)
+            self._found["notes"][name] = row.note
+        if row.wrong:
             self._found["wrong"].append(name)
 
+    def __enter__(self) -> _Lines:
+        return self
 
-@contextlib.contextmanager
-def _printed(found: dict[str, Any], *head: str) -> Iterator[_Lines]:
-    """Prints the lines that the block adds, even if it is interrupted."""
-    table = _Lines(found, *head)
-    try:
-        yield table
-    finally:
+    def __exit__(self, *_: object) -> None:
+        """Prints the lines, even if the block was interrupted."""
         show_progress("")
-        if len(table.lines) > 1:
-            show(columns_text(table.lines))
+        if self._lines:
+            show(cells_text(filled(self._lines)))
 
 
 def _sizes(job: Job, total: int) -> list[int]:
@@ -179,15 +172,15 @@ def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
     )
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
     head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
-    with _printed(found, *head) as table:
+    with _Lines(found, *head) as table:
         for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
             with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8, "--size or --folder") as folder:
                 data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
-                _of_reader(name, data, job, given, found, table.lines)
+                _of_reader(name, data, job, given, found, table)
 
 
 def _of_reader(
-    name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], lines: list[list[str]]
+    name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], table: _Lines
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
     reader = made(name, data)
@@ -216,17 +209,19 @@ def _of_reader(
             most = max((each.accelerators for each in results if each.utilization >= FED), default=0)
             found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
             shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
-            lines.append(_line(name, reader, shown))
+            fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
+            table.add(
+                name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
+                f"{shown.samples / shown.seconds:,.0f}", *_rate_and_waits(shown), _ms(shown.latency(0.99)),
+            )  # fmt: skip
 
 
-def _line(name: str, reader: Reader, shown: Fed) -> list[str]:
-    fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
-    return [
-        name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
-        f"{shown.samples / shown.seconds:,.0f}", f"{shown.rate / 1e9:.3g}",
-        f"{1e3 * shown.wait(0.5):.2f} ms", f"{1e3 * shown.wait(0.99):.2f} ms",
-        f"{1e3 * shown.latency(0.99):.2f} ms", "",
-    ]  # fmt: skip
+def _rate_and_waits(fed: Fed) -> list[str]:
+    return [f"{fed.rate / 1e9:.3g}", _ms(fed.wait(0.5)), _ms(fed.wait(0.99))]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
 
 
 def _as_json(fed: Fed) -> dict[str, Any]:
@@ -244,7 +239,7 @@ def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> No
     )
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
     with (
-        _printed(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
+        _Lines(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
         scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder,
     ):
         for words, make in saving.ways(job, Path(folder), nbytes).items():
@@ -252,13 +247,4 @@ def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> No
             with table.of(words):
                 kept = saving.measured(make, nbytes, compute, given.seconds)
                 found["ways"].append({"name": words, **_as_json(kept)})
-                table.lines.append(
-                    [
-                        words,
-                        f"{100 * kept.utilization:.1f} %",
-                        f"{kept.rate / 1e9:.3g}",
-                        f"{1e3 * kept.wait(0.5):.3g} ms",
-                        f"{1e3 * kept.wait(0.99):.3g} ms",
-                        "",
-                    ]
-                )
+                table.add(words, f"{100 * kept.utilization:.1f} %", *_rate_and_waits(kept))

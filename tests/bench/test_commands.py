@@ -1,0 +1,558 @@
+"""One table of what the commands that measure refuse, and what nvme-bench makes of its flags and prints of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nvme_ops.measure.run as run_module
+from benchmarks import command as benchmarks
+from nvme_ops.measure import bench, engines, explain, files, stop, tune
+from nvme_ops.measure.bench import Workplace
+from nvme_ops.measure.engines import ENGINES, BenchEngine, Task, tensor_row
+from nvme_ops.measure.remote import Remote, joint_row
+from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable
+from nvme_ops.measure.run import BenchResult, contenders
+from nvme_ops.measure.tables import ALONE, Table
+from nvme_ops.settings import Settings
+from nvme_ops.text import GIB, KIB, MIB
+from tests import prepared
+from tests.conftest import give_up_root, in_child, open_to_all, refusal
+
+HERE = tempfile.gettempdir()
+SMALL = ["--io_size", "4M", "--no_reference"]
+DEFAULT = Settings(MIB, 128, single_submit=False, overlap_events=True, intra_op_parallelism=1)
+B, T, W = ["--folder", HERE], ["--nvme_dir", HERE], ["workload", "bert", "--folder", HERE]
+
+
+@pytest.fixture(autouse=True)
+def _signals_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+# What is refused, with status 2 and before anything is written
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "one of the arguments --folder --folder_to_device_mapping is required"),
+        (["--folder", "none/such"], "none/such: no such folder"),
+        (["--folder", __file__], "no such folder"),
+        (["--folder_to_device_mapping", f"{HERE}:0", "/none:1"], "/none: no such folder"),
+        (["--folder_to_device_mapping", HERE], "not FOLDER:NUMBER"),
+        (["--folder_to_device_mapping", f"{HERE}:-1"], "not FOLDER:NUMBER"),
+        (["--folder_to_device_mapping", f"{HERE}:0", "--multi_process", "2"], "has one process for each folder"),
+        (["--folder_to_device_mapping", f"{HERE}:0", "/:1", "--scaling", "--sweep", "queue_depth=1,2"], "are two runs"),
+        ([*B, "--folder_to_device_mapping", "/:0"], "not allowed with argument --folder"),
+        ([*B, "--engine", "posix"], "--engine posix: there are aio_handle, gds_handle, torch, .*fio, gdsio, and all"),
+        ([*B, "--io_size", "0"], "--io_size: '0' is not a size"),
+        ([*B, "--queue_depth", "0"], "--queue_depth: '0' is not a number of at least 1"),
+        ([*B, "--warmup_loops", "-1"], "'-1' is not a number of at least 0"),
+        ([*B, "--cached"], "--cached goes with --read"),
+        ([*B, "--use_gds"], "--use_gds goes with --device cuda"),
+        ([*B, "--gpu"], "--device cuda: torch.cuda is not available"),
+        ([*B, "--scaling"], "--scaling needs several folders"),
+        ([*B, "--sweep", "block_size"], "--sweep block_size: not NAME=VALUE,...; names are block_size, queue_depth"),
+        ([*B, "--sweep", "blocks=1M"], "--sweep blocks=1M: not NAME=VALUE"),
+        ([*B, "--sweep", "block_size=1M,0"], "--sweep block_size: '0' is not a size"),
+        ([*B, "--sweep", "queue_depth=1,,2"], "--sweep queue_depth: '' is not a number"),
+        ([*B, "--sweep", "single_submit=maybe"], "--sweep single_submit: 'maybe' is neither true nor false"),
+        ([*B, "--sweep", "block_size=1M", "block_size=2M"], "--sweep block_size: twice"),
+        ([*B, "--output", "none/such.json"], "--output none/such.json: its folder does not exist"),
+        ([*B, "--output", HERE], "--output .*: a folder"),
+        ([*B, "--output", "a.foo"], "--output a.foo: "),
+        ([*B, "--bloc", "1M"], "unrecognized arguments: --bloc 1M"),  # abbreviations break when a flag is added
+        ([*B, "explain"], "unrecognized arguments: explain"),
+        ([*B, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
+        (["explain"], "required: FILE"),
+        (["explain", HERE, "--rounds", "1"], "--rounds 1: at least 2"),
+        (["explain", HERE, "--io_size", "0"], "--io_size: '0' is not a size"),
+        (["explain", HERE, "--device", "cuda:77"], "--device cuda:77: torch sees"),
+        (["explain", HERE, "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
+        (["explain", __file__, "--write"], "a file that exists is only read"),
+        (["workload"], "usage: nvme-bench workload"),
+        (["workload", "imagenet", *B], "invalid choice: 'imagenet'"),
+        (["workload", "bert", "--folder", "nothing"], "--folder nothing: no such folder"),
+        ([*W, "--reader", "tar"], "invalid choice: 'tar'"),
+        ([*W, "--seconds", "nan"], "must be numbers greater than 0"),
+        ([*W, "--slower", "inf"], "must be numbers greater than 0"),
+        ([*W, "--output", "nothing/x.json"], "its folder does not exist"),
+        ([*W, "--output", "x.png"], "ends with .json"),
+        (["workload", "inference-log", *B, "--reader", "nvme_ops"], "--reader is for jobs that read"),
+        (["workload", "inference-log", *B, "--accelerators", "2"], "--accelerators is for jobs that read"),
+        (["workload", "zero-inference", *B, "--size", "4000000G"], "of free space are needed .* --size or --folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nvme_bench_refuses(words: list[str], said: str) -> None:
+    refused(bench.main, words, said)
+
+
+def refused(main: Callable[[list[str]], int], words: list[str], said: str) -> None:
+    status, told = refusal(main, words)
+    assert status == 2
+    assert re.search(said, " ".join(told.split())), told
+    assert not [name for name in os.listdir(HERE) if name.startswith("nvme_ops-bench-")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--folder"),
+        (["--nvme_dir", HERE, "/no/such"], "/no/such: no such folder"),
+        ([*T, "--io_size", "31M"], "a pass of less than 32 MiB"),
+        ([*T, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
+        ([*T, "--no_store", "--replace"], "--replace with --no_store"),
+        ([*T, "--loops", "0"], "--loops: '0' is not a number of at least 1"),
+        ([*T, "--seconds", "0"], "--seconds: 0 is not a number of seconds above 0"),
+        ([*T, "--seconds", "inf"], "--seconds: inf is not"),
+        ([*T, "--no_read", "--no_write"], "leave nothing to measure"),
+        ([*T, "--output", "/no/such/file.json"], "its folder does not exist"),
+        ([*T, "--log_dir", "/proc/nothing"], "--log_dir /proc/nothing: "),
+        ([*T, "--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file"),
+        ([*T, "--gpu"], "--device cuda: torch.cuda is not available"),
+        ([*T, "--gpu", "--gds"], "--gds: torch.cuda is not available"),
+        ([*T, "--verb"], "--verb"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_nvme_tune_refuses(words: list[str], said: str) -> None:
+    refused(tune.main, words, said)
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("{", "not JSON"),
+        ([], "not an object with lists of values"),
+        ({"blocksize": [1]}, "'blocksize' is none of block_size, queue_depth"),
+        ({"queue_depth": 32}, "queue_depth must be a list of values"),
+        ({"queue_depth": []}, "queue_depth must be a list of values"),
+        ({"queue_depth": [0]}, "queue_depth: '0' is not a number of at least 1"),
+        ({"queue_depth": [True]}, "queue_depth: 'True' is not a number"),
+        ({"io_parallel": [1.5]}, "io_parallel: '1.5' is not a number"),
+        ({"block_size": ["1X"]}, "block_size: '1X' is not a size"),
+        ({"single_submit": ["yes"]}, "single_submit: 'yes' is neither true nor false"),
+    ],
+)
+def test_nvme_tune_refuses_a_wrong_sweep(tmp_path: Path, document: object, said: str) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    refused(tune.main, [*T, "--sweep_config", str(path)], f"--sweep_config {path}: .*{re.escape(said)}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *(([name, "--size", "5M"], "not a multiple of 4 MiB") for name in benchmarks.names() if name != "page"),
+        ([], "usage: python benchmarks NAME"),
+        (["none"], "usage: python benchmarks NAME"),
+        (["raw_io", "--rounds", "0"], "not a number of at least 1"),
+        (["raw_io", "--only", "everything"], "invalid choice"),
+        (["raw_io", "--folder", "none/such"], "no such folder"),
+        (["raw_io", "--output", "none/such/file.json"], "its folder does not exist"),
+        (["raw_io", "--output", "a.none"], "--output a.none: "),
+        (["raw_io", "--fold", "."], "unrecognized arguments"),
+        (["raw_io", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
+        (["training", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
+        (["checkpoint", "--state_dict", "huge"], "invalid choice"),
+        (["scaling", "--rate", "x"], "is not a size"),
+        (["gpu_io", "--block-size", "5000"], "not a multiple of 4K"),
+        (["gpu_io", "--device", "cpu"], "--device cpu: not cuda:N"),
+        (["gpu_io"], "a CUDA GPU|torch.cuda is not available"),
+        (["inference", "--budget", "much"], "is not a size"),
+        (["tuning", "--size", "16M"], "at least 32M"),
+        (["floor", "--only", "folders"], "--folder twice or more"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_benchmarks_refuse(words: list[str], said: str) -> None:
+    refused(benchmarks.main, words, said)
+
+
+@given(st.sampled_from(["--sweep", "--io_size", "--queue_depth", "--folder_to_device_mapping", "--engine"]), st.text())
+def test_whatever_is_written_is_understood_or_refused(flag: str, text: str) -> None:
+    place = [] if flag == "--folder_to_device_mapping" else B
+    assert refusal(lambda words: bench.parse(words) and 0, [*place, f"{flag}={text}"])[0] in (0, 2)
+
+
+def test_gpus_and_matplotlib_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    refused(bench.main, [*B, "--output", "a.png"], "a picture needs matplotlib: pip install matplotlib")
+    two_gpus(monkeypatch)
+    refused(bench.main, ["--folder_to_device_mapping", f"{HERE}:2", "--gpu"], "GPU 2 of .*: there are 2, from 0 on")
+    refused(bench.main, [*B, "--gpu", "--pageable"], "--pageable is about CPU memory")
+
+    def no_cufile() -> None:
+        raise RuntimeError("cuFile cannot work here")
+
+    monkeypatch.setattr(tune, "gds_handle", no_cufile)
+    refused(tune.main, [*T, "--gds"], "--gds: cuFile cannot work here")
+
+
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize("parser", [bench.parser, tune.parser, explain.parser])
+def test_every_flag_is_on_a_page(parser: Callable[[], Any]) -> None:
+    pages = "".join((Path(__file__).parents[2] / "docs" / f"{name}.md").read_text() for name in ("bench", "tune"))
+    flags = {flag for action in parser()._actions for flag in action.option_strings if flag.startswith("--")}
+    assert {flag for flag in flags - {"--help", "--version"} if f"`{flag}" not in pages} == set()
+
+
+# What follows from the flags
+
+
+def parse(*words: str) -> Namespace:
+    return bench.parse([*B, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {}),
+        (["--engine", "torch", "fio", "torch"], {"engines": ["torch", "fio"]}),
+        (["--engine", "all"], {"engines": [name for name, engine in ENGINES.items() if not engine.gpu_only]}),
+        (["--io_size", "400M"], {"size": 400 * MIB}),
+        (["--read", "--cached"], {"write": False, "cached": True}),
+        (["--multi_process", "2"], {"places": [Workplace(HERE, 0), Workplace(HERE, 1)]}),
+        (["--loops", "4", "--warmup_loops", "2"], {"loops": 4, "warmup_loops": 2}),
+        (["--warmup_loops", "2", "--different_file_each_iteration"], {"warmup_loops": 2, "files": 5}),
+        (["--warmup_loops", "0", "--different_file_each_iteration"], {"warmup_loops": 0, "files": 4}),  # of a check
+        (
+            ["--block_size", "64K", "--queue_depth", "4"],
+            {"settings": [replace(DEFAULT, block_size=64 * KIB, queue_depth=4)]},
+        ),
+        (["--single_submit"], {"settings": [replace(DEFAULT, single_submit=True)]}),
+        (["--sequential_requests"], {"settings": [replace(DEFAULT, overlap_events=False)]}),
+        (["--io_parallel", "8"], {"settings": [replace(DEFAULT, intra_op_parallelism=8)]}),
+        (["--validate", "--pageable"], {"validate": True, "pageable": True}),
+        (["--no_reference"], {"reference": False}),
+        (["--json", "--output", "a.json", "--output", "b.json"], {"json": True, "output": ["a.json", "b.json"]}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_flags_change_the_defaults_which_are_ds_io_s(words: list[str], changes: dict[str, Any]) -> None:
+    expected = {
+        "places": [Workplace(HERE, 0)], "size": GIB, "write": True, "engines": ["aio_handle"], "settings": [DEFAULT],
+        "swept": [], "loops": 3, "warmup_loops": 1, "validate": False, "gpu": False, "use_gds": False, "cached": False,
+        "pageable": False, "reference": True, "scaling": False, "json": False, "output": [], "files": 1,
+    }  # fmt: skip
+    expected |= changes
+    found = vars(parse(*words))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_processes_take_the_gpus_in_turn_and_folders_those_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_gpus(monkeypatch)
+    found = parse("--multi_process", "3", "--gpu", "--use_gds", "--engine", "all")
+    assert [place.device for place in found.places] == [0, 1, 0]
+    assert (found.gpu, found.use_gds, found.engines) == (True, True, list(ENGINES))
+    folder = tmp_path / "b:c"  # only the last colon separates
+    folder.mkdir()
+    words = ["--folder_to_device_mapping", f"{tmp_path}:0", "--folder_to_device_mapping", f"{folder}:15"]
+    assert bench.parse([*words, "--multi_process", "2"]).places == [
+        Workplace(str(tmp_path), 0),
+        Workplace(str(folder), 15),
+    ]
+
+
+SWEEPABLE: dict[str, tuple[str, dict[str, object]]] = {
+    "block_size": ("block_size", {"64K": 64 * KIB, "1M": MIB, "8M": 8 * MIB}),
+    "queue_depth": ("queue_depth", {"1": 1, "32": 32, "128": 128}),
+    "io_parallel": ("intra_op_parallelism", {"1": 1, "2": 2}),
+    "single_submit": ("single_submit", {"0": False, "1": True, "true": True, "False": False}),
+    "sequential_requests": ("overlap_events", {"0": True, "TRUE": False}),
+}
+
+
+@given(st.fixed_dictionaries({}, optional={
+    name: st.lists(st.sampled_from(list(values)), min_size=1, max_size=3) for name, (_, values) in SWEEPABLE.items()
+}))  # fmt: skip
+def test_a_sweep_is_all_combinations_and_the_same_to_nvme_tune(axes: dict[str, list[str]]) -> None:
+    names = [SWEEPABLE[name][0] for name in axes]
+    values = [[SWEEPABLE[name][1][text] for text in texts] for name, texts in axes.items()]
+    changes: list[dict[str, Any]] = [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
+    base = replace(DEFAULT, block_size=8 * KIB) if "block_size" not in axes else DEFAULT
+    words = ["--sweep", *(f"{name}={','.join(texts)}" for name, texts in axes.items())] if axes else []
+    found = parse("--block_size", str(base.block_size), *words)
+    assert found.settings == list(dict.fromkeys(replace(base, **each) for each in changes))
+    assert found.swept == names
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(axes, file)
+        file.flush()
+        tried = tune.parse([*T, "--sweep_config", file.name]).axes
+    assert [(axis.name, axis.values) for axis in tried] == [
+        (name, sorted(set(each)))
+        for name, each in zip(names, values, strict=True)  # type: ignore[type-var]
+    ]
+
+
+def test_rows_of_a_sweep_are_those_that_differ_for_their_engine() -> None:
+    words = ("--engine", "aio_handle", "fio", "python", "--sweep", "block_size=64K,1M", "single_submit=0,1")
+    assert [each.name for each in contenders(parse(*words))] == [
+        "fio best",
+        *(f"aio_handle, block_size {size}, single_submit {switch}"
+          for size in ("64 KiB", "1 MiB") for switch in (False, True)),
+        "fio, block_size 64 KiB", "fio, block_size 1 MiB", "python",
+    ]  # fmt: skip
+
+
+# What is printed of a run
+
+
+def made_up() -> BenchResult:
+    """Rows of every kind."""
+    best = Row("fio best", samples=[Sample(0.5, 10**9, 0.1), Sample(0.25, 10**9, 0.1)])
+    mine = Sample(0.5, 10**9, 0.5, 20e-6, 1.0, 3 * MIB, {"package": 2.0, "dram": 1.0}, 1.0)
+    rows = [best, Row("aio_handle", samples=[mine, mine], note="io_uring")]
+    rows += [
+        Row("torch", samples=[Sample(2.0, 10**9), None], note="failed"),
+        Row("deepspeed", note="none"),
+    ]
+    table = Table("read", "read, 1 GiB", "GB/s", rows, "fio best", run_module.COLUMNS, ALONE)
+    blocks = {"aio_handle": BlockTimes.of([1e-4] * 99 + [2e-3], [4e-6] * 100), "fio": BlockTimes.of([1e-4])}
+    given = parse("--read", "--io_size", "16M", "--sweep", "queue_depth=1,2")
+    return BenchResult(given, {"cpu": "2 x Fast", "kernel": "6.1"}, {HERE: {"file system": "ext4"}}, table, blocks)
+
+
+SNAPSHOT = """\
+cpu 2 x Fast; kernel 6.1
+FOLDER: file system ext4
+
+read, 1 GiB
+  GB/s (min - max)  end to end GB/s  CPU s/GiB  peak memory  from page cache  submit us  J/GiB  / fio best
+fio best  3.000 (2.000 - 4.000)  -  0.107  -  -  -  -  -
+aio_handle  2.000 (2.000 - 2.000)  1.000  0.537  3 MiB  100 %  20.0  3.22  0.75 (0.50 - 1.00)  io_uring
+torch  0.500 (0.500 - 0.500)  -  -  -  -  -  -  0.25 (0.25 - 0.25)  failed
+deepspeed  -  -  -  -  -  -  -  -  none
+
+read from the page cache: aio_handle 100 %. So far memory was measured, not the device.
+
+latency of single blocks, read at random places, one after the other
+us  p50  p90  p99  p99.9  submit p50  submit p99  blocks
+aio_handle  100  100  100  2000  4.0  4.0  100
+fio  100  100  100  100  -  -  1
+
+energy: not available: no counters
+
+fastest: aio_handle: 2.000 GB/s, 0.75 of fio best
+
+interrupted: this is what was measured until then; the files are removed"""
+
+
+def test_the_text_of_a_run() -> None:
+    found = made_up()
+    found.energy, found.interrupted = "not available: no counters", True
+    text = "\n".join(re.sub("  +", "  ", line.rstrip()) for line in run_module.text(found).splitlines())
+    assert text == SNAPSHOT.replace("FOLDER", HERE)
+
+
+def test_one_engine_is_told_in_the_words_of_ds_io_too() -> None:
+    found = made_up()
+    found.table.rows = [Row("a", samples=[Sample(1.0, GIB, end_to_end=2.0), None, Sample(3.0, GIB)])]
+    assert run_module.ds_io_lines(found).splitlines() == [
+        "Task Read Latency = 4.0 sec", "Task Read Speed = 0.5 GB/sec", "E2E Read Latency = 5.0 sec",
+        "E2E Read Speed = 0.4 GB/sec",
+    ]  # fmt: skip
+
+
+def test_the_document_is_json_and_complete() -> None:
+    found = made_up()
+    document = json.loads(json.dumps(run_module.as_document(found), allow_nan=False))
+    assert list(document) == [
+        "command", "machine", "folders", "options", "tables", "passes", "blocks", "from_page_cache", "energy",
+        "interrupted",
+    ]  # fmt: skip
+    assert document["command"] == ["nvme-bench", *found.options.words]
+    assert set(vars(found.options)) - {"words"} == set(document["options"])
+    assert [each["queue_depth"] for each in document["options"]["settings"]] == [1, 2]
+    assert [each["name"] for each in document["tables"][0]["rows"]] == ["fio best", "aio_handle", "torch", "deepspeed"]
+    assert {field.name for field in fields(Sample)} | {"row"} == set(document["passes"][2])
+    assert document["passes"][5] == {"row": "torch", "failed": True}
+    assert document["from_page_cache"] == {"fio best": None, "aio_handle": 1.0, "torch": None, "deepspeed": None}
+
+
+# Small runs
+
+
+def amounts(row: Row) -> list[int | None]:
+    return [sample and sample.amount for sample in row.samples]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., BenchResult]:
+    """A run in this process, as far as it goes; nothing is left."""
+
+    def made(*words: str) -> BenchResult:
+        result = run_module.run(bench.parse(["--folder", str(tmp_path), *SMALL, *words]))
+        assert list(tmp_path.iterdir()) == []
+        return result
+
+    return made
+
+
+def test_scaling_is_divided_by_the_sum_of_each_alone(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    mapping = [f"{folder}:{number}" for number, folder in enumerate(folders)]
+    words = ["--folder_to_device_mapping", *mapping, *SMALL, "--read", "--scaling", "--json"]
+    done = prepared.run("-m", "nvme_ops.bench", *words, "--output", str(tmp_path / "out.json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    rows = {row["name"]: row for row in found["tables"][0]["rows"]}
+    alone, added = [f"aio_handle, {folder} alone" for folder in folders], "aio_handle, the sum of 2 alone"
+    assert list(rows) == [*alone, "aio_handle", added]
+    sums = [sum(pair) for pair in zip(*(rows[name]["values"] for name in alone), strict=True)]
+    assert rows[added]["values"] == pytest.approx(sums)
+    ratios = sorted(mine / both for mine, both in zip(rows["aio_handle"]["values"], sums, strict=True))
+    assert list(rows["aio_handle"]["against_peer"].values()) == pytest.approx([ratios[1], ratios[0], ratios[2]])
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+def test_several_processes_and_one_that_dies(run: Callable[..., BenchResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--multi_process", "2", "--engine", "aio_handle", "python", "--loops", "2", "--read", "--cached"]
+    result = run(*words)
+    assert [amounts(row) for row in result.table.rows] == [[8 * MIB] * 2] * 2
+    assert set(run_module.as_document(result)["from_page_cache"].values()) <= {1, None}
+
+    def hear(words: str) -> None:
+        if words.startswith("round 2"):
+            for child in multiprocessing.active_children():  # one of an earlier test may still be among them
+                os.kill(child.pid or 0, signal.SIGKILL)
+
+    monkeypatch.setattr(run_module, "progress_bar", lambda _: contextlib.nullcontext(hear))
+    (row,) = run("--multi_process", "2", "--loops", "3").table.rows
+    assert amounts(row) == [8 * MIB, None, None]
+    assert row.note == "its process ended with status -9"
+
+
+class MadeUpProcess(Remote):
+    """Answers each question with a sample of its own; once it is gone, it takes none."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.questions, self.gone = 0, False
+
+    def send(self, number: int, command: str) -> None:
+        if self.gone:
+            raise Unavailable("gone")
+        self.questions += 1
+        self.asked.append(self.questions)
+
+    def receive(self) -> tuple[Any, str]:
+        return Sample(1.0, self.asked.pop(0)), ""
+
+
+def test_a_process_that_is_gone_leaves_no_answer_of_the_others_for_the_next_question() -> None:
+    first, second = MadeUpProcess(), MadeUpProcess()
+    both, alone = joint_row("both", [first, second], 0), joint_row("alone", [first], 0)
+    both.run()
+    second.gone = True
+    with pytest.raises(Unavailable, match="gone"):
+        both.run()
+    assert alone.run().amount == first.questions
+
+
+def test_energy_and_end_to_end_time_belong_to_every_pass(
+    run: Callable[..., BenchResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Meter:
+        joules = itertools.count(0.0, 5.0)
+        unavailable = staticmethod(lambda: "")
+
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def read(self) -> dict[str, float]:
+            return {"package": next(self.joules)}
+
+    monkeypatch.setattr(run_module, "Meter", Meter)
+    (row,) = run("--loops", "2").table.rows
+    for sample in row.samples:
+        assert sample is not None
+        assert sample.joules == {"package": 5.0}
+        assert (sample.end_to_end or 0) >= sample.seconds
+
+
+@pytest.mark.parametrize("flags", [["--read"], []], ids=["read", "write"])
+def test_wrong_bytes_end_with_status_1(
+    tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lie(task: Task, name: str, _: Settings) -> Row:
+        return tensor_row(task, name, lambda: task.buffer, lambda tensor: tensor.fill_(7))
+
+    monkeypatch.setitem(engines.ENGINES, "liar", BenchEngine("made up", lie))
+    assert bench.main(["--folder", str(tmp_path), *SMALL, "--engine", "liar", "python", *flags]) == 1
+    out, errors = capsys.readouterr()
+    assert "WRONG DATA: tensor and file differ" in out
+    assert errors == "nvme-bench: wrong data: liar\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+# No room
+
+
+def test_space_is_for_all_files_of_all_processes_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "make_file", lambda *_: pytest.fail("something is written"))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    # of 2 processes, one file for all and one of torch's, for 5 passes; 4 MiB each
+    passes = ["--engine", "aio_handle", "torch", "--different_file_each_iteration", "--loops", "4", "--io_size", "4M"]
+    free = 64 * MIB + 4 * MIB * 2 * 2 * 5
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(GIB, 0, free - 1))
+    mapping = ["--folder_to_device_mapping", f"{tmp_path}/a:0", f"{tmp_path}/b:1"]
+    for place in (["--folder", str(tmp_path), "--multi_process", "2"], mapping):  # on one file system
+        with pytest.raises(files.NotUsable, match="144 MiB of free space are needed"):
+            run_module.run(bench.parse([*place, *passes]))
+
+
+def test_a_folder_that_cannot_be_written_or_fills_up_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: str, _: int) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    work = tmp_path / "work"
+    work.mkdir(mode=0o755)
+    open_to_all(tmp_path)
+    work.chmod(0o555)
+
+    def body() -> None:
+        give_up_root()
+        with pytest.raises(files.NotUsable, match="work: Permission denied"):
+            run_module.run(bench.parse(["--folder", str(work), *SMALL]))
+
+    in_child(body)
+    work.chmod(0o755)
+    monkeypatch.setattr(files, "make_file", fail)  # someone else takes the space
+    assert bench.main(["--folder", str(work), *SMALL]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(work.iterdir()) == []
