@@ -55,16 +55,15 @@ class Remote:
 
     def row(self, name: str, number: int = 0) -> Row:
         """Returns the row as the parent sees it, with the note of the row in the process."""
-        here = Row(name)
+        made = joint_row(name, [self], number)
 
-        def ask(command: str) -> Any:
-            self.send(number, command)
-            answer, here.note = self.receive()
-            return answer
+        def blocks() -> Any:
+            self.send(number, "blocks")
+            times, made.note = self.receive()
+            return times
 
-        here.run, here.before, here.check = lambda: ask("run"), lambda: ask("before"), lambda: ask("check")
-        here.blocks = lambda: ask("blocks")
-        return here
+        made.blocks = blocks
+        return made
 
     def __enter__(self) -> Remote:
         """Keeps a process until the end of the block, if one is needed."""

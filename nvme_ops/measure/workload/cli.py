@@ -189,12 +189,9 @@ def _of_reader(
         pass
     results: list[Fed] = []
 
-    def say(words: str) -> None:
-        show_progress(f"{job.name}, {name}: {words}")
-
     def at(count: int) -> Fed:
-        fed = feed(reader, count, found["compute"], given.seconds, say)
-        say(f"{count} accelerators, {share_words(fed.utilization)} busy")
+        fed = feed(reader, count, found["compute"], given.seconds)
+        show_progress(f"{job.name}, {name}: {count} accelerators, {share_words(fed.utilization)} busy")
         results.append(fed)
         return fed
 

@@ -17,9 +17,6 @@ from nvme_ops.measure.workload.readers import Reader
 FED = 0.9  # utilization from which an accelerator counts as fed
 _FIRST_BATCHES = 4  # of each accelerator, at least
 _MOST = 1 << 14  # accelerators
-_MANY = 1000  # files between progress messages
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -48,15 +45,15 @@ class Fed:
         return percentile(self.latencies, share) if self.latencies else 0.0
 
 
-def feed(reader: Reader, accelerators: int, compute: float, seconds: float, say: Say = lambda _: None) -> Fed:
+def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> Fed:
     """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
 
     An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
     arrived when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch
-    on, for ``seconds`` and until each has had four batches. ``say`` is called with progress messages.
+    on, for ``seconds`` and until each has had four batches.
     """
     clock = _Clock()
-    batches = iter(_epochs(reader, clock, say))
+    batches = iter(_epochs(reader, clock))
     wants = [(0.0, number) for number in range(accelerators)]
     free = [0.0] * accelerators
     first: dict[int, float] = {}
@@ -109,29 +106,24 @@ class _Clock:
         self._stopped += time.perf_counter() - begin
 
 
-def _epochs(reader: Reader, clock: _Clock, say: Say) -> Iterator[Sequence[Any]]:
+def _epochs(reader: Reader, clock: _Clock) -> Iterator[Sequence[Any]]:
     while True:
-        clock.leave_out(lambda: cool(reader, say))
+        clock.leave_out(lambda: cool(reader))
         yield from reader.batches()
 
 
-def cool(reader: Reader, say: Say = lambda _: None) -> None:
-    """Drops the reader's files from the page cache; says how many from time to time, as many take seconds."""
-    for number, path in enumerate(reader.files):
-        if number % _MANY == 0 < number:
-            say(f"{number:,} of {len(reader.files):,} files dropped from the page cache")
+def cool(reader: Reader) -> None:
+    """Drops the reader's files from the page cache."""
+    for path in reader.files:
         make_cold(str(path))
 
 
-def search(
-    measure: Callable[[int], Fed], on_result: Callable[[Fed], object] = lambda _: None, most: int = _MOST
-) -> tuple[int, list[Fed]]:
+def search(measure: Callable[[int], Fed], most: int = _MOST) -> tuple[int, list[Fed]]:
     """Returns how many accelerators are fed, 0 if not even one, and what was measured on the way, in order."""
     found: dict[int, Fed] = {}
 
     def fed(count: int) -> bool:
         found[count] = measure(count)
-        on_result(found[count])
         return found[count].utilization >= FED
 
     low, high = 0, 1

@@ -15,6 +15,7 @@ import torch
 import nvme_ops
 from nvme_ops.data import AsyncLog
 from nvme_ops.measure.files import make_cold
+from nvme_ops.measure.rows import latency
 from nvme_ops.measure.workload.feed import Fed
 from nvme_ops.measure.workload.table import Writing
 from nvme_ops.storage import Session, TensorStore
@@ -43,30 +44,24 @@ def _by_torch(model: dict[str, torch.Tensor], path: Path) -> None:
         os.fdatasync(file.fileno())
 
 
-class _InTheBackground:
-    """Waits for the previous save, as a program must that has memory for one copy."""
-
-    def __init__(self) -> None:
-        self._last: Future[None] | None = None
-
-    def __call__(self, model: dict[str, torch.Tensor], path: Path) -> None:
-        self.finish()
-        self._last = nvme_ops.save_async(model, path)
-
-    def finish(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-
 @contextmanager
 def _checkpoint_in_the_background(folder: Path, nbytes: int) -> Iterator[Way]:
-    save = _InTheBackground()
+    """Waits for the previous save, as a program must that has memory for one copy."""
+    under_way: list[Future[None]] = []
+
+    def save(model: dict[str, torch.Tensor], path: Path) -> None:
+        finish()
+        under_way.append(nvme_ops.save_async(model, path))
+
+    def finish() -> None:
+        while under_way:
+            under_way.pop().result()
+
     with _checkpoint(folder, nbytes, save) as way:
         try:
             yield way
         finally:
-            save.finish()
+            finish()
 
 
 @contextmanager
@@ -155,20 +150,13 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
 
 
 def measured(make: Callable[[], AbstractContextManager[Way]], nbytes: int, compute: float, seconds: float) -> Fed:
-    """Measures a way, and keeps none of its memory for the next one."""
-    with make() as way:
-        return keep(way, nbytes, compute, seconds)
-
-
-def keep(way: Way, nbytes: int, compute: float, seconds: float) -> Fed:
-    """Computes and writes by turns, at least four times and for ``seconds``."""
+    """Computes and writes by turns, at least four times and for ``seconds``; keeps no memory for the next way."""
     waits: list[float] = []
-    way.write()  # the first one pays for files and memory
-    while len(waits) < 4 or len(waits) * compute + sum(waits) < seconds:
-        way.before()
-        time.sleep(compute)
-        called = time.perf_counter()
-        way.write()
-        waits.append(time.perf_counter() - called)
+    with make() as way:
+        way.write()  # the first one pays for files and memory
+        while len(waits) < 4 or len(waits) * compute + sum(waits) < seconds:
+            way.before()
+            time.sleep(compute)
+            waits.append(latency(way.write))
     total = len(waits) * compute + sum(waits)
     return Fed(1, len(waits) * compute / total, len(waits), nbytes * len(waits), total, waits, waits)
