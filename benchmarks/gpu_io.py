@@ -28,10 +28,10 @@ from benchmarks.command import Program, Run
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops import gds
 from nvme_ops.arguments import positive, size
-from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
+from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
-from nvme_ops.measure.rows import Row, Sample, Unavailable, spread
+from nvme_ops.measure.rows import Row, Unavailable, spread
 from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder, cufile
 from nvme_ops.settings import PAGE, Settings
@@ -98,30 +98,11 @@ def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
             raise Unavailable(str(reason).splitlines()[0]) from None
 
 
-def path_words(statistics: dict[str, Any]) -> str:
-    """What a handle says of the ways it took: ``compat (why); transfers: bounce 2, compat 8``."""
-    if statistics["last"] is None:
-        return "no tensor on an accelerator was moved"
-    words, uses = f"{statistics['last']} ({statistics['why']})", statistics["uses"]
-    if len(uses) > 1:
-        words += "; transfers: " + ", ".join(f"{way} {use['transfers']}" for way, use in sorted(uses.items()))
-    return words
-
-
 def gds_row(
     work: GpuWork, name: str, handle: Callable[[], nvme_ops.gds_handle], memory: Callable[[], torch.Tensor]
 ) -> Row:
     """A row of a ``gds_handle`` whose note says which way its transfers took, and why."""
-    row = tensor_row(work, name, memory, lambda tensor: mover(handle(), work)(tensor))
-    run = row.run
-
-    def run_and_note() -> Sample:
-        sample = run()
-        row.note = path_words(handle().path_statistics())
-        return sample
-
-    row.run = run_and_note
-    return row
+    return noting_paths(tensor_row(work, name, memory, lambda tensor: mover(handle(), work)(tensor)), handle)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What nvme-tune finds, beside the best of an exhaustive sweep on the same device. docs/tune.md explains it.
 
-1. The sweep: every combination of a grid once in each of some rounds. A combination counts by the median, over the
-   rounds, of its rate over the round's median.
+1. The sweep: every combination of what nvme-tune searches, once in each of some rounds. A combination counts by the
+   median, over the rounds, of its rate over the round's median.
 2. nvme-tune some times, each from the beginning, timed.
 3. The winners, the best few of the sweep and the default in interleaved rounds. A winner is divided by the best of the
    sweep round by round. That best is chosen by these same rounds, which favours it a little.
@@ -31,23 +31,9 @@ from nvme_ops.measure.rows import Row, Sample
 from nvme_ops.measure.search import DEFAULT, Axis, Passes, axes, geometric_mean
 from nvme_ops.measure.tables import Table
 from nvme_ops.settings import Settings
-from nvme_ops.text import KIB, MIB, size_words
+from nvme_ops.text import MIB, size_words
 
 GROUPS = {"tuning": "the winners of nvme-tune over the best of the sweep, and the best of the sweep over the default"}
-
-
-def grid(name: str) -> list[Axis]:
-    """``full``: what nvme-tune searches; ``small``: the values that differ most."""
-    full = axes(len(os.sched_getaffinity(0)))
-    if name == "full":
-        return full
-    lanes = next(axis.values for axis in full if axis.name == "intra_op_parallelism")
-    return [
-        Axis("block_size", [256 * KIB, MIB, 4 * MIB, 8 * MIB]),
-        Axis("queue_depth", [8, 32, 128]),
-        Axis("intra_op_parallelism", sorted({lanes[0], lanes[len(lanes) // 2], lanes[-1]})),
-        Axis("overlap_events", [False, True]),
-    ]
 
 
 def combinations(axes: Sequence[Axis]) -> list[Settings]:
@@ -79,7 +65,7 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
 
         return {each: Row(each.words(), lambda each=each: run_it(each)) for each in tried}  # type: ignore[misc]
 
-    swept = rows(combinations(grid(given.grid)))
+    swept = rows(combinations(axes(len(os.sched_getaffinity(0)))))
     run.measure(list(swept.values()), given.sweep_rounds, warmups=0)
     names = [row.name for row in ranked(list(swept.values()))[: given.best]]
     best_few = [settings for settings, row in swept.items() if row.name in names]
@@ -117,7 +103,6 @@ def compared(
 
 def flags(add: Callable[..., Any]) -> None:
     """Adds those of this benchmark."""
-    add("--grid", choices=["small", "full"], default="full", help="of the sweep (default full)")
     add("--sweep-rounds", type=positive, default=2, metavar="N", help="of the sweep (default 2)")
     add("--repetitions", type=positive, default=5, metavar="N", help="of nvme-tune (default 5)")
     add("--seconds", type=float, default=16.0, metavar="S", help="of each of them (default 16)")

@@ -188,23 +188,35 @@ def _aio(task: Task, name: str, settings: Settings) -> Row:
 
 
 def _gds(task: Task, name: str, settings: Settings) -> Row:
-    """Its note is the last path."""
     if task.gpu is None:
         raise Unavailable("moves GPU memory only: --device cuda")
     handle = nvme_ops.gds_handle(**settings.as_json())
-    made = handle_row(task, name, handle, not handles_read_the_cache())
-    run = made.run
+    return noting_paths(handle_row(task, name, handle, not handles_read_the_cache()), lambda: handle)
+
+
+def noting_paths(row: Row, handle: Callable[[], nvme_ops.gds_handle]) -> Row:
+    """Has the note of a row say which ways the handle's transfers took, and why."""
+    run = row.run
 
     def run_and_note() -> Sample:
-        sample = run()
-        statistics = handle.path_statistics()
-        made.note = f"{statistics['last']} ({statistics['why']})"
+        sample, statistics = run(), handle().path_statistics()
+        row.note = path_words(statistics)
         if statistics["last"] != "bounce":  # cuFile reads from the device
-            made.found = None
+            row.found = None
         return sample
 
-    made.run = run_and_note
-    return made
+    row.run = run_and_note
+    return row
+
+
+def path_words(statistics: dict[str, Any]) -> str:
+    """Says which ways a handle took: ``compat (why); transfers: bounce 2, compat 8``."""
+    if statistics["last"] is None:
+        return "no tensor on an accelerator was moved"
+    words, uses = f"{statistics['last']} ({statistics['why']})", statistics["uses"]
+    if len(uses) > 1:
+        words += "; transfers: " + ", ".join(f"{way} {use['transfers']}" for way, use in sorted(uses.items()))
+    return words
 
 
 def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> Row:

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ import torch
 
 from nvme_ops.arguments import positive, size
 from nvme_ops.handle import aio_handle
-from nvme_ops.measure.files import make_cold, sync
+from nvme_ops.measure.files import cached_share, handles_read_the_cache, make_cold, sync
 from nvme_ops.measure.rows import in_turn, noise, noise_of_median
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
@@ -129,7 +129,8 @@ class Passes:
     make_handle: Callable[..., aio_handle]  # from settings; that is cheap, so every pass has one of its own
     directions: Sequence[str] = DIRECTIONS
     loops: int = 1  # times that a pass is done; the rate is that of all of them
-    before_read: Callable[[int], None] = lambda _: None  # after the file is dropped from the page cache
+    #: Of each read, the share that lay in the page cache all the same, where that is known.
+    cached: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.short = self.full = min(self.tensor.numel(), LEAST_PASS)
@@ -146,6 +147,7 @@ class Passes:
             for passes in (_SHORT_PASSES, _FULL_PASSES)
         )
         self._fill(handle)
+        self.cached.clear()
 
     def _fill(self, handle: aio_handle) -> None:
         handle.sync_pwrite(self.tensor[: self.full], self.path, 0)
@@ -166,7 +168,8 @@ class Passes:
     def _pass(self, handle: aio_handle, direction: str, memory: torch.Tensor) -> float:
         if direction == "read":
             make_cold(self.path)
-            self.before_read(memory.numel())
+            share = cached_share(self.path, memory.numel()) if handles_read_the_cache() else None
+            self.cached += [] if share is None else [share]
         start = time.perf_counter()
         if direction == "read":
             handle.sync_pread(memory, self.path, 0)

@@ -146,10 +146,10 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
 
 
 def filled(rows: Iterable[Cells]) -> list[Cells]:
-    """Returns the rows without the columns that none of them fills, but for the first two."""
+    """Returns the rows without the columns that none of them fills, but for the first one."""
     rows = list(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    kept = names[:2] + [name for name in names[2:] if any(row.get(name, "-") not in ("", "-") for row in rows)]
+    first, *names = dict.fromkeys(name for row in rows for name in row) or [""]
+    kept = [first, *(name for name in names if any(row.get(name, "-") not in ("", "-") for row in rows))]
     return [{name: row.get(name, "-") for name in kept} for row in rows]
 
 

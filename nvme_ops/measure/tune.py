@@ -25,7 +25,7 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command_line, positive, say, size
 from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.measure.files import NotUsable, cached_share, filled, handles_read_the_cache
+from nvme_ops.measure.files import NotUsable, filled
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.search import (
     DEFAULT,
@@ -42,8 +42,7 @@ from nvme_ops.measure.search import (
     swept,
 )
 from nvme_ops.measure.stop import measuring
-from nvme_ops.measure.tables import add_outputs, check_outputs, deliver
-from nvme_ops.progress import Step, progress_bar
+from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
 from nvme_ops.text import MIB, columns_text, share_words, size_words
@@ -249,11 +248,11 @@ def tune(options: Namespace, say: Say) -> TuneResult:
             for folders in devices.values()
         ]
         log = stack.enter_context(_open_log(options.log_dir)) if options.log_dir else None
-        step = None if options.verbose else stack.enter_context(progress_bar(100 * len(devices)))
+        stack.callback(show_progress, "")
         try:
             for (identity, folders), place in zip(devices.items(), places, strict=True):
                 say(f"tuning {folders[0]}, for {options.seconds:g} seconds at most")
-                tuning = _Tuning(options, folders[0], place, log, say, step)
+                tuning = _Tuning(options, folders[0], place, log, say)
                 try:
                     tuning.find()
                 finally:
@@ -264,52 +263,39 @@ def tune(options: Namespace, say: Say) -> TuneResult:
 
 
 class _Tuning:
-    """The search for one device's settings, with its scratch file, its log and its part of the progress bar."""
+    """The search for one device's settings, with its scratch file and its log."""
 
-    def __init__(
-        self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say, step: Step | None
-    ) -> None:
-        self._options, self._folder, self._log, self._say, self._step = options, folder, log, say, step
-        self._start, self._shown = time.perf_counter(), 0
-        self._cached: list[float] = []  # of each read, the share that lay in the page cache, where that is known
-        self._path = os.path.join(place, "data")
-        with open(self._path, "wb"):
-            pass
-        memory, make_handle = _memory(options), _HANDLES[options.way]
-        self.passes = Passes(self._path, memory, make_handle, options.directions, options.loops, self._before_read)
+    def __init__(self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say) -> None:
+        self._options, self._folder, self._log, self._say = options, folder, log, say
+        self._start = time.perf_counter()
+        path = os.path.join(place, "data")
+        Path(path).touch()
+        self._passes = Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
         self._search = Search(self._measure, options.axes, self._spent, self._progress)
 
     def find(self) -> None:
         self._progress("writing the file")
-        self.passes.calibrate(self._options.seconds)
-        self._cached.clear()
+        self._passes.calibrate(self._options.seconds)
         self._search.find()
 
     def found(self, folders: list[str], identity: Identity) -> list[Tuned]:
         """Returns what was found; empty if nothing was measured."""
         outcome, seconds = self._search.outcome(), time.perf_counter() - self._start
-        tuned = Tuned(folders, identity, outcome, seconds, self.passes.full, _mean(self._cached))
+        tuned = Tuned(folders, identity, outcome, seconds, self._passes.full, _mean(self._passes.cached))
         return [tuned] if outcome.rates else []
 
     def _spent(self) -> float:
         return (time.perf_counter() - self._start) / float(self._options.seconds)
 
     def _progress(self, words: str) -> None:
-        """Advances the bar to the share of the time used: a hundred steps for each device."""
-        while self._step is not None and self._shown < min(100, int(100 * self._spent())):
-            self._step(f"{self._folder}: {words}")
-            self._shown += 1
-
-    def _before_read(self, size: int) -> None:
-        share = cached_share(self._path, size) if handles_read_the_cache() else None
-        if share is not None:
-            self._cached.append(share)
+        if not self._options.verbose:
+            show_progress(f"{self._folder}: {words}, {min(1, self._spent()):.0%}")
 
     def _measure(self, settings: Settings, full: bool) -> Rates:
-        before = len(self._cached)
-        rates = self.passes.measure(settings, full)
-        share = _mean(self._cached[before:])
-        seconds, size = time.perf_counter() - self._start, self.passes.full if full else self.passes.short
+        before = len(self._passes.cached)
+        rates = self._passes.measure(settings, full)
+        share = _mean(self._passes.cached[before:])
+        seconds, size = time.perf_counter() - self._start, self._passes.full if full else self._passes.short
         if self._log is not None:
             about = {"nvme_dir": self._folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
             self._log.write(json.dumps({**about, **rates, "from_page_cache": share}) + "\n")

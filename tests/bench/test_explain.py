@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure import bench, explain, files
+from nvme_ops.measure import rows as rows_module
 from nvme_ops.measure.judge import (
     EMPTY,
     FIO,
@@ -247,7 +248,7 @@ def test_a_file_is_explained_as_found_and_cold_and_left_as_it_was(file: Path, mo
     if files.cached_bytes(str(file)) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
     before, cached = state(file), []
-    interleave = explain.interleave
+    interleave = rows_module.interleave
 
     def watched(*given: Any) -> None:
         cached.append(files.cached_share(str(file)))

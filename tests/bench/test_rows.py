@@ -152,7 +152,7 @@ def failing(error: BaseException, number: int = 0) -> Row:
 
 
 def amounts(each: Row) -> list[int | None]:
-    return [sample and sample.amount for sample in each.samples]
+    return [None if sample is None else sample.amount for sample in each.samples]
 
 
 def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:

@@ -20,6 +20,7 @@ import torch
 from benchmarks import gpu_io
 from benchmarks.gpu_io import GpuWork
 from nvme_ops.measure import files
+from nvme_ops.measure.engines import path_words
 from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
@@ -140,7 +141,7 @@ def test_a_row_says_which_way_gds_handle_took(
         row.run()
         assert row.note == f"{way} ({handle.path_statistics()['why']})"
     uses = {"compat": {"transfers": 8, "bytes": 1}, "bounce": {"transfers": 2, "bytes": 1}}
-    several = gpu_io.path_words({"last": "compat", "why": "no nvidia-fs", "uses": uses})
+    several = path_words({"last": "compat", "why": "no nvidia-fs", "uses": uses})
     assert several == "compat (no nvidia-fs); transfers: bounce 2, compat 8"
 
 

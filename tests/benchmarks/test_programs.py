@@ -43,7 +43,7 @@ def _smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8})
     ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "torch")}
     monkeypatch.setattr(activations, "_WAYS", ways)
-    monkeypatch.setattr(tuning, "grid", lambda _: [Axis("queue_depth", [32, 128])])
+    monkeypatch.setattr(tuning, "axes", lambda _: [Axis("queue_depth", [32, 128])])
 
 
 LARGE = [each for each in raw_io.GROUPS if each != "start"]

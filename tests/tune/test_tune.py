@@ -55,17 +55,15 @@ def test_calibrating_fills_the_file_and_chooses_the_size_of_passes(
 
 @pytest.mark.parametrize("directions", [["write", "read"], ["read"], ["write"]])
 def test_a_pass_tells_the_rate_of_each_direction_and_keeps_the_file(passes: Passes, directions: list[str]) -> None:
-    file, expected, shares = Path(passes.path), passes.tensor.clone(), list[float | None]()
+    file, expected = Path(passes.path), passes.tensor.clone()
     passes.directions, passes.loops = directions, 2
-    passes.before_read = lambda size: shares.append(cached_share(passes.path, size))
     passes.calibrate(1000)
     before = file.stat().st_mtime_ns
-    shares.clear()
     for settings in (Settings(), Settings(64 * KIB, 4, True, True, 2)):
         rates = passes.measure(settings, True)
         assert list(rates) == directions
         assert min(rates.values()) > 0
-    assert shares in ([0] * 4 * ("read" in directions), [None] * 4), "each read is of a cold file"
+    assert passes.cached in ([0] * 4 * ("read" in directions), []), "each read is of a cold file"
     assert torch.equal(contents(file), expected)
     assert torch.equal(passes.tensor, expected)
     assert (file.stat().st_mtime_ns > before) == ("write" in directions)
@@ -212,7 +210,7 @@ def test_the_better_founded_result_is_kept(
     given: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def kept() -> dict[str, Any]:
-        return store.load(DEVICE, "tuned", store.settings_of)["aio"]  # type: ignore[no-any-return]
+        return store.load(DEVICE, "tuned", store.settings_of)["aio"]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tune._keep(result(given, outcome(DEFAULT), seconds=45))
