@@ -193,7 +193,11 @@ def test_of_equal_settings_the_simplest_wins() -> None:
     """Everything but the default's block size is equally much faster."""
     device = MadeUpDevice("flat", 0, noise=0.02)
     flat = device.rate
-    device.rate = lambda settings: flat(settings) * (0.7 if settings.block_size == MIB else 1)  # type: ignore[method-assign]
+
+    def rate(settings: Settings) -> float:
+        return flat(settings) * (0.7 if settings.block_size == MIB else 1)
+
+    device.rate = rate  # type: ignore[method-assign]
     best = device.search().find().best
     assert best.block_size != MIB
     assert best.intra_op_parallelism + best.single_submit + best.overlap_events <= 2
