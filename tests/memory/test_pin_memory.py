@@ -1,11 +1,10 @@
-"""Page-locked tensors: DeepSpeed's ``pin_memory`` op, and one register for all handles of the process."""
+"""Page-locked tensors: of every handle and of DeepSpeed's ``pin_memory`` op, with one register for the process."""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +17,16 @@ from nvme_ops.pin_memory import pin_handle
 from tests.conftest import in_child, in_threads
 
 BYTE = torch.empty(0, dtype=torch.uint8)
-MAKERS: list[Callable[[], Any]] = [pin_handle, aio_handle]
+MAKERS: dict[str, Any] = {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}
+
+pytestmark = pytest.mark.filterwarnings("ignore:the system refused to lock:RuntimeWarning")
 
 
-@pytest.fixture(params=["pin", "aio", "gds"])
+@pytest.fixture(params=MAKERS)
 def handle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A handle of each kind."""
     monkeypatch.setenv("NVME_OPS_GDS", "off")
-    return {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}[request.param]()
+    return MAKERS[request.param]()
 
 
 def locked_kilobytes() -> int:
@@ -33,7 +34,7 @@ def locked_kilobytes() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("VmLck"))
 
 
-def test_the_builder_gives_the_handle() -> None:
+def test_the_builder_gives_the_handle_and_needs_what_async_io_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     module = PinMemoryBuilder().load(verbose=False)
     assert module is PinMemoryBuilder().load() is PinMemoryBuilder().jit_load(verbose=False)
     assert module.pin_handle is pin_handle
@@ -41,17 +42,12 @@ def test_the_builder_gives_the_handle() -> None:
     assert (builder.NAME, builder.name, builder.absolute_name()) == ("pin_memory", "pin_memory", module.__name__)
     assert builder.is_compatible() is AsyncIOBuilder().is_compatible() is True
     assert "pin_memory" not in ALL_OPS  # of what is compiled
-    with pytest.raises(TypeError):
-        pin_handle(1)  # type: ignore[call-arg]
 
-
-def test_it_needs_what_async_io_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: AsyncIOBuilder, verbose: bool = False) -> bool:
         self.error_log = "no compiler"
         return False
 
     monkeypatch.setattr(AsyncIOBuilder, "is_buildable", refuse)
-    builder = PinMemoryBuilder()
     assert not builder.is_compatible()
     assert builder.error_log == "no compiler"
 
@@ -65,37 +61,47 @@ def test_the_keywords_are_deepspeeds() -> None:
     }
     for name, parameters in names.items():
         assert list(inspect.signature(getattr(pin_handle(), name)).parameters) == parameters
-    handle = pin_handle()
-    tensor = handle.new_cpu_locked_tensor(num_elem=10, example_tensor=torch.empty(3, dtype=torch.float16))
-    assert (tensor.shape, tensor.dtype, tensor.device.type) == ((10,), torch.float16, "cpu")
-    assert handle.is_pinned(buffer=tensor) is True
-    assert handle.free_cpu_locked_tensor(locked_tensor=tensor) is True
-    assert handle.free_cpu_locked_tensor_by_ptr(address=tensor.data_ptr()) is False
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("other", MAKERS)
-def test_one_register_for_all_handles(make: Callable[[], Any], other: Callable[[], Any]) -> None:
-    tensor = make().new_cpu_locked_tensor(100_000, torch.empty(0))
-    views = [tensor, tensor[5:6], tensor.narrow(0, 3, 999), tensor[::7], tensor[:100].view(10, 10).t(), tensor[-1:]]
-    assert [other().is_pinned(view) for view in views] == [True] * len(views)
-    assert not other().is_pinned(tensor.clone())
-    assert other().free_cpu_locked_tensor(tensor) is True
-    for each in (make(), other()):
-        assert [each.is_pinned(view) for view in views] == [False] * len(views)
-        assert each.free_cpu_locked_tensor(tensor) is False
+def test_one_register_for_all_handles(handle: Any, other: str) -> None:
+    another = MAKERS[other]()
+    for pooled in (False, True):
+        tensor = nvme_ops.empty(100_000) if pooled else handle.new_cpu_locked_tensor(100_000, torch.empty(0))
+        views = [tensor, tensor[5:6], tensor.narrow(0, 3, 999), tensor[::7], tensor[:100].view(10, 10).t(), tensor[-1:]]
+        assert [another.is_pinned(view) for view in views] == [True] * len(views)
+        assert not another.is_pinned(tensor.clone())
+        assert another.free_cpu_locked_tensor(tensor) is not pooled
+        for each in (handle, another):
+            assert [each.is_pinned(view) for view in views] == [pooled] * len(views)
+            assert each.free_cpu_locked_tensor(tensor) is False
 
 
-def test_what_others_pinned_is_pinned(handle: Any) -> None:
-    tensor = nvme_ops.empty(1000)
-    assert handle.is_pinned(tensor[5:])
-    assert handle.free_cpu_locked_tensor(tensor) is False
-    assert handle.is_pinned(tensor)
-    assert handle.is_pinned(torch.zeros(5)) is False
+@pytest.mark.parametrize("make", [pin_handle, aio_handle])
+def test_what_is_locked_and_what_is_not(make: Any) -> None:
+    handle = make()
+    for elements in (0, 1, 1000, 1 << 20):
+        tensor = handle.new_cpu_locked_tensor(elements, torch.empty(3, 3, dtype=torch.float16))
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((elements,), torch.float16, "cpu")
+        assert handle.is_pinned(tensor) is True
+        assert handle.free_cpu_locked_tensor(tensor) is True
+        assert handle.free_cpu_locked_tensor(tensor) is False
+    for other in (torch.zeros(10), torch.zeros(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        assert handle.is_pinned(other) is False
+        assert handle.free_cpu_locked_tensor(other) is False
     if torch.cuda.is_available():
         assert handle.is_pinned(torch.zeros(10).pin_memory())
-    with pytest.raises(TypeError):
-        handle.is_pinned(5)
+    wrong: list[Any] = [None, 5.5, b"bytes", [1]]
+    for each in wrong:
+        for call in (handle.is_pinned, handle.free_cpu_locked_tensor):
+            with pytest.raises(TypeError):
+                call(each)
+        with pytest.raises(TypeError):
+            handle.new_cpu_locked_tensor(each, BYTE)
+        with pytest.raises(TypeError, match=r"example_tensor must be a torch\.Tensor"):
+            handle.new_cpu_locked_tensor(5, each)
+    with pytest.raises(ValueError, match="num_elem must not be negative"):
+        handle.new_cpu_locked_tensor(-1, BYTE)
 
 
 def test_a_part_is_not_freed(handle: Any) -> None:
@@ -104,22 +110,13 @@ def test_a_part_is_not_freed(handle: Any) -> None:
         assert handle.free_cpu_locked_tensor(part) is False
         assert handle.is_pinned(part)
     assert handle.free_cpu_locked_tensor(tensor.view(10, 100)) is True  # all of it
-    assert handle.free_cpu_locked_tensor(tensor) is False
-
-
-def test_tensors_without_elements(handle: Any) -> None:
-    tensor = handle.new_cpu_locked_tensor(0, torch.empty(0))
-    assert handle.is_pinned(tensor)
-    assert handle.free_cpu_locked_tensor(tensor) is True
-    assert handle.free_cpu_locked_tensor(tensor) is False
 
 
 def test_freeing_by_address() -> None:
     handle = pin_handle()
     tensor = handle.new_cpu_locked_tensor(1000, BYTE)
-    assert handle.free_cpu_locked_tensor_by_ptr(tensor.data_ptr() + 1) is False
-    assert handle.free_cpu_locked_tensor_by_ptr(0) is False
-    assert handle.free_cpu_locked_tensor_by_ptr(-1) is False
+    for address in (tensor.data_ptr() + 1, 0, -1):
+        assert handle.free_cpu_locked_tensor_by_ptr(address) is False
     address = tensor.data_ptr()
     tensor.data = torch.zeros(3, dtype=torch.uint8)  # as DeepSpeed's offloading does
     assert handle.free_cpu_locked_tensor(tensor) is False
@@ -149,32 +146,29 @@ def test_a_finalizer_may_free() -> None:
     assert len(freed) == 1
 
 
-def test_freed_memory_stays_until_its_last_tensor(handle: Any) -> None:
-    tensor = handle.new_cpu_locked_tensor(4096, BYTE)
-    tensor.fill_(5)
+def test_freed_memory_stays_until_its_last_tensor_and_is_pinned_again(handle: Any) -> None:
+    """The register forgets a freed tensor with its memory, which the next one may have."""
+    tensor = handle.new_cpu_locked_tensor(4096, BYTE).fill_(5)
     assert handle.free_cpu_locked_tensor(tensor) is True
     others = [handle.new_cpu_locked_tensor(4096, BYTE).fill_(9) for _ in range(20)]
     assert bool((tensor == 5).all())
     assert all(handle.is_pinned(other) for other in others)
-
-
-def test_memory_that_is_used_again_is_pinned_again(handle: Any) -> None:
-    """The register forgets a freed tensor with its memory, which the next one may have."""
     for _ in range(50):
         tensor = handle.new_cpu_locked_tensor(4096, BYTE)
-        assert handle.is_pinned(tensor)
         assert handle.free_cpu_locked_tensor(tensor) is True
         assert not handle.is_pinned(tensor)
     del tensor
     assert all(handle.is_pinned(nvme_ops.empty(4096, dtype=torch.uint8)) for _ in range(50))
 
 
-def test_freeing_unlocks_the_pages() -> None:
+def test_freeing_unlocks_the_pages_and_tensors_outlive_their_handle() -> None:
     handle, before = pin_handle(), locked_kilobytes()
     tensor = handle.new_cpu_locked_tensor(1 << 20, BYTE)
-    if locked_kilobytes() < before + 1024:
+    locked = locked_kilobytes()
+    del handle
+    assert pin_handle().free_cpu_locked_tensor(tensor.fill_(5)) is True
+    if locked < before + 1024:
         pytest.skip("this system locks no memory")
-    assert handle.free_cpu_locked_tensor(tensor) is True
     assert locked_kilobytes() == before
 
 
@@ -184,7 +178,7 @@ def test_of_threads_that_free_one_tensor_one_does() -> None:
         answers: list[bool] = []
 
         def free(number: int, tensor: torch.Tensor = tensor, answers: list[bool] = answers) -> None:
-            answers.append(MAKERS[number % 2]().free_cpu_locked_tensor(tensor))
+            answers.append((pin_handle, aio_handle)[number % 2]().free_cpu_locked_tensor(tensor))
 
         in_threads(free, 4)
         assert sorted(answers) == [False, False, False, True]

@@ -43,55 +43,39 @@ def fresh(size: int) -> tuple[mmap.mmap, torch.Tensor, int]:
     return memory, tensor, -(-tensor.data_ptr() // HUGE) * HUGE
 
 
-def test_a_read_into_fresh_memory_asks_for_huge_pages(handle: aio_handle, folder: Path) -> None:
-    path, (_, tensor, first) = store(folder / "file", pattern(9 * MIB)), fresh(12 * MIB)
-    handle.sync_pread(tensor[: 9 * MIB], path)
-    assert torch.equal(tensor[: 9 * MIB], pattern(9 * MIB))
-    assert wants_huge_pages(first)
-    assert not wants_huge_pages(tensor.data_ptr() + 11 * MIB), "beyond what is read"
-
-
-def test_a_read_of_many_parts_does_so_too(handle: aio_handle, folder: Path) -> None:
-    path, (_, tensor, first) = store(folder / "file", pattern(8 * MIB)), fresh(10 * MIB)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_read_into_fresh_memory_asks_for_huge_pages(handle: aio_handle, folder: Path, parts: int) -> None:
+    path, (_, tensor, first) = store(folder / "file", pattern(8 * MIB)), fresh(14 * MIB)
     start = first - tensor.data_ptr()
-    parts = [tensor[start : start + 4 * MIB], tensor[start + 4 * MIB : start + 8 * MIB]]
-    handle.submit_preadv(parts, path, [0, 4 * MIB]).result()
-    assert torch.equal(tensor[start : start + 8 * MIB], pattern(8 * MIB))
-    assert wants_huge_pages(first)
-    assert wants_huge_pages(first + 4 * MIB)
+    back = tensor[start : start + 8 * MIB]
+    size = len(back) // parts
+    handle.submit_preadv(list(back.split(size)), path, [size * number for number in range(parts)]).result()
+    assert torch.equal(back, pattern(8 * MIB))
+    assert all(wants_huge_pages(first + size * number) for number in range(parts))
+    assert not wants_huge_pages(first + 8 * MIB), "beyond what is read"
 
 
 def test_memory_of_the_pool_is_never_marked_for_small_pages(folder: Path) -> None:
     """Where it is kept: reads into it would be slower by half ever after. After much that took small pages, too."""
     path = store(folder / "file", pattern(4 * MIB))
     kept = []
-    for size in [4 * MIB] * 40:
-        kept.append(empty(size, dtype=torch.uint8))
-        aio_handle().sync_pread(kept[-1][: 4 * MIB], path)
+    for _ in range(40):
+        kept.append(empty(4 * MIB, dtype=torch.uint8))
+        aio_handle().sync_pread(kept[-1], path)
         native().populate(fresh(64 * MIB)[1], 0, 64 * MIB)
     assert not any("nh" in flags(tensor.data_ptr()) for tensor in kept)
 
 
-def test_memory_in_use_is_left_alone(handle: aio_handle, folder: Path) -> None:
-    path, (_, tensor, first) = store(folder / "file", pattern(8 * MIB)), fresh(12 * MIB)
-    tensor.fill_(1)
-    handle.sync_pread(tensor[: 8 * MIB], path)
-    assert torch.equal(tensor[: 8 * MIB], pattern(8 * MIB))
-    assert not wants_huge_pages(first)
-
-
-def test_a_write_leaves_memory_alone(handle: aio_handle, folder: Path) -> None:
-    _, tensor, first = fresh(8 * MIB)
-    handle.sync_pwrite(tensor, folder / "file")
-    assert not bool(contents(folder / "file").any())
-    assert not wants_huge_pages(first)
-
-
 @pytest.mark.parametrize("size", [0, 1, HUGE - 1, 2 * HUGE - 2])
-def test_memory_without_a_whole_huge_page_is_left_alone(size: int) -> None:
-    _, tensor, first = fresh(4 * HUGE)
+def test_memory_in_use_or_written_from_or_without_a_whole_huge_page_is_left_alone(folder: Path, size: int) -> None:
+    handle, path, (_, tensor, first) = aio_handle(), folder / "file", fresh(8 * MIB)
     start = first - tensor.data_ptr() + 1
     native().populate(tensor[start : start + size], 0, size)
+    handle.sync_pwrite(tensor, path)
+    assert not bool(contents(path).any())
+    tensor.fill_(1)
+    handle.sync_pread(tensor, path)
+    assert not bool(tensor.any())
     assert not wants_huge_pages(first)
     assert not wants_huge_pages(first + HUGE)
 
@@ -117,44 +101,34 @@ def test_memory_filled_from_its_start_on_gets_pages_part_by_part() -> None:
     assert resident(first, 4 * HUGE) == resident(memory, 6 * HUGE) == 4 * HUGE, "a part of one is left alone"
 
 
-@pytest.mark.parametrize("size", [HUGE, 5 * HUGE, 33 * HUGE])
+@pytest.mark.parametrize("size", [HUGE, 33 * HUGE])
 def test_memory_of_a_page_locked_tensor_is_all_there(size: int) -> None:
     tensor = aio_handle().new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     assert resident(tensor.data_ptr(), size) == size
     assert wants_huge_pages(tensor.data_ptr())
 
 
-def test_reads_into_much_fresh_memory_at_once(handle: aio_handle, folder: Path) -> None:
-    """Of several threads and handles, some dropped while pages are still on their way."""
-    data = pattern(40 * MIB + 5)
+def test_reads_into_much_fresh_memory_at_once_also_in_a_forked_child(folder: Path) -> None:
+    """Of several threads, some dropped while pages are still on their way."""
+    handle, data = aio_handle(), pattern(40 * MIB + 5)
     path = store(folder / "file", data)
 
     def work(number: int) -> None:
-        for _ in range(2):
-            back = torch.empty(len(data), dtype=torch.uint8)
-            future = handle.submit_pread(back[number:], path, number)
-            missing = handle.submit_pread(torch.empty(80 * MIB, dtype=torch.uint8), path)
-            assert future.result() == len(data) - number
-            assert torch.equal(back[number:], data[number:])
-            assert isinstance(missing.exception(), EOFError)
-
-    in_threads(work, 4)
-
-
-def test_a_child_forked_meanwhile_populates_its_own(handle: aio_handle, folder: Path) -> None:
-    data = pattern(64 * MIB)
-    path = store(folder / "file", data)
-    back = torch.empty(len(data), dtype=torch.uint8)
-    future = handle.submit_pread(back, path)
+        back = torch.empty(len(data), dtype=torch.uint8)
+        future = handle.submit_pread(back[number:], path, number)
+        missing = handle.submit_pread(torch.empty(80 * MIB, dtype=torch.uint8), path)
+        if number == 0:
+            in_child(child)
+        assert future.result() == len(data) - number
+        assert torch.equal(back[number:], data[number:])
+        assert isinstance(missing.exception(), EOFError)
 
     def child() -> None:
         own = torch.empty(len(data), dtype=torch.uint8)
         assert handle.sync_pread(own, path) == 1
         assert torch.equal(own, data)
 
-    in_child(child)
-    assert future.result() == len(data)
-    assert torch.equal(back, data)
+    in_threads(work, 4)
 
 
 def test_no_thread_is_needed(folder: Path) -> None:
