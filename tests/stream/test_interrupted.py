@@ -97,31 +97,21 @@ def lines_of(run: Callable[[int], int]) -> range:
     return range(1, total + 1, 1 if os.environ.get("STREAM_LINES") == "all" else 5)
 
 
-def test_what_was_written_is_in_the_file(folder: Path) -> None:
-    path = folder / "file"
-    for line in lines_of(lambda line: write_records(path, "w", line)[0]):
-        _, kept, interrupted = write_records(path, "w", line)
-        content = path.read_bytes()
-        assert len(kept) == 44 - interrupted >= 43
-        for position, data in kept:
-            assert content[position : position + RECORD] == data, (line, position, data[0])
-
-
-def test_what_was_appended_is_in_the_file_in_order(folder: Path) -> None:
-    path = folder / "file"
-    for line in lines_of(lambda line: write_records(path, "a", line)[0]):
-        path.unlink(missing_ok=True)
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_what_was_written_is_in_the_file_in_order(folder: Path, mode: str) -> None:
+    path, before = folder / "file", b"before" if mode == "a" else b""
+    for line in lines_of(lambda line: write_records(path, mode, line)[0]):
         path.write_bytes(b"before")
-        _, kept, interrupted = write_records(path, "a", line)
+        _, kept, interrupted = write_records(path, mode, line)
         content, place = path.read_bytes(), 0
         assert len(kept) == 44 - interrupted >= 43
-        assert content.startswith(b"before")
-        for _, data in kept:
-            place = content.find(data, place)
-            assert place >= 0, (line, data[0])
+        assert content.startswith(before)
+        for position, data in kept:
+            place = content.find(data, place) if mode == "a" else position
+            assert content[place : place + RECORD] == data, (line, position, data[0])
             place += RECORD
         assert content.count(kept[-1][1]) == 1
-        assert len(content) <= len(b"before") + (len(kept) + interrupted) * RECORD
+        assert len(content) <= len(before) + (len(kept) + interrupted) * RECORD
 
 
 def test_what_is_read_is_where_the_position_says(folder: Path) -> None:
@@ -148,32 +138,22 @@ def test_what_is_read_is_where_the_position_says(folder: Path) -> None:
 
 def test_interrupted_again_and_again_it_goes_on(folder: Path) -> None:
     """More often than there are blocks: none is lost."""
-    path = folder / "file"
-    kept = []
-    file = nvme_ops.open(path, "w")
-    for number in range(1, 200):
-        data = bytes([number]) * RECORD
-        position = file.tell()
-        with interrupted_at(number % 41 + 3):
-            try:
+    path, kept = folder / "file", []
+    with nvme_ops.open(path, "w") as file:
+        for number in range(1, 200):
+            data, position = bytes([number]) * RECORD, file.tell()
+            with suppress(Interrupt), interrupted_at(number % 41 + 3):
                 file.write(data)
-            except Interrupt:
-                continue
-        kept.append((position, data))
-    file.close()
+                kept.append((position, data))
     content = path.read_bytes()
     for position, data in kept:
         assert content[position : position + RECORD] == data
-    file = nvme_ops.open(path)
-    for number in range(200):
-        with interrupted_at(number % 41 + 3):
-            try:
+    with nvme_ops.open(path) as file:
+        for number in range(200):
+            with suppress(Interrupt), interrupted_at(number % 41 + 3):
                 file.read(RECORD)
-            except Interrupt:
-                continue
-    file.seek(0)
-    assert file.read() == content
-    file.close()
+        file.seek(0)
+        assert file.read() == content
 
 
 def test_tensors_under_way_are_waited_for(folder: Path) -> None:
