@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.tuning import dictionary, store
-from nvme_ops.tuning.dictionary import MODE, SECTION, forget
+from nvme_ops.tuning import dictionary
+from nvme_ops.tuning.dictionary import SECTION, forget
 from tests.conftest import (
     MIB,
     REPOSITORY,
@@ -57,16 +56,7 @@ def test_the_usual_cost_is_kept_too(folder: Path, cache: Path) -> None:
     assert 0 < entry["usual"] < 100 * max(entry["costs"])
 
 
-def test_a_handle_that_is_dropped_keeps_it_too(folder: Path, cache: Path) -> None:
-    handle = aio_handle.adaptive(folder)
-    write(handle, folder)
-    assert not cache.exists()
-    del handle
-    gc.collect()
-    assert len(kept(cache)[SECTION]) == 1
-
-
-@pytest.mark.parametrize("process", ["this", "child", "child that inherits the handle"])
+@pytest.mark.parametrize("process", ["this", "child that inherits the handle"])
 def test_the_end_of_a_program_keeps_it_too(folder: Path, cache: Path, process: str) -> None:
     run_python(f"""
         import multiprocessing, torch, nvme_ops
@@ -196,14 +186,6 @@ def test_what_has_other_tools_or_numbers_is_ignored_and_stays(folder: Path, cach
     assert len(kept(cache)[SECTION]) > 1
 
 
-def test_what_nvme_tune_found_stays(folder: Path, cache: Path) -> None:
-    with aio_handle.adaptive(folder) as handle:
-        write(handle, folder)
-        store.keep(handle._dictionary._identity, nvme_ops.settings.Settings(), {"ratio": 2})  # type: ignore[union-attr]
-    assert kept(cache)["tuned"]["ratio"] == 2
-    assert len(kept(cache)[SECTION]) == 1
-
-
 def test_what_could_not_be_kept_is_told_and_kept_later(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder")
     with warnings.catch_warnings():
@@ -242,20 +224,6 @@ def test_another_user_leaves_what_the_first_has_learned(folder: Path) -> None:
     in_child(child)
     forget()
     assert aio_handle.adaptive(folder).learned()
-
-
-def test_frozen_it_says_that_nothing_is_kept_also_where_it_may_not_read(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cache" / "nvme_ops").mkdir(mode=0o700, parents=True)
-    monkeypatch.setenv(MODE, "frozen")
-
-    def child() -> None:
-        give_up_root()
-        assert "frozen: nothing is kept for this device in " in aio_handle.adaptive(folder).explain()
-
-    in_child(child)
-    assert "frozen: nothing is kept for this device in " in aio_handle.adaptive(folder).explain()
 
 
 def test_a_handle_that_is_freed_while_another_is_saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
