@@ -23,7 +23,7 @@ def leftovers(folder: str) -> list[str]:
     A shard counts only if its header says that it belongs to another save than the index. Data of a DCP checkpoint are
     left to the next save, which knows what ``.metadata`` names without unpickling it here.
     """
-    found = [path for path in [*publication.litter(folder), *publication.spares(folder)] if locks.is_abandoned(path)]
+    found = [path for path in publication.hidden(folder) if locks.is_abandoned(path)]
     for name in os.listdir(folder):
         if name.endswith(_INDEX):
             with suppress(OSError, FormatError), locks.locked(os.path.join(folder, name)):

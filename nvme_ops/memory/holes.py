@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from typing import NamedTuple
 
-
-class _Change(NamedTuple):
-    """Holes to remove and holes to add: start and size of each."""
-
-    gone: tuple[tuple[int, int], ...]
-    new: tuple[tuple[int, int], ...]
+_Ranges = tuple[tuple[int, int], ...]  # start and size of each
 
 
 class Holes:
@@ -26,7 +20,7 @@ class Holes:
 
     def clear(self) -> None:
         """Removes all holes."""
-        self._change: _Change | None = None
+        self._change: tuple[_Ranges, _Ranges] | None = None  # holes to remove and holes to add
         self._starts: dict[int, int] = {}  # where each begins, and its size
         self._ends: dict[int, int] = {}  # where each ends, and its start
         self._by_size: dict[int, dict[int, None]] = {}
@@ -83,9 +77,9 @@ class Holes:
         """Removes a hole."""
         self._make(((start, size),), ())
 
-    def _make(self, gone: tuple[tuple[int, int], ...], new: tuple[tuple[int, int], ...]) -> None:
+    def _make(self, gone: _Ranges, new: _Ranges) -> None:
         self._settle()
-        self._change = _Change(gone, new)
+        self._change = gone, new
         for start, size in gone:
             del self._starts[start], self._ends[start + size], self._by_size[size][start]
             if not self._by_size[size]:
@@ -103,10 +97,11 @@ class Holes:
         """Completes a change that was interrupted."""
         if self._change is None:
             return
+        gone, new = self._change
         starts = dict(self._starts)
-        for start, _ in self._change.gone:
+        for start, _ in gone:
             starts.pop(start, None)
-        starts.update(self._change.new)
+        starts.update(new)
         by_size: dict[int, dict[int, None]] = {}
         for start, size in starts.items():
             by_size.setdefault(size, {})[start] = None

@@ -96,22 +96,19 @@ def write(
 
 
 def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: int, kind: str | None) -> list[int]:
-    direct = [index for index, (_, tensor) in enumerate(places) if tensor.device.type == "cpu" and is_plain(tensor)]
-    chosen = set(direct)
-    others = [index for index in range(len(places)) if index not in chosen]
-    found = [0] * len(places)
+    direct = [index for index, (_, tensor) in enumerate(places) if is_plain_on_host(tensor)]
+    others = sorted(set(range(len(places))) - set(direct))
+    found: dict[int, int] = {}
     with InFlight(abandon=True) as in_flight:  # the file is removed then
         sources = [places[index][1] for index in direct]
         if direct:
             starts = [places[index][0] for index in direct]
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
         if others:
-            for index, value in _write_copies(handle, fd, places, others, kind).items():
-                found[index] = value
+            found |= _write_copies(handle, fd, places, others, kind)
         if kind:  # while the writes are in flight
-            for index, value in zip(direct, checksums_of(sources, kind), strict=True):
-                found[index] = value
-    return found
+            found |= zip(direct, checksums_of(sources, kind), strict=True)
+    return [found.get(index, 0) for index in range(len(places))]
 
 
 def _write_copies(

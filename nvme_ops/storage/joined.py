@@ -57,10 +57,6 @@ class JoinedOperation:
         self._bytes = 0
         self.asked = False  # whether somebody knows how it has ended
 
-    def submitted(self) -> bool:
-        """True."""
-        return True
-
     def done(self) -> bool:
         """Whether all have ended. A forked child learns no more than what its parent knew when it was forked."""
         if self._ended or self._process != os.getpid():

@@ -70,7 +70,7 @@ class Journal:
         self._end = self._lines = 0
         self._boot = boot_id()
         self._boot_marked: str | None = None  # in the last mark
-        self._covered = 0  # bytes, if nothing follows the last mark
+        self._covered = 0  # bytes up to the end of the last mark of all before it
         self._rewritten = 0  # times
         self._doubtful = False  # a sync failed: the kernel does not try again
         #: Whether it has lines that no mark covers, which count while the machine runs.
@@ -126,13 +126,15 @@ class Journal:
         """Returns the error to raise when the index names impossible extents."""
         return FormatError(f"{self._path}: the index names extents that cannot be: {error}")
 
-    def put(self, key: str, value: Value) -> None:
-        """Records a new value of the key."""
-        self._append(_line(key, value))
-
-    def drop(self, key: str) -> None:
-        """Records that the key has no value any more."""
-        self._append(_line(key, None))
+    def record(self, key: str, value: Value | None) -> None:
+        """Records a new value of the key, or that it has none any more."""
+        if self._fd < 0:
+            raise ValueError("the store is closed")
+        line = _line(key, value)
+        if self._boot_marked != self._boot:  # all before is durable
+            line = _mark_of(self._boot, self._end) + line
+        self._write(line)
+        self._boot_marked = self._boot
 
     def sync(self, fd: int) -> None:
         """Makes the journal durable that ``mark`` has opened. Raises OSError; ``mark`` then writes it anew."""
@@ -191,7 +193,7 @@ class Journal:
             if fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(self._path)):
                 fd, self._fd = self._fd, fd
                 self._end, self._lines = sum(map(len, lines)), len(lines)
-                self._covered, self._boot_marked = covered if covered == self._end else 0, self._boot
+                self._covered, self._boot_marked = covered, self._boot
                 self._rewritten += 1
         if fd >= 0:
             os.close(fd)
@@ -207,14 +209,6 @@ class Journal:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def _append(self, line: bytes) -> None:
-        if self._fd < 0:
-            raise ValueError("the store is closed")
-        if self._boot_marked != self._boot:  # all before is durable
-            line = _mark_of(self._boot, self._end) + line
-        self._write(line)
-        self._boot_marked = self._boot
 
     def _write(self, line: bytes) -> None:
         try:

@@ -31,6 +31,7 @@ _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
 _REPLACED = ".replaced-"  # behind the name of a manifest, before a number
 _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
+_HIDDEN = re.compile(rf"{_TEMPORARY.pattern}|\..*{re.escape(_SPARE)}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def replacing(
     folder, name = os.path.split(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "cannot be replaced by a file: it is a folder", os.fspath(target))
-    if _is_special(path):
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe
         with tempfile.TemporaryFile() as file:
             yield Replacement(path, path, file.fileno())
             file.seek(0)
@@ -292,14 +293,6 @@ def content_of(path: str, most: int) -> bytes:
         os.close(fd)
 
 
-def _is_special(path: str) -> bool:
-    """Returns whether ``path`` exists and is neither a file nor a folder."""
-    with suppress(FileNotFoundError):
-        mode = os.stat(path).st_mode
-        return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-    return False
-
-
 def _mode(path: str) -> int | None:
     """Returns the permission bits of the file, or None if there is no such file."""
     try:
@@ -379,13 +372,6 @@ def _remove_spare(spare: str) -> None:
         unlink.unlink(spare)
 
 
-def spares(folder: str) -> list[str]:
-    """Returns the files in a folder that are kept to be written over."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SPARE)]
-    return []
-
-
 def _lock(fd: int) -> bool:
     """Locks a new file; returns False if another process has already taken it for abandoned."""
     try:
@@ -404,15 +390,15 @@ def _short(name: str) -> str:
 
 def remove_litter(folder: str) -> None:
     """Removes the temporary files of processes that are gone, whatever their target."""
-    for path in litter(folder):
+    for path in hidden(folder, _TEMPORARY):
         with suppress(OSError), abandoned(path):
             os.unlink(path)
 
 
-def litter(folder: str) -> list[str]:
-    """Returns the temporary files in a folder, those in use included."""
+def hidden(folder: str, names: re.Pattern[str] = _HIDDEN) -> list[str]:
+    """Returns the temporary files in a folder, those in use included, and those that are kept to be written over."""
     with suppress(OSError), os.scandir(folder) as entries:
-        return [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+        return [entry.path for entry in entries if names.fullmatch(entry.name)]
     return []
 
 

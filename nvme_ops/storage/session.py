@@ -175,7 +175,7 @@ class Session:
             if not self.found:
                 self._begin_anew()
             for number, place in enumerate(self._places):
-                place.write(self._owner(number), durable=reuse)
+                write_owner(place.lock, self._owner(number), durable=reuse)
             if reuse:  # also what was found: its program may have been killed before it did this
                 self.sync()
                 for folder in given:
@@ -216,9 +216,9 @@ class Session:
     def _begin_anew(self) -> None:
         """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
-            place.write({**self._owner(number), "place": None}, durable=self.reuse)
+            write_owner(place.lock, {**self._owner(number), "place": None}, durable=self.reuse)
         for place in self._places:
-            place.empty()
+            _remove_files(place.path)
 
     def _owner(self, number: int) -> dict[str, object]:
         return {
@@ -332,7 +332,7 @@ class _Place:
 
     def __init__(self, path: str, lock: int, before: dict[str, object]) -> None:
         self.path, self.before = path, before
-        self._lock = lock
+        self.lock = lock
         self._process = os.getpid()
 
     @classmethod
@@ -376,30 +376,21 @@ class _Place:
                     locks.give_back(lock)
                 raise
 
-    def write(self, owner: dict[str, object], durable: bool = False) -> None:
-        """Writes the file ``owner``."""
-        write_owner(self._lock, owner, durable)
-
-    def empty(self) -> None:
-        """Removes all files of the session but ``owner``."""
-        for entry in _files(self.path):
-            unlink.unlink(entry)
-
     def close(self, remove: bool) -> None:
         """Removes or keeps the folder and releases the lock. Further calls do nothing."""
-        if self._process != os.getpid() or self._lock < 0:
+        if self._process != os.getpid() or self.lock < 0:
             return
         with contextlib.suppress(OSError):  # somebody removed it
             if remove:
                 _remove(self.path)
-            elif owner := read_owner(self._lock):
-                self.write({**owner, "pid": None})
-        lock, self._lock = self._lock, -1
+            elif owner := read_owner(self.lock):
+                write_owner(self.lock, {**owner, "pid": None})
+        lock, self.lock = self.lock, -1
         locks.give_back(lock)
 
     def leave_to_parent(self) -> None:
         """Closes the descriptor of the lock in a forked child: the lock must end with the parent."""
-        lock, self._lock = self._lock, -1
+        lock, self.lock = self.lock, -1
         if lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(lock)
@@ -449,11 +440,15 @@ def _remove_if_abandoned(path: str) -> None:
 
 def _remove(path: str) -> None:
     """Removes the session's files, then the folder, unless it holds anything else."""
-    for entry in _files(path):
-        unlink.unlink(entry)
+    _remove_files(path)
     if not any(entry != OWNER for entry in os.listdir(path)):
         os.unlink(os.path.join(path, OWNER))
         os.rmdir(path)
+
+
+def _remove_files(path: str) -> None:
+    for entry in _files(path):
+        unlink.unlink(entry)
 
 
 def _files(path: str) -> Iterator[str]:

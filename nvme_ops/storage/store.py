@@ -299,7 +299,7 @@ class TensorStore:
     def _record(self, key: str, value: Value, old: Value | None) -> None:
         """The key has this value from now on; ``old`` can go."""
         if self._journal:
-            self._journal.put(key, value)
+            self._journal.record(key, value)
         self._values[key] = value
         self._unsynced.put(key)
         if old is not None:
@@ -417,7 +417,7 @@ class TensorStore:
         with self._claim(key), self._lock:
             value = self._values[key]
             if self._journal:
-                self._journal.drop(key)
+                self._journal.record(key, None)
             del self._values[key]
             self._unsynced.put(key)
             self._retire(key, value)
