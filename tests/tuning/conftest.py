@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ MANY = 30  # transfers, by which every class has settled, and before a changed c
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing is known at first."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", OPS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(dictionary.MODE, raising=False)
     dictionary.forget()
-    return tmp_path / "cache" / "nvme_ops" / "tune"
+    yield tmp_path / "cache" / "nvme_ops" / "tune"
+    gc.collect()  # a handle keeps what it has learned when it is freed: here, not in the next test's folder
 
 
 def aligned(size: int) -> torch.Tensor:
