@@ -245,7 +245,18 @@ def test_whatever_torch_does_with_memory(pooled: None) -> None:
     assert int(copied[3]) == 7
     del tensor, copied, lazy, other
     assert live() == before
-    in_threads(lambda _: in_child(lambda: made().sum()) or [made() for _ in range(30)], 3)
+
+
+def test_threads_and_a_forked_child(pooled: None) -> None:
+    before = live()
+
+    def work(number: int) -> None:
+        if number == 0:
+            in_child(lambda: made().sum())
+        for _ in range(30):
+            assert int(made()[-1]) == 7
+
+    in_threads(work, 3)
     assert live() == before
 
 

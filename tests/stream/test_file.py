@@ -48,9 +48,9 @@ def test_modes(path: Path) -> None:
     for mode in ("w+", "wb+", "x+", "xb+"):
         if mode.startswith("x"):
             with pytest.raises(FileExistsError):
-                nvme_ops.open(path, mode)  # type: ignore[arg-type]
+                nvme_ops.open(path, mode)
             path.unlink()
-        with nvme_ops.open(path, mode) as file:  # type: ignore[arg-type]
+        with nvme_ops.open(path, mode) as file:
             assert path.stat().st_size == 0
             assert file.readable()
             assert file.writable()

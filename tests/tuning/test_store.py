@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,10 +185,10 @@ def test_settings_belong_to_a_backend_and_a_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [aio_handle.tuned, aio_handle.adaptive])
-def test_wrong_arguments_are_refused_as_by_aio_handle(tmp_path: Path, make: type[aio_handle]) -> None:
+def test_wrong_arguments_are_refused_as_by_aio_handle(tmp_path: Path, make: Callable[..., aio_handle]) -> None:
     with pytest.raises(ValueError, match="block_size must lie between"):
-        make(tmp_path, block_size=0)  # type: ignore[arg-type]
+        make(tmp_path, block_size=0)
     with pytest.raises(TypeError, match="no_such_argument"):
-        make(tmp_path, no_such_argument=1)  # type: ignore[arg-type, call-arg]
+        make(tmp_path, no_such_argument=1)
     with pytest.raises(ValueError, match="two names for one number"):
-        make(tmp_path, num_threads=1, intra_op_parallelism=2)  # type: ignore[arg-type]
+        make(tmp_path, num_threads=1, intra_op_parallelism=2)
